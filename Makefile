@@ -1,0 +1,42 @@
+# make demo       set-up and the main job: the recipe, then a text classifier in fp32 and in AMP
+# make test       set-up and every test of the two-core budget
+# make test-all   the long tests too
+# make check      what CI checks: format, lint, types, import layers, documentation blocks, tests
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: setup demo test test-all check format lint types clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/mezzo demo --out runs/demo
+
+test: setup
+	$(BIN)/pytest -q -n 2 --dist worksteal
+
+test-all: setup
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not cuda"
+
+format: setup
+	$(BIN)/ruff format src tests examples
+
+lint: setup
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples
+
+types: setup
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

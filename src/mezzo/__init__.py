@@ -1,0 +1,7 @@
+"""Mixed precision for PyTorch that you can see, steer and trust."""
+
+from .policy import Policy as Policy
+from .policy import Rule as Rule
+from .policy import ScalingConfig as ScalingConfig
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+"""The `mezzo` command: one file per command."""
+
+from .main import main as main

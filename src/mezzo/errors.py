@@ -1,0 +1,93 @@
+"""Every error mezzo raises. A message says what was asked, what came, why not, and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MezzoError(Exception):
+    """Base of every error mezzo raises on purpose."""
+
+
+class FormatError(MezzoError, ValueError):
+    """A dtype or number format that does not exist, or that the device lacks."""
+
+
+class PolicyError(MezzoError, ValueError):
+    """A policy that cannot be parsed, contradicts itself, or does not fit the model."""
+
+
+class CastError(MezzoError, RuntimeError):
+    """An op inside a region met dtypes it cannot work with; names op, module, arguments and the mending rule."""
+
+
+class ForbiddenOpError(CastError):
+    """An op that the policy forbids; names the stable replacement."""
+
+
+class RegionError(MezzoError, RuntimeError):
+    """Regions entered or left in an order that cannot be honoured."""
+
+
+class ScalerError(MezzoError, RuntimeError):
+    """A loss scaler used in an order that would corrupt gradients or weights."""
+
+
+class StepError(MezzoError, RuntimeError):
+    """A prepared step used in the wrong order; names the right call."""
+
+
+class LossScaleExhausted(MezzoError, RuntimeError):
+    """The loss scale reached its floor, or too many steps in a row were skipped."""
+
+
+class NonFiniteStep(MezzoError, RuntimeError):
+    """A step met inf or NaN that no loss scale can mend; names parameters, buffers and counts."""
+
+
+class MasterError(MezzoError, ValueError):
+    """16-bit trainable weights without a way to keep their small updates."""
+
+
+class CheckpointError(MezzoError, RuntimeError):
+    """A checkpoint that cannot be read, or does not fit what it is loaded into."""
+
+
+class InvariantError(MezzoError, RuntimeError):
+    """An invariant of the training step was found broken."""
+
+
+class DataError(MezzoError, ValueError):
+    """A data file that is missing, empty, or not what its options say."""
+
+
+class ConfigError(MezzoError, ValueError):
+    """An option, or a combination of options, that cannot be honoured."""
+
+
+class DistributedError(MezzoError, RuntimeError):
+    """Ranks that disagree, or a rank that did not answer in time; names the ranks."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the closing clause of a message about an unknown word.
+
+    Args:
+        word: what was written.
+        known: every valid spelling.
+
+    Returns:
+        " Did you mean 'x'?" for the nearest spelling, else the list of valid ones.
+
+    >>> did_you_mean("bf61", ["bf16", "fp16"])
+    " Did you mean 'bf16'?"
+    >>> did_you_mean("zzz", ["bf16", "fp16"])
+    ' Valid: bf16, fp16.'
+    """
+    options = sorted(set(known))
+    by_fold = {option.casefold(): option for option in options}
+    near = difflib.get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.5)
+    if near:
+        return f" Did you mean '{by_fold[near[0]]}'?"
+    return f" Valid: {', '.join(options)}."

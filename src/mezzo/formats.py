@@ -1,0 +1,219 @@
+"""Facts about the number formats of mixed precision, and which of them a device computes natively."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import FormatError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """A binary floating-point format.
+
+    Attributes:
+        name: short name, as written in a policy.
+        dtype: the torch dtype that stores it; tf32 is stored as float32.
+        exponent_bits: width of the exponent field.
+        mantissa_bits: stored fraction bits, without the hidden one.
+        max: largest finite value.
+        tiny: smallest normal value.
+        smallest: smallest subnormal value.
+        eps: distance from 1 to the next value.
+    """
+
+    name: str
+    dtype: torch.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    max: float
+    tiny: float
+    smallest: float
+    eps: float
+
+    @property
+    def bits(self) -> int:
+        """Width of a value as the arithmetic sees it: sign, exponent, fraction."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+
+def _from_finfo(name: str, dtype: torch.dtype, exponent_bits: int, mantissa_bits: int) -> Format:
+    info = torch.finfo(dtype)
+    return Format(
+        name=name,
+        dtype=dtype,
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        max=info.max,
+        tiny=info.tiny,
+        smallest=info.tiny * 2.0**-mantissa_bits,
+        eps=info.eps,
+    )
+
+
+_FP32 = _from_finfo("fp32", torch.float32, 8, 23)
+# Source of tf32: NVIDIA A100 architecture whitepaper: 8 exponent bits, 10 fraction bits, stored in 32.
+_TF32 = Format(
+    name="tf32",
+    dtype=torch.float32,
+    exponent_bits=8,
+    mantissa_bits=10,
+    max=(2.0 - 2.0**-10) * 2.0**127,
+    tiny=_FP32.tiny,
+    smallest=_FP32.tiny * 2.0**-10,
+    eps=2.0**-10,
+)
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        _from_finfo("fp64", torch.float64, 11, 52),
+        _FP32,
+        _TF32,
+        _from_finfo("fp16", torch.float16, 5, 10),
+        _from_finfo("bf16", torch.bfloat16, 8, 7),
+        _from_finfo("e4m3", torch.float8_e4m3fn, 4, 3),
+        _from_finfo("e5m2", torch.float8_e5m2, 5, 2),
+    )
+}
+
+_SPELLINGS: dict[str, torch.dtype] = {
+    "fp64": torch.float64, "float64": torch.float64, "double": torch.float64, "f64": torch.float64,
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32, "f32": torch.float32,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16, "f16": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+}  # fmt: skip
+_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype a name stands for.
+
+    Args:
+        name: fp64, fp32, fp16 or bf16, or torch's spelling with or without "torch.".
+
+    Raises:
+        FormatError: unknown name; the nearest valid spelling is named.
+
+    >>> parse_dtype("bf16"), parse_dtype("torch.float16")
+    (torch.bfloat16, torch.float16)
+    """
+    try:
+        return _SPELLINGS[name.strip().casefold().removeprefix("torch.")]
+    except KeyError:
+        raise FormatError(f"unknown dtype {name!r}.{did_you_mean(name, _SHORT.values())}") from None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype: fp32, bf16, or torch's own name for the rest.
+
+    >>> dtype_name(torch.bfloat16), dtype_name(torch.int64)
+    ('bf16', 'int64')
+    """
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """Return the facts of the format a floating dtype stores.
+
+    Raises:
+        FormatError: not one of the formats in `FORMATS`.
+    """
+    for fmt in FORMATS.values():
+        if fmt.dtype is dtype and fmt.name != "tf32":
+            return fmt
+    raise FormatError(f"{dtype} is not a floating format mezzo knows.{did_you_mean(str(dtype), FORMATS)}")
+
+
+def describe(tensor: Tensor) -> str:
+    """Return dtype, shape and device of a tensor in one word for messages. Syncs: no.
+
+    >>> describe(torch.zeros(2, 3))
+    'fp32[2,3] cpu'
+    """
+    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}] {tensor.device}"
+
+
+def ulp(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the distance from each value's magnitude to the next larger one in a format.
+
+    Args:
+        values: any shape; fp64, fp32, fp16 or bf16.
+        dtype: the format whose spacing is asked; the dtype of `values` when left out.
+
+    Returns:
+        The shape of `values`, fp64; NaN where a value is not finite.
+
+    Raises:
+        FormatError: `dtype` is not a floating format of `FORMATS`.
+
+    Syncs: no.
+    Source: IEEE 754-2019; the spacing below `tiny` is that of the subnormals.
+
+    >>> ulp(torch.tensor([1.0, 2.0]), torch.bfloat16).tolist()
+    [0.0078125, 0.015625]
+    """
+    fmt = format_of(dtype or values.dtype)
+    magnitude = values.detach().double().abs()
+    _, exponent = torch.frexp(magnitude.clamp(min=fmt.tiny))
+    spacing = torch.ldexp(torch.ones_like(magnitude), exponent - 1 - fmt.mantissa_bits)
+    return torch.where(magnitude.isfinite(), spacing, torch.nan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeSupport:
+    """Whether a device has arithmetic units for a dtype.
+
+    Attributes:
+        native: True if matrix products in this dtype run on units made for it.
+        reason: where that was read.
+    """
+
+    native: bool
+    reason: str
+
+
+# Source: CUDA C++ Programming Guide, arithmetic throughput by compute capability.
+_CUDA_SINCE = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
+_CPU_FLAGS = {
+    torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+    torch.float16: ("_is_amx_fp16_supported",),
+}
+
+
+def native_support(device: torch.device | str, dtype: torch.dtype) -> NativeSupport:
+    """Say whether a device multiplies matrices of a dtype natively, from what it reports of itself.
+
+    Emulation does not count: torch's own `is_bf16_supported()` says yes for emulated bf16.
+
+    Args:
+        device: the device asked about; CUDA is started for a CUDA device.
+        dtype: any floating dtype.
+
+    Returns:
+        The answer and where it was read. fp32 and fp64 are native everywhere.
+
+    Raises:
+        FormatError: not a floating dtype.
+
+    Syncs: no.
+    """
+    device = torch.device(device)
+    if not dtype.is_floating_point:
+        raise FormatError(f"{dtype} is not a floating dtype; ask for one of {', '.join(FORMATS)}.")
+    if dtype in (torch.float32, torch.float64):
+        return NativeSupport(native=True, reason="every device computes it")
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        since = _CUDA_SINCE.get(dtype, (8, 9))
+        found = f"compute capability {capability[0]}.{capability[1]}, needed {since[0]}.{since[1]}"
+        return NativeSupport(native=capability >= since, reason=found)
+    if device.type == "cpu":
+        flags = [flag for flag in _CPU_FLAGS.get(dtype, ()) if getattr(torch.cpu, flag, lambda: False)()]
+        units = ", ".join(flag.removeprefix("_is_").removesuffix("_supported") for flag in flags)
+        return NativeSupport(native=bool(flags), reason=units or f"no CPU unit for {dtype_name(dtype)}")
+    return NativeSupport(native=True, reason=f"assumed: {device.type} does not report its units")
