@@ -1,0 +1,169 @@
+"""Casts that are made once: a cache that lives as long as a region, and shadows that outlive it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_RECENT_ACTIVATIONS = 2
+"""How many activation casts are kept: one activation usually feeds several ops in a row (query, key, value)."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    source: weakref.ref[Tensor]
+    version: int
+    cast: Tensor
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one, and so likely to be cast again. Syncs: no."""
+    return isinstance(tensor, Parameter) or (tensor._is_view() and isinstance(tensor._base, Parameter))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what all views of one storage have in common."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass(slots=True)
+class _Shadow:
+    owner: weakref.ref[Tensor]
+    version: int
+    storage: int
+    copy: Tensor
+
+
+class _Connect(torch.autograd.Function):
+    """Hands out a shadow as if it had been cast just now: the gradient goes to the weight, in the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, weight: Tensor, shadow: Tensor) -> Tensor:  # type: ignore[override]  # torch types it with *args
+        ctx.dtype = weight.dtype
+        return shadow.view_as(shadow)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch types it with *args
+        return grad.to(ctx.dtype), None
+
+
+class ShadowStore:
+    """16-bit copies of weights that outlive a region (`cache="persistent"`).
+
+    A shadow is allocated once and refreshed in place after its weight changed: writing into memory that exists is
+    several times faster than into fresh pages. It is keyed on where the weight lies and on its version, so tied
+    weights and views share it, and it goes when its weight goes.
+
+    A write through `.data` outside every region leaves no trace in the version; call `clear` after one.
+    """
+
+    def __init__(self) -> None:
+        self._shadows: dict[tuple[object, ...], _Shadow] = {}
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the shadow of a weight, connected to the graph when gradients are on.
+
+        Args:
+            weight: a parameter or a view of one; not an inference tensor.
+            dtype: the dtype of the shadow.
+
+        Writes: the shadow, where the weight has changed since.
+        Syncs: no.
+        """
+        shadow = self._fresh(weight, dtype)
+        if torch.is_grad_enabled() and weight.requires_grad:
+            connected: Tensor = _Connect.apply(weight, shadow)  # type: ignore[no-untyped-call]  # torch's own
+            return connected
+        return shadow
+
+    def _fresh(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        owner = weight if isinstance(weight, Parameter) else weight._base
+        assert owner is not None
+        key = (id(owner), weight.storage_offset(), tuple(weight.shape), weight.stride(), dtype)
+        found = self._shadows.get(key)
+        if found is None or found.owner() is not owner or found.storage != storage_key(weight):
+            gone = weakref.ref(owner, lambda _: self._shadows.pop(key, None))
+            copy = weight.detach().to(dtype)
+            found = self._shadows[key] = _Shadow(gone, weight._version, storage_key(weight), copy)
+        elif found.version != weight._version:
+            with torch.no_grad():
+                found.copy.copy_(weight)
+            found.version = weight._version
+        return found.copy
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forget the shadows of a tensor's storage."""
+        storage = storage_key(tensor)
+        self._shadows = {key: shadow for key, shadow in self._shadows.items() if shadow.storage != storage}
+
+    def nbytes(self) -> int:
+        """Return the bytes that all shadows hold. Syncs: no."""
+        return sum(shadow.copy.nbytes for shadow in self._shadows.values())
+
+    def clear(self) -> None:
+        """Drop every shadow; each weight is cast anew at its next use."""
+        self._shadows.clear()
+
+
+shadows = ShadowStore()
+"""The shadows of this process: a weight has one, whichever region uses it."""
+
+
+class RegionCache:
+    """Casts of one region, each valid for one version of its source.
+
+    Weights are kept until the region ends; of activations only the latest two, so that query, key and value share
+    a cast and no memory is held for long. A cast made without gradients is never handed to a pass that needs them.
+    A tensor whose storage was handed out untracked (`.data`, `.numpy()`) is cast at every use from then on.
+
+    Args:
+        store: where casts of weights live beyond the region; None ends them with it.
+    """
+
+    def __init__(self, store: ShadowStore | None = None) -> None:
+        self._store = store
+        self._weights: dict[tuple[int, torch.dtype, bool], _Entry] = {}
+        self._activations: OrderedDict[tuple[int, torch.dtype, bool], _Entry] = OrderedDict()
+        self._untracked: set[int] = set()
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `tensor` in `dtype`, from the cache where that is right.
+
+        Args:
+            tensor: any shape, floating.
+            dtype: the dtype wanted; another than the tensor's.
+
+        Returns:
+            A differentiable cast, connected to the graph when gradients are on.
+
+        Syncs: no.
+        """
+        if tensor.is_inference() or (self._untracked and storage_key(tensor) in self._untracked):
+            return tensor.to(dtype)
+        weight = is_weight(tensor)
+        graph = torch.is_grad_enabled() and tensor.requires_grad
+        key = (id(tensor), dtype, graph)
+        if weight and self._store is not None:
+            return self._store.cast(tensor, dtype)
+        entries = self._weights if weight else self._activations
+        entry = entries.get(key)
+        if entry is not None and entry.source() is tensor and entry.version == tensor._version:
+            return entry.cast
+        cast = tensor.to(dtype)
+        entries[key] = _Entry(weakref.ref(tensor), tensor._version, cast)
+        if not weight:
+            self._activations.move_to_end(key)
+            while len(self._activations) > _RECENT_ACTIVATIONS:
+                self._activations.popitem(last=False)
+        return cast
+
+    def stop_tracking(self, tensor: Tensor) -> None:
+        """Cast a tensor's storage at every use from now on: a write through `.data` leaves no version behind."""
+        self._untracked.add(storage_key(tensor))
+        if self._store is not None:
+            self._store.drop(tensor)

@@ -1,0 +1,110 @@
+"""Which Python callables an op name stands for, and which Python composites must be opened to see their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import get_overridable_functions
+
+from ..policy import OpRules, Rule
+from ..policy.table import ALIASES, Row, table
+
+AnyCallable = Callable[..., Any]
+
+# Python functions whose bodies reach no ruled op, called often enough that opening them would cost.
+_LEAVES = frozenset(
+    "relu relu6 dropout dropout1d dropout2d dropout3d alpha_dropout embedding embedding_bag silu mish selu celu elu "
+    "leaky_relu hardtanh hardsigmoid hardswish sigmoid tanh softsign tanhshrink threshold rrelu one_hot "
+    "glu batch_norm instance_norm local_response_norm broadcast_tensors meshgrid split unique unique_consecutive "
+    "block_diag atleast_1d atleast_2d atleast_3d cartesian_prod".split()
+)
+
+
+def _namespaces() -> list[tuple[str, AnyCallable]]:
+    modules = (torch._C._VariableFunctions, torch._C._nn, torch.linalg, torch.special, torch.fft)
+    found = [(name, getattr(module, name)) for module in modules for name in dir(module) if not name.startswith("__")]
+    for functions in get_overridable_functions().values():
+        found += [(getattr(f, "__name__", ""), f) for f in functions]
+    return [(name, f) for name, f in found if callable(f) and name not in ("", "__get__", "__set__", "__delete__")]
+
+
+@lru_cache
+def callables_by_name() -> Mapping[str, tuple[AnyCallable, ...]]:
+    """Return op name to the callables that reach it: functions, methods, operators, aliases. Syncs: no."""
+    found: dict[str, list[AnyCallable]] = {}
+    for name, function in _namespaces():
+        found.setdefault(ALIASES.get(name, name), []).append(function)
+        if name in ALIASES:
+            found.setdefault(name, []).append(function)
+    return MappingProxyType({name: tuple(functions) for name, functions in found.items()})
+
+
+def _always_false(*_: object) -> bool:
+    return False
+
+
+@cache
+def opened(function: FunctionType) -> FunctionType:
+    """Return a copy of a Python composite of torch that shows its parts to a function mode.
+
+    torch's Python functions begin with `if has_torch_function(...)`, which hands the whole call to the mode once
+    more; the copy answers that question with no.
+
+    Args:
+        function: a function of torch.nn.functional, torch.functional or torch._lowrank.
+    """
+    silenced = {name: _always_false for name in function.__globals__ if name.startswith("has_torch_function")}
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **silenced},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+@lru_cache
+def composites() -> frozenset[AnyCallable]:
+    """Return the Python functions of torch whose parts must be seen one by one. Syncs: no."""
+    spaces = (F, torch.functional, torch._lowrank)
+    return frozenset(
+        function
+        for _, function in _namespaces()
+        if isinstance(function, FunctionType)
+        and function.__module__ in {space.__name__ for space in spaces}
+        and function.__name__ not in _LEAVES
+        and any(name.startswith("has_torch_function") for name in function.__globals__)
+    )
+
+
+@lru_cache
+def rows_by_callable(ops: OpRules, device_type: str) -> Mapping[AnyCallable, Row]:
+    """Return callable to row: the table with its edits, for one device.
+
+    Args:
+        ops: table name and edits; every edited op exists (`policy.known_ops`).
+        device_type: as `policy.table.table`.
+
+    Syncs: no.
+    """
+    rows = dict(table(ops.table, device_type))
+    for op, rule in ops.edits:
+        name = ALIASES.get(op, op)
+        rows[name] = Row(
+            op=name, rule=rule, reason="edited in the policy", instead="another op, or another rule for it"
+        )
+    names = callables_by_name()
+    ruled = {function: row for name, row in rows.items() for function in names.get(name, ())}
+    return MappingProxyType(ruled)
+
+
+def is_plain(row: Row | None) -> bool:
+    """Whether a row leaves an op alone."""
+    return row is None or row.rule is Rule.AS_IS

@@ -1,0 +1,174 @@
+"""The interceptor: every public torch function called in a region passes through it and is cast by its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CastError, ForbiddenOpError
+from ..policy import OpRules, Rule
+from ..policy.table import Row
+from .cache import RegionCache
+from .callables import composites, opened, rows_by_callable
+from .provenance import mismatch_message
+
+_UNTRACKED_HANDLES = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # type: ignore[attr-defined]  # a descriptor
+
+
+def eligible(value: object, device_type: str) -> bool:
+    """Whether autocasting may cast a value: a floating tensor on the device, fp64 left alone. Syncs: no."""
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.device.type == device_type
+        and value.dtype is not torch.float64
+    )
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to a tensor, or to the tensors in a list or tuple of them."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)) and value and any(isinstance(item, Tensor) for item in value):
+        items = [map_tensors(item, function) for item in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    return value
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among arguments, one level of lists deep."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
+
+
+class CastMode(TorchFunctionMode):
+    """The complete engine of a region on one or several devices.
+
+    Args:
+        ops: op table and edits.
+        device_types: the devices whose tensors are cast.
+        cache: where casts are kept; None casts at every use.
+        standalone: act although torch's autocast is off, for tests: its dtype per device.
+
+    The switch is torch's own autocast state: a nested `torch.autocast(enabled=False)` or `dtype=` is obeyed. A ruled
+    op runs as one unit, with torch's own casting of its parts off. Syncs: no.
+    """
+
+    def __init__(
+        self,
+        ops: OpRules,
+        device_types: tuple[str, ...],
+        cache: RegionCache | None,
+        standalone: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.rows = {device: rows_by_callable(ops, device) for device in device_types}
+        self.composites = composites()
+        self.cache = cache
+        self.standalone = standalone
+        self.suspended = False
+        self._only = self.rows[device_types[0]] if len(device_types) == 1 else None
+        self._device = device_types[0]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Cast the arguments of a ruled op, open a composite, leave the rest alone."""
+        kwargs = kwargs or {}
+        if self.suspended:
+            return func(*args, **kwargs)
+        device = self._device if self._only is not None else self._device_of(args, kwargs)
+        row = self.rows[device].get(func)
+        if row is None:
+            return self._unruled(func, args, kwargs)
+        enabled = self.standalone is not None or torch.is_autocast_enabled(device)
+        if not enabled or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        return self._run(func, row, device, args, kwargs)
+
+    def _device_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        for tensor in tensors_in(args, kwargs):
+            if tensor.device.type in self.rows and tensor.is_floating_point():
+                return tensor.device.type
+        return self._device
+
+    def _unruled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in self.composites:
+            with self:
+                return opened(func)(*args, **kwargs)
+        if self.cache is not None and func in _UNTRACKED_HANDLES:
+            self.cache.stop_tracking(args[0])
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            self._explain(error, func, None, args, kwargs)
+            raise
+
+    def _run(self, func: Any, row: Row, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low = self.standalone or torch.get_autocast_dtype(device)
+        if row.rule is Rule.FORBID:
+            raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")
+        target, low_out = self._target(row.rule, device, low, args, kwargs)
+        if target is not None and row.by_dtype:
+            if eligible(args[0] if args else kwargs.get("input"), device) and kwargs.get("dtype") is None:
+                kwargs = {**kwargs, "dtype": target}
+        elif target is not None:
+            args = tuple(map_tensors(value, lambda t: self._cast(t, target, device)) for value in args)
+            kwargs = {
+                name: map_tensors(value, lambda t: self._cast(t, target, device)) for name, value in kwargs.items()
+            }
+        try:
+            out = self._below(func, device, args, kwargs)
+        except RuntimeError as error:
+            self._explain(error, func, row, args, kwargs)
+            raise
+        return map_tensors(out, lambda t: self._cast(t, low, device)) if low_out else out
+
+    def _target(
+        self, rule: Rule, device: str, low: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.dtype | None, bool]:
+        if rule is Rule.LOW:
+            return low, False
+        if rule is Rule.FP32:
+            return torch.float32, False
+        if rule is Rule.AS_IS:
+            return None, False
+        dtypes = {t.dtype for t in tensors_in(args, kwargs) if eligible(t, device)}
+        if rule is Rule.WIDEST:
+            return (torch.float32 if torch.float32 in dtypes and len(dtypes) > 1 else None), False
+        # The kernels of these ops accumulate 16-bit inputs in fp32 by themselves.
+        return (None if dtypes == {low} else torch.float32), True
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+        if tensor.dtype is dtype or not eligible(tensor, device):
+            return tensor
+        if self.cache is None or dtype is torch.float32 or torch.compiler.is_compiling():
+            return tensor.to(dtype)
+        return self.cache.cast(tensor, dtype)
+
+    def _below(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.standalone is not None:
+            return func(*args, **kwargs)
+        torch.set_autocast_enabled(device, False)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
+
+    def _explain(
+        self, error: RuntimeError, func: Any, row: Row | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        message = mismatch_message(error, getattr(func, "__name__", str(func)), row, (*args, *kwargs.values()))
+        if message is not None:
+            raise CastError(message) from error

@@ -1,0 +1,163 @@
+"""The op tables: what each op runs in, per table and device, with a reason a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+import torch
+
+from .families import FAMILIES, Family
+from .policy import TableName
+from .rule import Rule
+
+DISPATCH_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
+"""Devices whose autocast kernels can be read in any build of torch."""
+
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "__matmul__": "matmul", "__rmatmul__": "matmul", "linalg_matmul": "matmul",
+        "__pow__": "pow", "__rpow__": "pow", "float_power": "pow",
+        "arccos": "acos", "arcsin": "asin", "special_exp2": "exp2", "special_expm1": "expm1",
+        "special_log1p": "log1p", "special_logsumexp": "logsumexp", "special_softmax": "softmax",
+        "special_log_softmax": "log_softmax", "special_erfinv": "erfinv", "linalg_cross": "cross",
+        "interpolate": "upsample", "cross_entropy": "cross_entropy_loss",
+    }
+)  # fmt: skip
+"""Public spellings of an op that ATen knows under another name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One op of a table.
+
+    Attributes:
+        op: ATen name, without overload.
+        rule: what the region does to its inputs.
+        reason: why, in one line.
+        via: "mode" where the op is ruled by its own name, "torch" where torch's autocast acts on its parts.
+        by_dtype: the op's own `dtype` argument is set instead of casting the input.
+        instead: what to write instead of a forbidden op.
+    """
+
+    op: str
+    rule: Rule
+    reason: str
+    via: str = "mode"
+    by_dtype: bool = False
+    instead: str | None = None
+
+
+@lru_cache
+def registered(device_type: str) -> frozenset[str]:
+    """Return the ATen names that the installed torch casts on a device, read from its dispatcher.
+
+    Args:
+        device_type: cpu, cuda, mps or xpu; the kernels of a device can be read in a build without it.
+            Other devices have no readable table: the result is empty.
+
+    Syncs: no. Costs about 10 ms the first time for a device.
+    """
+    key = DISPATCH_KEYS.get(device_type)
+    if key is None:
+        return frozenset()
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::") and has_kernel(n, key))
+    return frozenset(n.removeprefix("aten::").split(".")[0] for n in names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drift:
+    """How the torch column of `FAMILIES` differs from the installed torch on one device.
+
+    Attributes:
+        unknown: ops torch casts and the table does not name.
+        gone: ops the table names and torch does not cast.
+    """
+
+    device_type: str
+    unknown: tuple[str, ...]
+    gone: tuple[str, ...]
+
+
+def _torch_rule(family: Family, device_type: str) -> Rule | None:
+    return next((rule for rule, devices in family.torch if device_type in devices), None)
+
+
+def drift(device_type: str) -> Drift:
+    """Compare the table with the dispatcher of the installed torch.
+
+    Ops that only some versions of torch list show up here by name; `table("torch", ...)` keeps to the installed one.
+
+    Args:
+        device_type: cpu, cuda, mps or xpu.
+
+    Syncs: no.
+    """
+    listed = {op for family in FAMILIES if _torch_rule(family, device_type) for op in family.ops}
+    present = registered(device_type)
+    return Drift(device_type=device_type, unknown=tuple(sorted(present - listed)), gone=tuple(sorted(listed - present)))
+
+
+def _mezzo_row(family: Family, op: str) -> Row | None:
+    if family.mezzo is None:
+        return None
+    reason = f"{family.reason}; {family.repair}" if family.repair else family.reason
+    by_dtype = family.by_dtype and family.mezzo is Rule.FP32
+    return Row(op=op, rule=family.mezzo, reason=reason, by_dtype=by_dtype, instead=family.instead)
+
+
+def _torch_row(family: Family, op: str, device_type: str) -> Row | None:
+    rule = _torch_rule(family, device_type)
+    if rule is None or op not in registered(device_type):
+        return None
+    by_dtype = family.by_dtype and device_type in ("cuda", "xpu")
+    return Row(op=op, rule=rule, reason=family.reason, by_dtype=by_dtype, instead=family.instead)
+
+
+# Composites that torch's CPU list reaches through their parts. A matrix product of cast inputs is what their parts do.
+_CPU_PARTS = {
+    "tensordot": "a matrix product underneath",
+    "einsum": "matrix products underneath",
+    "linalg_multi_dot": "matrix products underneath",
+    "chain_matmul": "matrix products underneath",
+}
+
+
+@lru_cache
+def table(name: TableName, device_type: str) -> Mapping[str, Row]:
+    """Return an op table: ATen name to row. An op without a row runs as it is.
+
+    Args:
+        name: "torch", what the installed torch does on that device, or "mezzo", one repaired table for all.
+        device_type: cpu, cuda, mps, xpu, or another device torch can autocast on (which gets CUDA's rows).
+
+    Syncs: no.
+    """
+    if name == "mezzo":
+        rows = [_mezzo_row(family, op) for family in FAMILIES for op in family.ops]
+    else:
+        readable = device_type if device_type in DISPATCH_KEYS else "cuda"
+        rows = [_torch_row(family, op, readable) for family in FAMILIES for op in family.ops]
+        if readable == "cpu":
+            rows += [Row(op=op, rule=Rule.LOW, reason=reason) for op, reason in _CPU_PARTS.items()]
+    return MappingProxyType({row.op: row for row in rows if row is not None})
+
+
+@lru_cache
+def known_ops() -> frozenset[str]:
+    """Return every op name that a policy may edit: rows of any table and every other op torch lets be intercepted.
+
+    Syncs: no.
+    """
+    overridable = torch.overrides.get_overridable_functions()
+    names = {
+        function.__name__
+        for functions in overridable.values()
+        for function in functions
+        if hasattr(function, "__name__")
+    }
+    public = {name for name in names if not name.startswith("__") and not name.endswith("_")}
+    return frozenset(public) | {op for family in FAMILIES for op in family.ops}
