@@ -1,0 +1,95 @@
+"""What one pass over the gradients says about a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import registry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GradientCheck:
+    """The norm of all gradients and whether a step may be taken with them.
+
+    Attributes:
+        norm: shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients.
+        found_nonfinite: shape (), fp32, same device: 1.0 if an element is inf or NaN, else 0.0; the form that
+            torch's fused optimizers and mezzo.optim take as `found_inf`.
+        tensor_norms: shape (number of gradients,), fp32, same device: the unscaled norm of each.
+        grads: the gradients that were read, not copied.
+    """
+
+    norm: Tensor
+    found_nonfinite: Tensor
+    tensor_norms: Tensor
+    grads: tuple[Tensor, ...]
+
+    def count_nonfinite(self) -> Tensor:
+        """Count inf and NaN in each gradient, as it is now; a second pass, for reports.
+
+        Returns:
+            Shape (number of gradients,), int64, the device of `norm`.
+
+        Syncs: no.
+        """
+        counts = [(~values(grad).isfinite()).sum().to(self.norm.device) for grad in self.grads]
+        return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=self.norm.device)
+
+
+def values(grad: Tensor) -> Tensor:
+    """Return a gradient as one dense real tensor: the values of a sparse one, both parts of a complex one."""
+    dense = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
+def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) -> GradientCheck:
+    """Read every gradient once: the norm of all of them, and whether any is inf or NaN.
+
+    A norm whose square fp32 cannot hold (1.8e19, scaled or not) counts as non-finite too: no step could be
+    clipped to it, and a loss scale that leads there must come down.
+
+    Args:
+        grads: any shapes, devices and layouts; fp16, bf16, fp32 or fp64, sparse or complex; squares are summed in fp32.
+        inv_scale: shape (), fp32: the reciprocal of the loss scale, a power of two; None: not scaled.
+
+    Returns:
+        Norms of the unscaled gradients and the finite flag, on the device of the first gradient.
+
+    Syncs: no; copies one vector between devices if the gradients lie on several.
+
+    >>> check = norm_and_finite([torch.tensor([6.0, 8.0]).bfloat16()], torch.tensor(0.5))
+    >>> check.norm.item(), check.found_nonfinite.item()
+    (5.0, 0.0)
+    """
+    with torch.no_grad():
+        kept = tuple(grad.detach() for grad in grads)
+        home = kept[0].device if kept else inv_scale.device if inv_scale is not None else torch.device("cpu")
+        norms = _gather(kept, home)
+        if inv_scale is not None:
+            norms = norms * inv_scale.to(home)
+        norm = torch.linalg.vector_norm(norms)
+        return GradientCheck(
+            norm=norm,
+            found_nonfinite=(~norm.square().isfinite()).to(torch.float32),
+            tensor_norms=norms,
+            grads=kept,
+        )
+
+
+def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
+    """Return the norm of each gradient on one device; one kernel call for each device and dtype present."""
+    dense = [values(grad) for grad in grads]
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, grad in enumerate(dense):
+        kinds.setdefault((grad.device, grad.dtype), []).append(place)
+    norms = [torch.empty(0)] * len(dense)
+    for (device, dtype), places in kinds.items():
+        kernel = registry.kernel("gradients", device, dtype)
+        found: Tensor = kernel.tensor_norms([dense[place] for place in places])
+        for place, norm in zip(places, found.to(home).unbind(), strict=True):
+            norms[place] = norm
+    return torch.stack(norms) if norms else torch.zeros(0, device=home)

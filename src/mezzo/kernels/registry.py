@@ -1,0 +1,94 @@
+"""Which implementation of a step's arithmetic runs, decided per call from op, device and dtype, and why."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+
+from ..errors import ConfigError, did_you_mean
+from ..formats import dtype_name
+
+Backend = Literal["auto", "reference"]
+"""auto picks the fastest that can run here; any other name is that one or an error."""
+
+# Fastest first; the reference runs everywhere and ends every list.
+_ORDER: dict[str, tuple[str, ...]] = {
+    "gradients": ("reference",),
+}
+_log = logging.getLogger("mezzo.kernels")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The implementation that runs, and what decided.
+
+    Attributes:
+        backend: "reference", "cpu" or "triton".
+        reason: one clause for a report.
+    """
+
+    backend: str
+    reason: str
+
+
+def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Say why a backend cannot run an op here; empty if it can."""
+    if backend not in _ORDER[op]:
+        return f"{op} has no {backend} implementation"
+    return ""
+
+
+@functools.cache
+def _choose(op: str, device_type: str, dtype: torch.dtype, backend: Backend) -> Choice:
+    device = torch.device(device_type)
+    refused: list[str] = []
+    for name in _ORDER[op] if backend == "auto" else (backend,):
+        obstacle = _obstacle(name, op, device, dtype)
+        if not obstacle:
+            reason = "; ".join(refused) or ("asked for" if backend == name else "the fastest that can run here")
+            _log.debug("%s on %s %s runs the %s kernel: %s", op, device_type, dtype_name(dtype), name, reason)
+            return Choice(backend=name, reason=reason)
+        refused.append(f"not {name}: {obstacle}")
+    raise ConfigError(
+        f"backend={backend!r} was asked for {op} on {device_type} {dtype_name(dtype)}: {obstacle}. Write backend='auto'."
+    )
+
+
+def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> Choice:
+    """Return which implementation of an op runs for a device and dtype.
+
+    Args:
+        op: "gradients", "adamw" or "sgd".
+        device: where the tensors lie.
+        dtype: of the weights, or of the gradients for op "gradients".
+        backend: "auto", or the one that must run.
+
+    Raises:
+        ConfigError: the backend does not exist, or cannot run here and was asked for by name.
+
+    Syncs: no.
+    """
+    if backend not in get_args(Backend):
+        raise ConfigError(f"unknown backend {backend!r}.{did_you_mean(backend, get_args(Backend))}")
+    return _choose(op, device.type, dtype, backend)
+
+
+def kernel(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> ModuleType:
+    """Return the module that holds the chosen implementation; arguments and errors are those of `choose`."""
+    return importlib.import_module(f".{op}.{choose(op, device, dtype, backend).backend}", __package__)
+
+
+def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> str:
+    """Return one line that names the implementation and what decided; arguments and errors are those of `choose`.
+
+    >>> why("gradients", torch.device("meta"), torch.bfloat16)
+    'gradients on meta bf16: reference, the fastest that can run here'
+    """
+    choice = choose(op, device, dtype, backend)
+    return f"{op} on {device.type} {dtype_name(dtype)}: {choice.backend}, {choice.reason}"
