@@ -66,6 +66,10 @@ class ConfigError(MezzoError, ValueError):
     """An option, or a combination of options, that cannot be honoured."""
 
 
+class BenchError(MezzoError, RuntimeError):
+    """A benchmark that cannot be trusted or run: a variant failed, its tests are red, or a result cannot be read."""
+
+
 class DistributedError(MezzoError, RuntimeError):
     """Ranks that disagree, or a rank that did not answer in time; names the ranks."""
 
@@ -78,7 +82,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         known: every valid spelling.
 
     Returns:
-        " Did you mean 'x'?" for the nearest spelling, else the list of valid ones.
+        " Did you mean 'x'?" for the nearest spelling, else the list of valid ones; never a list of more than 30.
 
     >>> did_you_mean("bf61", ["bf16", "fp16"])
     " Did you mean 'bf16'?"
@@ -87,7 +91,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     options = sorted(set(known))
     by_fold = {option.casefold(): option for option in options}
-    near = difflib.get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.5)
+    cutoff = 0.5 if len(options) <= 30 else 0.0
+    near = difflib.get_close_matches(word.casefold(), by_fold, n=1, cutoff=cutoff)
     if near:
         return f" Did you mean '{by_fold[near[0]]}'?"
     return f" Valid: {', '.join(options)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -47,9 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     module = import_module(f".{name}", __package__)
     try:
-        return int(module.run(rest))
+        code = int(module.run(rest))
+        sys.stdout.flush()
+        return code
     except MezzoError as error:
         print(f"mezzo {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

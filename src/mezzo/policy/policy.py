@@ -2,149 +2,30 @@
 
 from __future__ import annotations
 
-import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from ..errors import PolicyError, did_you_mean
+from ..errors import did_you_mean
 from ..formats import LOW_DTYPES, dtype_name, native_support
-from .rule import Rule
+from .answer import PolicyDiff, Why
+from .parts import GuardConfig, ModuleRule, OpRules, ScalingConfig, TableName, check
+from .spelling import check_kinds
+
+__all__ = ["GuardConfig", "Master", "ModuleRule", "OpRules", "Policy", "ScalingConfig", "TableName"]
 
 Master = Literal["none", "split", "fp32", "kahan", "stochastic"]
 """How 16-bit weights keep updates that are smaller than their own spacing."""
-OnOverflow = Literal["skip", "retry", "demote"]
-"""What a step with non-finite gradients does next."""
-TableName = Literal["torch", "mezzo"]
-MODULE_RULES = (Rule.LOW, Rule.FP32, Rule.FP32_LOW_OUT)
 
 
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise PolicyError(message)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingConfig:
-    """How the loss scale moves. Defaults are torch's, with a floor that torch lacks.
-
-    Attributes:
-        init_scale: first scale.
-        growth_factor: multiplier after `growth_interval` clean steps in a row; > 1.
-        backoff_factor: multiplier after a non-finite step; in (0, 1).
-        growth_interval: clean steps before the scale grows; > 0.
-        min_scale: floor; at the floor a non-finite step is an error.
-        max_scale: ceiling of growth, None for the largest power of two in fp32.
-        hysteresis: non-finite steps in a row that are tolerated before the scale backs off; 1 backs off at once.
-
-    Raises:
-        PolicyError: a value outside its range.
-
-    Source: Micikevicius et al. 2018, section 3.2; defaults of torch.amp.GradScaler.
-    """
-
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float = 1.0
-    max_scale: float | None = None
-    hysteresis: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their ranges."""
-        _check(math.isfinite(self.init_scale) and self.init_scale > 0,
-               f"init_scale={self.init_scale} must be finite and positive.")  # fmt: skip
-        _check(self.growth_factor > 1.0, f"growth_factor={self.growth_factor} must be > 1.0.")
-        _check(0.0 < self.backoff_factor < 1.0, f"backoff_factor={self.backoff_factor} must be in (0, 1).")
-        _check(self.growth_interval > 0, f"growth_interval={self.growth_interval} must be > 0.")
-        _check(self.min_scale >= 0.0, f"min_scale={self.min_scale} must be >= 0.")
-        _check(self.hysteresis >= 1, f"hysteresis={self.hysteresis} must be >= 1.")
-        top = math.inf if self.max_scale is None else self.max_scale
-        _check(self.min_scale <= self.init_scale <= top,
-               f"init_scale={self.init_scale} must lie in [min_scale={self.min_scale}, max_scale={self.max_scale}].")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GuardConfig:
-    """What the step does about inf and NaN.
-
-    Attributes:
-        enabled: check every step, for every dtype.
-        on_overflow: "skip" drops the step, "retry" asks for the same batch again at the smaller scale,
-            "demote" gives the offending module an fp32 rule.
-        patience: skipped steps in a row before the step raises; > 0.
-        restore_buffers: give buffers written by the forward of a skipped step their old values back.
-        check_every: invariants are checked in the first 3 steps and every this many steps; 0 never.
-
-    Raises:
-        PolicyError: a value outside its range.
-    """
-
-    enabled: bool = True
-    on_overflow: OnOverflow = "skip"
-    patience: int = 25
-    restore_buffers: bool = True
-    check_every: int = 1000
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their ranges."""
-        _check(self.on_overflow in get_args(OnOverflow),
-               f"on_overflow={self.on_overflow!r} is unknown.{did_you_mean(str(self.on_overflow), get_args(OnOverflow))}")  # fmt: skip
-        _check(self.patience > 0, f"patience={self.patience} must be > 0.")
-        _check(self.check_every >= 0, f"check_every={self.check_every} must be >= 0.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleRule:
-    """A rule for every module that a pattern names.
-
-    Attributes:
-        pattern: glob over the module's fully qualified name ("encoder.layer.*.norm"), or a class name ("LayerNorm").
-        precision: `Rule.LOW`, `Rule.FP32`, `Rule.FP32_LOW_OUT`, or a dtype to compute in.
-        required: a required pattern that matches no module is an error; presets carry optional ones.
-
-    Raises:
-        PolicyError: empty pattern, or a precision a module cannot have.
-    """
-
-    pattern: str
-    precision: Rule | torch.dtype
-    required: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse what no module can be given."""
-        _check(bool(self.pattern), "a module rule needs a pattern: a name glob or a class name.")
-        known = self.precision in (*MODULE_RULES, *LOW_DTYPES) if not isinstance(self.precision, str) else False
-        _check(known, f"module rule '{self.pattern}={self.precision}': a module takes one of "
-                      "low, fp32, fp32_low_out, fp16, bf16.")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpRules:
-    """Which op table is in force, and the edits to it.
-
-    Attributes:
-        table: "torch", exactly what the installed torch does, or "mezzo", one repaired table for every device.
-        edits: (op name, rule) pairs; a later pair wins.
-
-    Raises:
-        PolicyError: unknown table.
-    """
-
-    table: TableName = "torch"
-    edits: tuple[tuple[str, Rule], ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse tables that do not exist."""
-        _check(self.table in get_args(TableName),
-               f"unknown op table {self.table!r}.{did_you_mean(str(self.table), get_args(TableName))}")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Policy:
     """What precision everything has: ops, modules, weights, gradients, moments, traffic, output.
+
+    `str(policy)` is the short text that `Policy.parse` turns back into it.
 
     Attributes:
         compute: dtype of low ops; fp32 switches casting off; None lets the device decide (`resolve`).
@@ -181,21 +62,24 @@ class Policy:
         """Refuse contradictions."""
         if isinstance(self.ops, str):
             object.__setattr__(self, "ops", OpRules(table=self.ops))
-        _check(self.master in get_args(Master),
-               f"unknown master mode {self.master!r}.{did_you_mean(str(self.master), get_args(Master))}")  # fmt: skip
-        for name in ("compute", "params", "grads", "reduce", "state", "output", "loss"):
-            dtype = getattr(self, name)
-            legal = dtype is None or dtype is torch.float32 or dtype in LOW_DTYPES
-            _check(legal, f"{name}={dtype} is not a dtype of mixed precision; write fp32, fp16 or bf16.")
+        check_kinds(self)
+        self._check_parts()
         if self.params in LOW_DTYPES:
-            _check(self.master != "none",
-                   f"params={dtype_name(self.params)} with master=none loses small updates; "
-                   "write master=split, fp32, kahan or stochastic, or params=fp32.")  # fmt: skip
+            check(self.master != "none",
+                  f"params={dtype_name(self.params)} with master=none loses small updates; "
+                  "write master=split, fp32, kahan or stochastic, or params=fp32.")  # fmt: skip
         else:
-            _check(
-                self.master == "none",
-                f"master={self.master} needs 16-bit params; write params=bf16, or master=none.",
+            check(
+                self.master == "none", f"master={self.master} needs 16-bit params; write params=bf16, or master=none."
             )
+
+    def _check_parts(self) -> None:
+        check(isinstance(self.ops, OpRules), f"ops={self.ops!r} must be OpRules, or the name of an op table.")
+        check(isinstance(self.modules, tuple) and all(isinstance(rule, ModuleRule) for rule in self.modules),
+              f"modules={self.modules!r} must be a tuple of ModuleRule.")  # fmt: skip
+        check(self.scaling is None or isinstance(self.scaling, ScalingConfig),
+              f"scaling={self.scaling!r} must be a ScalingConfig or None.")  # fmt: skip
+        check(isinstance(self.guard, GuardConfig), f"guard={self.guard!r} must be a GuardConfig.")
 
     @property
     def op_rules(self) -> OpRules:
@@ -215,8 +99,8 @@ class Policy:
             PolicyError: unknown field, or the result contradicts itself.
         """
         for name in changes:
-            _check(name in self.__dataclass_fields__,
-                   f"a policy has no field {name!r}.{did_you_mean(name, self.__dataclass_fields__)}")  # fmt: skip
+            check(name in self.__dataclass_fields__,
+                  f"a policy has no field {name!r}.{did_you_mean(name, self.__dataclass_fields__)}")  # fmt: skip
         return replace(self, **changes)  # type: ignore[arg-type]  # names are checked above
 
     def resolve(self, device: torch.device | str) -> Policy:
@@ -234,3 +118,118 @@ class Policy:
         if native_support(device, torch.float16).native:
             return replace(self, compute=torch.float16, scaling=self.scaling or ScalingConfig())
         return replace(self, compute=torch.float32)
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """Return the policy that a text describes: a preset, then edits; a later edit wins.
+
+        Args:
+            text: "fp16, *.norm*=fp32, op:cumsum=low, output=fp32, scaling.init_scale=1024".
+
+        Raises:
+            PolicyError: an unknown word, with its position and the nearest valid spelling, or a contradiction.
+
+        >>> Policy.parse("bf16, output=fp32").output
+        torch.float32
+        """
+        from .grammar import parse
+
+        return parse(text)
+
+    def __str__(self) -> str:
+        from .written import written
+
+        return str(written(self))
+
+    def __repr__(self) -> str:
+        return f"Policy.parse({str(self)!r})"
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the policy as str, int, float, bool, list and dict, as a checkpoint or a TOML file holds it."""
+        from .document import to_document
+
+        return to_document(self)
+
+    @staticmethod
+    def from_dict(document: Mapping[str, object]) -> Policy:
+        """Return the policy that `to_dict` wrote. Keys left out have the defaults of `Policy`.
+
+        Raises:
+            PolicyError: an unknown key or a value that does not fit, by its key.
+        """
+        from .document import from_document
+
+        return from_document(document)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to a TOML file. A crash leaves the old file or the new one, never a part.
+
+        Writes: the file, and one beside it that is renamed.
+        """
+        from .toml import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Policy:
+        """Read a policy from a TOML file.
+
+        Raises:
+            PolicyError: no such file, not TOML, an unknown key or a value that does not fit, by file and key.
+        """
+        from .toml import load
+
+        return load(path)
+
+    def diff(self, other: Policy | str) -> PolicyDiff:
+        """Return what differs from another policy; false if nothing does, readable when printed."""
+        from .diff import diff
+        from .grammar import as_policy
+
+        return diff(self, as_policy(other))
+
+    def module_rule(self, fqn: str, class_names: Sequence[str] = ()) -> ModuleRule | None:
+        """Return the rule a module has itself: the last that matches its name or one of its classes, or None.
+
+        Args:
+            fqn: the module's fully qualified name; "" is the root.
+            class_names: names of its class and the classes above it (`[c.__name__ for c in type(m).__mro__]`).
+        """
+        return next((rule for rule in reversed(self.modules) if rule.matches(fqn, class_names)), None)
+
+    def check_modules(self, modules: Iterable[tuple[str, Sequence[str]]]) -> None:
+        """Refuse a model in which a required module rule matches nothing.
+
+        Args:
+            modules: name and class names, as for `module_rule`, of every module.
+
+        Raises:
+            PolicyError: the pattern, and the nearest name or class that the model has.
+        """
+        from .coverage import check_modules
+
+        check_modules(self, modules)
+
+    def why(
+        self,
+        module: str | None,
+        op: str | None = None,
+        device: torch.device | str = "cpu",
+        class_name: str | Sequence[str] = (),
+    ) -> Why:
+        """Say which rule decides the precision of a module, or of an op in it; readable when printed.
+
+        Args:
+            module: fully qualified name; None for code outside every module that has a rule.
+            op: an op's name; None asks about the module itself.
+            device: where it runs; op tables differ by device.
+            class_name: the module's class, or the names of its class and the classes above it.
+
+        Raises:
+            PolicyError: unknown op.
+
+        Syncs: no; a policy whose compute is auto starts CUDA for a CUDA device that is there.
+        """
+        from .why import why
+
+        return why(self, module, op, torch.device(device), class_name)

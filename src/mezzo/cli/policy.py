@@ -1,0 +1,152 @@
+"""`mezzo policy`: show, explain and compare policies and op tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ..policy import PRESETS, Policy, as_policy
+from ..policy.rule_text import CONFIGS, FIELDS, write_module_rule, write_op_rule
+from ..policy.spelling import kinds, spell
+from ..policy.table import table as op_table
+from ..policy.written import Written, written
+
+PolicyText = Annotated[str, tyro.conf.arg(metavar="POLICY", help="a policy's text, or the path of a .toml file")]
+ModuleName = Annotated[
+    str | None, tyro.conf.arg(metavar="MODULE", help="the module's full name, such as encoder.layer.3.norm")
+]
+Device = Annotated[Literal["cpu", "cuda", "mps", "xpu"], tyro.conf.arg(help="whose op table and units are meant")]
+Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of tables")]
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data, indent=2))
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; where the output is no terminal a row is one line, whatever its length."""
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else 100_000
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    with console.capture() as printed:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def _settings(policy: Policy) -> Iterator[tuple[str, str]]:
+    """Yield every setting of a policy with its word: "compute", "scaling.init_scale", "guard.patience"."""
+    for name in FIELDS:
+        yield name, spell(name, getattr(policy, name))
+    yield "ops", policy.op_rules.table
+    yield "scaling", "none" if policy.scaling is None else "dynamic"
+    for name in CONFIGS:
+        config = getattr(policy, name)
+        if config is not None:
+            yield from ((f"{name}.{option}", spell(option, getattr(config, option))) for option in kinds(type(config)))
+
+
+def _rules(policy: Policy, text: Written) -> Iterator[tuple[str, str, str]]:
+    for i, (op, op_rule) in enumerate(policy.op_rules.edits):
+        yield "op rule", write_op_rule(op, op_rule), text.where(("op", i))
+    for i, module_rule in enumerate(policy.modules):
+        yield "module rule", write_module_rule(module_rule), text.where(("module", i))
+
+
+def show(policy: tyro.conf.Positional[PolicyText] = "", /, *, device: Device = "cpu", as_json: Json = False) -> int:
+    """Show every setting and rule of a policy and where it is written; without POLICY, the presets."""
+    if not policy:
+        return _show_presets(as_json)
+    value = as_policy(policy)
+    text = written(value)
+    if as_json:
+        _print_json({"text": str(text), **value.to_dict()})
+        return 0
+    print(f"policy: {text}\n")
+    _print_table(("setting", "value", "written"), [(key, word, text.where((key, 0))) for key, word in _settings(value)])
+    rules = list(_rules(value, text))
+    if rules:
+        print()
+        _print_table(("kind", "rule", "written"), rules)
+    if value.compute is None:
+        absent = device == "cuda" and not torch.cuda.is_available()
+        print(f"\non {device}: {'this machine has none to decide' if absent else value.resolve(device)}")
+    return 0
+
+
+def _show_presets(as_json: bool) -> int:
+    if as_json:
+        _print_json({name: preset.to_dict() for name, preset in PRESETS.items()})
+        return 0
+    columns = [dict(_settings(preset)) for preset in PRESETS.values()]
+    rows = [(key, *(column[key] for column in columns)) for key in columns[0] if "." not in key]
+    _print_table(("setting", *PRESETS), [*rows, ("module rules", *(str(len(p.modules)) for p in PRESETS.values()))])
+    return 0
+
+
+def ops(*, table: Literal["torch", "mezzo"] = "torch", device: Device = "cpu", as_json: Json = False) -> int:
+    """List an op table: what each op runs in on a device, and why. An op without a row runs as it is."""
+    rows = sorted(op_table(table, device).values(), key=lambda row: (row.rule.value, row.op))
+    if as_json:
+        _print_json([{**asdict(row), "rule": str(row.rule)} for row in rows])
+        return 0
+    _print_table(
+        ("op", "rule", "reason", "instead"), [(row.op, str(row.rule), row.reason, row.instead or "") for row in rows]
+    )
+    return 0
+
+
+def why(
+    policy: tyro.conf.Positional[PolicyText],
+    module: tyro.conf.Positional[ModuleName] = None,
+    /,
+    *,
+    op: Annotated[str | None, tyro.conf.arg(help="an op in the module, such as softmax")] = None,
+    class_name: Annotated[tuple[str, ...], tyro.conf.arg(help="the module's class and the classes above it")] = (),
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> int:
+    """Say which rule decides the precision of a module or an op, where it is written, and what it overrides."""
+    answer = as_policy(policy).why(module, op, device, class_name)
+    if as_json:
+        _print_json(asdict(answer))
+    else:
+        print(answer)
+    return 0
+
+
+def diff(
+    left: tyro.conf.Positional[PolicyText], right: tyro.conf.Positional[PolicyText], /, *, as_json: Json = False
+) -> int:
+    """List what differs between two policies. Exit code 0: nothing, 1: something."""
+    answer = as_policy(left).diff(as_policy(right))
+    if as_json:
+        _print_json(asdict(answer))
+    else:
+        print(answer)
+    return int(bool(answer))
+
+
+def run(argv: list[str]) -> int:
+    """Run `mezzo policy`.
+
+    Returns:
+        The exit code: 0 done, 1 `diff` found a difference, 2 bad input.
+
+    Writes: standard output.
+    """
+    commands: dict[str, Callable[..., int]] = {"show": show, "ops": ops, "why": why, "diff": diff}
+    return int(
+        tyro.extras.subcommand_cli_from_dict(
+            commands, prog="mezzo policy", description=__doc__, args=argv, config=(tyro.conf.FlagCreatePairsOff,)
+        )
+    )

@@ -1,0 +1,60 @@
+"""How two policies differ."""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher
+from itertools import zip_longest
+
+from .answer import Change, PolicyDiff
+from .parts import ScalingConfig
+from .policy import Policy
+from .rule_text import FIELDS, write_module_rule, write_op_rule
+from .spelling import kinds, spell
+
+
+def diff(left: Policy, right: Policy) -> PolicyDiff:
+    """Return every difference between two policies; see `Policy.diff`."""
+    changes = [_change(name, *(spell(name, getattr(policy, name)) for policy in (left, right))) for name in FIELDS]
+    changes.append(_change("ops", left.op_rules.table, right.op_rules.table))
+    if left.scaling is None or right.scaling is None:
+        changes.append(_change("scaling", _scaling(left.scaling), _scaling(right.scaling)))
+    else:
+        changes += _config_changes("scaling", left.scaling, right.scaling)
+    changes += _config_changes("guard", left.guard, right.guard)
+    op_rules = ([write_op_rule(*edit) for edit in policy.op_rules.edits] for policy in (left, right))
+    module_rules = ([write_module_rule(rule) for rule in policy.modules] for policy in (left, right))
+    changes += _list_changes("op rule", *op_rules)
+    changes += _list_changes("module rule", *module_rules)
+    return PolicyDiff(
+        left=str(left), right=str(right), changes=tuple(change for change in changes if change.left != change.right)
+    )
+
+
+def _change(what: str, left: str, right: str) -> Change:
+    return Change(what=what, left=left, right=right)
+
+
+def _scaling(config: ScalingConfig | None) -> str:
+    if config is None:
+        return "none"
+    return ", ".join(
+        ["dynamic", *(f"{change.what}={change.right}" for change in _config_changes("scaling", ScalingConfig(), config)
+                      if change.left != change.right)]
+    )  # fmt: skip
+
+
+def _config_changes(name: str, left: object, right: object) -> list[Change]:
+    return [
+        _change(f"{name}.{field}", spell(field, getattr(left, field)), spell(field, getattr(right, field)))
+        for field in kinds(type(left))
+    ]
+
+
+def _list_changes(what: str, left: list[str], right: list[str]) -> list[Change]:
+    blocks = SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
+    return [
+        _change(what, old, new)
+        for tag, i, j, k, m in blocks
+        if tag != "equal"
+        for old, new in zip_longest(left[i:j], right[k:m], fillvalue="")
+    ]

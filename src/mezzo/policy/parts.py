@@ -1,0 +1,174 @@
+"""The parts of a policy: how the loss scale moves, what the guard does, rules for modules and for ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+
+from ..errors import PolicyError, did_you_mean
+from ..formats import LOW_DTYPES
+from .rule import Rule
+from .spelling import check_kinds
+
+OnOverflow = Literal["skip", "retry", "demote"]
+"""What a step with non-finite gradients does next."""
+TableName = Literal["torch", "mezzo"]
+MODULE_RULES = (Rule.LOW, Rule.FP32, Rule.FP32_LOW_OUT)
+"""The op rules that a whole module can be given."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise a `PolicyError` with the message unless the condition holds."""
+    if not condition:
+        raise PolicyError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingConfig:
+    """How the loss scale moves. Defaults are torch's, with a floor that torch lacks.
+
+    Attributes:
+        init_scale: first scale.
+        growth_factor: multiplier after `growth_interval` clean steps in a row; > 1.
+        backoff_factor: multiplier after a non-finite step; in (0, 1).
+        growth_interval: clean steps before the scale grows; > 0.
+        min_scale: floor; at the floor a non-finite step is an error.
+        max_scale: ceiling of growth, None for the largest power of two in fp32.
+        hysteresis: non-finite steps in a row that are tolerated before the scale backs off; 1 backs off at once.
+
+    Raises:
+        PolicyError: a value of the wrong type or outside its range.
+
+    Source: Micikevicius et al. 2018, section 3.2; defaults of torch.amp.GradScaler.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    max_scale: float | None = None
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges."""
+        check_kinds(self)
+        check(math.isfinite(self.init_scale) and self.init_scale > 0,
+              f"init_scale={self.init_scale} must be finite and positive.")  # fmt: skip
+        check(1.0 < self.growth_factor < math.inf, f"growth_factor={self.growth_factor} must be finite and > 1.0.")
+        check(0.0 < self.backoff_factor < 1.0, f"backoff_factor={self.backoff_factor} must be in (0, 1).")
+        check(self.growth_interval > 0, f"growth_interval={self.growth_interval} must be > 0.")
+        check(self.min_scale >= 0.0, f"min_scale={self.min_scale} must be >= 0.")
+        check(self.hysteresis >= 1, f"hysteresis={self.hysteresis} must be >= 1.")
+        top = math.inf if self.max_scale is None else self.max_scale
+        check(self.min_scale <= self.init_scale <= top,
+              f"init_scale={self.init_scale} must lie in [min_scale={self.min_scale}, max_scale={self.max_scale}].")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """What the step does about inf and NaN.
+
+    Attributes:
+        enabled: check every step, for every dtype.
+        on_overflow: "skip" drops the step, "retry" asks for the same batch again at the smaller scale,
+            "demote" gives the offending module an fp32 rule.
+        patience: skipped steps in a row before the step raises; > 0.
+        restore_buffers: give buffers written by the forward of a skipped step their old values back.
+        check_every: invariants are checked in the first 3 steps and every this many steps; 0 never.
+
+    Raises:
+        PolicyError: a value of the wrong type or outside its range.
+    """
+
+    enabled: bool = True
+    on_overflow: OnOverflow = "skip"
+    patience: int = 25
+    restore_buffers: bool = True
+    check_every: int = 1000
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges."""
+        check_kinds(self)
+        check(self.patience > 0, f"patience={self.patience} must be > 0.")
+        check(self.check_every >= 0, f"check_every={self.check_every} must be >= 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleRule:
+    """A rule for every module that a pattern names.
+
+    Attributes:
+        pattern: glob over the module's fully qualified name ("encoder.layer.*.norm"), or a class name ("LayerNorm").
+        precision: `Rule.LOW`, `Rule.FP32`, `Rule.FP32_LOW_OUT`, or a dtype to compute in (fp32 is `Rule.FP32`).
+        required: a required pattern that matches no module is an error; presets carry optional ones.
+
+    Raises:
+        PolicyError: empty or unprintable pattern, or a precision a module cannot have.
+    """
+
+    pattern: str
+    precision: Rule | torch.dtype
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what no module can be given."""
+        check(isinstance(self.pattern, str) and bool(self.pattern),
+              f"a module rule needs a pattern, a name glob or a class name; got {self.pattern!r}.")  # fmt: skip
+        check(self.pattern.isprintable(),
+              f"the pattern {self.pattern!r} has a line break or another unprintable character; write '?' for it.")  # fmt: skip
+        if self.precision is torch.float32:
+            object.__setattr__(self, "precision", Rule.FP32)
+        text = f"module rule '{self.pattern}={self.precision}'"
+        check(
+            not isinstance(self.precision, str), f"{text}: {self.precision!r} is text; write a Rule or a torch dtype."
+        )
+        check(self.precision in (*MODULE_RULES, *LOW_DTYPES),
+              f"{text}: a module takes one of low, fp32, fp32_low_out, fp16, bf16.")  # fmt: skip
+        check(isinstance(self.required, bool), f"required={self.required!r} must be true or false.")
+
+    def matches(self, fqn: str, class_names: Iterable[str] = ()) -> bool:
+        """Whether the pattern names a module; upper and lower case differ.
+
+        Args:
+            fqn: the module's fully qualified name; "" is the root.
+            class_names: names of its class and the classes above it.
+        """
+        return any(fnmatchcase(name, self.pattern) for name in (fqn, *class_names))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpRules:
+    """Which op table is in force, and the edits to it.
+
+    Attributes:
+        table: "torch", exactly what the installed torch does, or "mezzo", one repaired table for every device.
+        edits: (op name, rule) pairs; a later pair wins.
+
+    Raises:
+        PolicyError: unknown table or op, or a rule that is none.
+    """
+
+    table: TableName = "torch"
+    edits: tuple[tuple[str, Rule], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse tables and ops that do not exist."""
+        check_kinds(self)
+        for op, rule in self.edits:
+            check_op(op)
+            check(
+                isinstance(rule, Rule), f"op rule '{op}={rule}': {rule!r} is not a Rule: {', '.join(map(str, Rule))}."
+            )
+
+
+def check_op(op: str) -> None:
+    """Raise a `PolicyError` that names the nearest op unless a policy may have a rule for the op."""
+    from .table import known_ops
+
+    check(op in known_ops(), f"unknown op {op!r}.{did_you_mean(op, known_ops())}")

@@ -1,0 +1,140 @@
+"""Which rule decides a precision.
+
+Precedence, strongest first: a module rule that makes the module fp32 (its region is switched off inside), then the
+op rules (later edits over earlier ones, edits over the table), then the dtype of the module rule, then `compute`.
+A module without a rule of its own has that of the nearest module around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..formats import dtype_name
+from .answer import Reason, Why
+from .parts import ModuleRule, check_op
+from .policy import Policy
+from .rule import Rule
+from .rule_text import write_module_rule, write_op_rule
+from .spelling import spell
+from .table import ALIASES, Row, table
+from .written import Written, written
+
+_FP32_RULES = (Rule.FP32, Rule.FP32_LOW_OUT)
+
+
+def why(
+    policy: Policy, module: str | None, op: str | None, device: torch.device, class_name: str | Sequence[str]
+) -> Why:
+    """Say which rule decides; see `Policy.why`."""
+    text = written(policy)
+    compute = _compute(policy, device)
+    rules = [] if module is None else _module_rules(policy, module, class_name)
+    scope = _Scope(policy=policy, text=text, compute=compute, rules=rules)
+    if op is None:
+        reasons, precision = scope.reasons(), scope.precision()
+    else:
+        check_op(op)
+        reasons, precision = _op_reasons(scope, op, device)
+    place = " in ".join(word for word in (op, module if module != "" else "the root module") if word is not None)
+    return Why(
+        asked=f"{place or 'code outside modules with a rule'} on {device.type}",
+        policy=str(text),
+        precision=precision,
+        winner=reasons[0],
+        overrides=tuple(reasons[1:]),
+    )
+
+
+def _compute(policy: Policy, device: torch.device) -> torch.dtype | None:
+    """Return the compute dtype on a device, None where it is auto and the device is not there to be asked."""
+    if policy.compute is None and device.type == "cuda" and not torch.cuda.is_available():
+        return None
+    return policy.resolve(device).compute
+
+
+def _module_rules(policy: Policy, module: str, class_name: str | Sequence[str]) -> list[tuple[int, ModuleRule]]:
+    """Return the rules of a module and of those around it, each with its index, strongest first."""
+    names = (class_name,) if isinstance(class_name, str) and class_name else tuple(class_name)
+    found = []
+    for fqn, class_names in ((module, names), *((around, ()) for around in _around(module))):
+        found += [(i, rule) for i, rule in _backwards(policy.modules) if rule.matches(fqn, class_names)]
+    return list(dict.fromkeys(found))
+
+
+def _around(module: str) -> list[str]:
+    """Return the names of the modules around one, inner first, the root "" last."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[:i]) for i in reversed(range(len(parts)))]
+
+
+def _backwards(rules: Sequence[ModuleRule]) -> list[tuple[int, ModuleRule]]:
+    return list(reversed(list(enumerate(rules))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scope:
+    """What holds at one place of the model before ops are looked at."""
+
+    policy: Policy
+    text: Written
+    compute: torch.dtype | None
+    rules: list[tuple[int, ModuleRule]]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that low ops have here; None: the device decides."""
+        rule = self.rules[0][1].precision if self.rules else Rule.LOW
+        if isinstance(rule, torch.dtype):
+            return rule
+        return torch.float32 if rule in _FP32_RULES else self.compute
+
+    def precision(self) -> str:
+        low_out = self.rules and self.rules[0][1].precision is Rule.FP32_LOW_OUT
+        return f"fp32, result {_name(self.compute)}" if low_out else _name(self.dtype)
+
+    def reasons(self) -> list[Reason]:
+        field = f"compute={spell('compute', self.policy.compute)}"
+        return [
+            *(Reason(text=write_module_rule(rule), written=self.text.where(("module", i))) for i, rule in self.rules),
+            Reason(text=field, written=self.text.where(("compute", 0))),
+        ]
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "decided by the device" if dtype is None else dtype_name(dtype)
+
+
+def _op_reasons(scope: _Scope, op: str, device: torch.device) -> tuple[list[Reason], str]:
+    rules, row = scope.policy.op_rules, table(scope.policy.op_rules.table, device.type).get(ALIASES.get(op, op))
+    edits = [
+        (rule, Reason(text=f"op:{write_op_rule(name, rule)}", written=scope.text.where(("op", i))))
+        for i, (name, rule) in reversed(list(enumerate(rules.edits)))
+        if ALIASES.get(name, name) == ALIASES.get(op, op)
+    ]
+    source = f"{rules.table} table, {device.type}"
+    if row is not None:
+        edits.append((row.rule, Reason(text=write_op_rule(row.op, row.rule), written=source, why=row.reason)))
+    reasons = [reason for _, reason in edits]
+    if scope.dtype is torch.float32:
+        return [scope.reasons()[0], *reasons], "fp32"
+    if not edits:
+        return [Reason(text=write_op_rule(op, Rule.AS_IS), written=source, why="the table has no row for it")], _AS_IS
+    return reasons, _op_precision(edits[0][0], _name(scope.dtype), row)
+
+
+_AS_IS = "the dtype of its inputs"
+
+
+def _op_precision(rule: Rule, low: str, row: Row | None) -> str:
+    if rule is Rule.FORBID:
+        return f"refused; write {row.instead}" if row is not None and row.instead else "refused"
+    return {
+        Rule.LOW: low,
+        Rule.FP32: "fp32",
+        Rule.FP32_LOW_OUT: f"fp32, result {low}",
+        Rule.WIDEST: "the widest dtype among its inputs",
+        Rule.AS_IS: _AS_IS,
+    }[rule]
