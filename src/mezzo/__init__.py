@@ -1,6 +1,9 @@
 """Mixed precision for PyTorch that you can see, steer and trust."""
 
 from .casting import autocast as autocast
+from .casting import checkpoint_contexts as checkpoint_contexts
+from .casting import custom_bwd as custom_bwd
+from .casting import custom_fwd as custom_fwd
 from .policy import Policy as Policy
 from .policy import Rule as Rule
 from .policy import ScalingConfig as ScalingConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,16 +41,27 @@ class _Shadow:
 
 
 class _Connect(torch.autograd.Function):
-    """Hands out a shadow as if it had been cast just now: the gradient goes to the weight, in the weight's dtype."""
+    """Hands out a kept cast as if it had been made just now.
+
+    Each use has its own way back to the source, so the gradients of several uses are summed in the source's dtype,
+    as without a cache.
+    """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, weight: Tensor, shadow: Tensor) -> Tensor:  # type: ignore[override]  # torch types it with *args
+    def forward(ctx: Any, weight: Tensor, shadow: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
         return shadow.view_as(shadow)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch types it with *args
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
+
+
+def _connected(source: Tensor, cast: Tensor) -> Tensor:
+    if not (torch.is_grad_enabled() and source.requires_grad):
+        return cast
+    connected: Tensor = _Connect.apply(source, cast)  # type: ignore[no-untyped-call]  # torch's own
+    return connected
 
 
 class ShadowStore:
@@ -75,11 +87,7 @@ class ShadowStore:
         Writes: the shadow, where the weight has changed since.
         Syncs: no.
         """
-        shadow = self._fresh(weight, dtype)
-        if torch.is_grad_enabled() and weight.requires_grad:
-            connected: Tensor = _Connect.apply(weight, shadow)  # type: ignore[no-untyped-call]  # torch's own
-            return connected
-        return shadow
+        return _connected(weight, self._fresh(weight, dtype))
 
     def _fresh(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         owner = weight if isinstance(weight, Parameter) else weight._base
@@ -118,7 +126,8 @@ class RegionCache:
     """Casts of one region, each valid for one version of its source.
 
     Weights are kept until the region ends; of activations only the latest two, so that query, key and value share
-    a cast and no memory is held for long. A cast made without gradients is never handed to a pass that needs them.
+    a cast and no memory is held for long. Every use has its own graph, so a cast made without gradients serves a pass
+    that needs them, and gradients are summed in the dtype of the source.
     A tensor whose storage was handed out untracked (`.data`, `.numpy()`) is cast at every use from then on.
 
     Args:
@@ -126,9 +135,9 @@ class RegionCache:
     """
 
     def __init__(self, store: ShadowStore | None = None) -> None:
-        self._store = store
-        self._weights: dict[tuple[int, torch.dtype, bool], _Entry] = {}
-        self._activations: OrderedDict[tuple[int, torch.dtype, bool], _Entry] = OrderedDict()
+        self.store = store
+        self._weights: dict[tuple[int, torch.dtype], _Entry] = {}
+        self._activations: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
         self._untracked: set[int] = set()
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,16 +155,15 @@ class RegionCache:
         if tensor.is_inference() or (self._untracked and storage_key(tensor) in self._untracked):
             return tensor.to(dtype)
         weight = is_weight(tensor)
-        graph = torch.is_grad_enabled() and tensor.requires_grad
-        key = (id(tensor), dtype, graph)
-        if weight and self._store is not None:
-            return self._store.cast(tensor, dtype)
+        key = (id(tensor), dtype)
+        if weight and self.store is not None:
+            return self.store.cast(tensor, dtype)
         entries = self._weights if weight else self._activations
         entry = entries.get(key)
         if entry is not None and entry.source() is tensor and entry.version == tensor._version:
-            return entry.cast
+            return _connected(tensor, entry.cast)
         cast = tensor.to(dtype)
-        entries[key] = _Entry(weakref.ref(tensor), tensor._version, cast)
+        entries[key] = _Entry(weakref.ref(tensor), tensor._version, cast.detach())
         if not weight:
             self._activations.move_to_end(key)
             while len(self._activations) > _RECENT_ACTIVATIONS:
@@ -165,5 +173,5 @@ class RegionCache:
     def stop_tracking(self, tensor: Tensor) -> None:
         """Cast a tensor's storage at every use from now on: a write through `.data` leaves no version behind."""
         self._untracked.add(storage_key(tensor))
-        if self._store is not None:
-            self._store.drop(tensor)
+        if self.store is not None:
+            self.store.drop(tensor)

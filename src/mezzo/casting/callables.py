@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import get_overridable_functions
 
-from ..policy import OpRules, Rule
+from ..policy import OpRules
 from ..policy.table import ALIASES, Row, table
 
 AnyCallable = Callable[..., Any]
@@ -20,7 +21,7 @@ AnyCallable = Callable[..., Any]
 _LEAVES = frozenset(
     "relu relu6 dropout dropout1d dropout2d dropout3d alpha_dropout embedding embedding_bag silu mish selu celu elu "
     "leaky_relu hardtanh hardsigmoid hardswish sigmoid tanh softsign tanhshrink threshold rrelu one_hot "
-    "glu batch_norm instance_norm local_response_norm broadcast_tensors meshgrid split unique unique_consecutive "
+    "glu batch_norm instance_norm broadcast_tensors meshgrid split unique unique_consecutive "
     "block_diag atleast_1d atleast_2d atleast_3d cartesian_prod".split()
 )
 
@@ -48,16 +49,7 @@ def _always_false(*_: object) -> bool:
     return False
 
 
-@cache
-def opened(function: FunctionType) -> FunctionType:
-    """Return a copy of a Python composite of torch that shows its parts to a function mode.
-
-    torch's Python functions begin with `if has_torch_function(...)`, which hands the whole call to the mode once
-    more; the copy answers that question with no.
-
-    Args:
-        function: a function of torch.nn.functional, torch.functional or torch._lowrank.
-    """
+def _opened(function: FunctionType) -> FunctionType:
     silenced = {name: _always_false for name in function.__globals__ if name.startswith("has_torch_function")}
     copy = FunctionType(
         function.__code__,
@@ -70,22 +62,26 @@ def opened(function: FunctionType) -> FunctionType:
     return copy
 
 
-@lru_cache
-def composites() -> frozenset[AnyCallable]:
-    """Return the Python functions of torch whose parts must be seen one by one. Syncs: no."""
-    spaces = (F, torch.functional, torch._lowrank)
-    return frozenset(
-        function
-        for _, function in _namespaces()
-        if isinstance(function, FunctionType)
-        and function.__module__ in {space.__name__ for space in spaces}
+def _is_composite(function: FunctionType) -> bool:
+    return (
+        function.__module__ in {space.__name__ for space in (F, torch.functional, torch._lowrank)}
         and function.__name__ not in _LEAVES
         and any(name.startswith("has_torch_function") for name in function.__globals__)
     )
 
 
 @lru_cache
-def rows_by_callable(ops: OpRules, device_type: str) -> Mapping[AnyCallable, Row]:
+def opened_composites() -> dict[AnyCallable, FunctionType]:
+    """Return the Python functions of torch whose parts must be seen one by one, each with a copy that shows them.
+
+    torch's Python functions begin with `if has_torch_function(...)`, which hands the whole call to the mode once
+    more; the copy answers that question with no. Syncs: no.
+    """
+    return {f: _opened(f) for _, f in _namespaces() if isinstance(f, FunctionType) and _is_composite(f)}
+
+
+@lru_cache
+def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, Row]:
     """Return callable to row: the table with its edits, for one device.
 
     Args:
@@ -102,9 +98,23 @@ def rows_by_callable(ops: OpRules, device_type: str) -> Mapping[AnyCallable, Row
         )
     names = callables_by_name()
     ruled = {function: row for name, row in rows.items() for function in names.get(name, ())}
-    return MappingProxyType(ruled)
+    return ruled
 
 
-def is_plain(row: Row | None) -> bool:
-    """Whether a row leaves an op alone."""
-    return row is None or row.rule is Rule.AS_IS
+@dataclass(frozen=True, slots=True)
+class RuleBook:
+    """What a function mode looks up for every call.
+
+    Attributes:
+        rows: device type to callable to row.
+        opened: Python composite to the copy that shows its parts.
+    """
+
+    rows: dict[str, dict[AnyCallable, Row]]
+    opened: dict[AnyCallable, FunctionType]
+
+
+@lru_cache
+def rule_book(ops: OpRules, device_types: tuple[str, ...]) -> RuleBook:
+    """Return the rules of a table with its edits for some devices. Syncs: no."""
+    return RuleBook({device: rows_by_callable(ops, device) for device in device_types}, opened_composites())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CastError, ForbiddenOpError
-from ..policy import OpRules, Rule
+from ..policy import Rule
 from ..policy.table import Row
 from .cache import RegionCache
-from .callables import composites, opened, rows_by_callable
+from .callables import RuleBook
+from .frame import bind_frame
 from .provenance import mismatch_message
 
 _UNTRACKED_HANDLES = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # type: ignore[attr-defined]  # a descriptor
@@ -56,10 +59,10 @@ class CastMode(TorchFunctionMode):
     """The complete engine of a region on one or several devices.
 
     Args:
-        ops: op table and edits.
-        device_types: the devices whose tensors are cast.
+        book: the rules, for the devices whose tensors are cast.
         cache: where casts are kept; None casts at every use.
-        standalone: act although torch's autocast is off, for tests: its dtype per device.
+        standalone: act although torch's autocast is off, in this dtype: for tests.
+        current: makes the region that a checkpoint's recompute enters.
 
     The switch is torch's own autocast state: a nested `torch.autocast(enabled=False)` or `dtype=` is obeyed. A ruled
     op runs as one unit, with torch's own casting of its parts off. Syncs: no.
@@ -67,19 +70,20 @@ class CastMode(TorchFunctionMode):
 
     def __init__(
         self,
-        ops: OpRules,
-        device_types: tuple[str, ...],
+        book: RuleBook,
         cache: RegionCache | None,
         standalone: torch.dtype | None = None,
+        current: Callable[[CastMode], AbstractContextManager[Any]] | None = None,
     ) -> None:
         super().__init__()
-        self.rows = {device: rows_by_callable(ops, device) for device in device_types}
-        self.composites = composites()
+        self.book = book
+        self.rows = book.rows
+        self.opened = book.opened
         self.cache = cache
         self.standalone = standalone
+        self.current = current
         self.suspended = False
-        self._only = self.rows[device_types[0]] if len(device_types) == 1 else None
-        self._device = device_types[0]
+        self._device = next(iter(book.rows))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -88,7 +92,7 @@ class CastMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.suspended:
             return func(*args, **kwargs)
-        device = self._device if self._only is not None else self._device_of(args, kwargs)
+        device = self._device if len(self.rows) == 1 else self._device_of(args, kwargs)
         row = self.rows[device].get(func)
         if row is None:
             return self._unruled(func, args, kwargs)
@@ -104,9 +108,10 @@ class CastMode(TorchFunctionMode):
         return self._device
 
     def _unruled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in self.composites:
+        opened = self.opened.get(func)
+        if opened is not None:
             with self:
-                return opened(func)(*args, **kwargs)
+                return opened(*args, **kwargs)
         if self.cache is not None and func in _UNTRACKED_HANDLES:
             self.cache.stop_tracking(args[0])
         try:
@@ -116,6 +121,8 @@ class CastMode(TorchFunctionMode):
             raise
 
     def _run(self, func: Any, row: Row, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.current is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            bind_frame(functools.partial(self.current, self))
         low = self.standalone or torch.get_autocast_dtype(device)
         if row.rule is Rule.FORBID:
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")

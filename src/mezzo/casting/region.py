@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -15,12 +15,19 @@ from ..errors import CastError, RegionError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import Policy
 from ..policy.engine import CacheName, why_engine
-from .cache import RegionCache, shadows
+from .cache import RegionCache, ShadowStore, shadows
+from .callables import RuleBook, rule_book
 from .mode import CastMode
 from .provenance import traceback_message
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _constant_when_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler with the package."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the mark torch._dynamo looks for
+    return function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,16 +43,41 @@ class _Switch:
 class _Frame:
     """What one entry changed, so that its exit can undo it."""
 
-    thread: int
     saved: tuple[_Switch, ...]
-    cache_enabled: bool
     mode: CastMode | None
-    outer: CastMode | None
-    outer_suspended: bool
-    nesting: int
+    thread: int = 0
+    cache_enabled: bool = True
+    outer: CastMode | None = None
+    outer_suspended: bool = False
+    nesting: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What a region does when it is entered."""
+
+    switches: tuple[_Switch, ...]
+    book: RuleBook | None
+    caches: bool
+    store: ShadowStore | None
+
+    def saved(self) -> tuple[_Switch, ...]:
+        return tuple(_current(switch.device_type) for switch in self.switches)
+
+    def new_mode(self) -> CastMode | None:
+        if self.book is None:
+            return None
+        cache = RegionCache(self.store) if self.caches else None
+        return CastMode(self.book, cache, current=lambda mode: autocast._repeat(mode, None))
+
+
+@_constant_when_compiled
 def _device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
+    return _read_device_types(device_type)
+
+
+@functools.cache
+def _read_device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return ("cpu",) if accelerator is None or accelerator.type == "cpu" else (accelerator.type, "cpu")
@@ -75,6 +107,61 @@ def _check_dtype(device_type: str, dtype: torch.dtype) -> None:
         )
     if device_type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise RegionError("autocast('cuda', dtype=torch.bfloat16): this GPU has no bf16. Write dtype=torch.float16.")
+
+
+_PLANS: dict[int, _Plan] = {}
+"""Every plan made, by number: a compiled function finds its plan here instead of tracing how it is made."""
+
+
+@functools.cache
+def _make_plan(
+    devices: tuple[str, ...],
+    defaults: tuple[torch.dtype, ...],
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policy: Policy | str | None,
+    cache: CacheName,
+) -> int:
+    if cache not in ("region", "persistent"):
+        raise RegionError(f"cache={cache!r} is unknown.{did_you_mean(str(cache), ('region', 'persistent'))}")
+    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    rules = chosen if chosen is not None else Policy()
+    required = [rule.pattern for rule in rules.modules if rule.required]
+    if required:
+        raise RegionError(
+            f"autocast(policy=...) has rules for modules ({', '.join(required)}), and a region has no model to bind "
+            "them to. Write mezzo.prepare(model, optimizer, policy)."
+        )
+    pairs = zip(devices, defaults, strict=True)
+    switches = tuple(_switch(device, default, dtype, enabled, chosen) for device, default in pairs)
+    live = tuple(switch.device_type for switch in switches if switch.enabled)
+    by_mode = any(why_engine(rules, device, cache).engine == "mode" for device in live)
+    _PLANS[len(_PLANS)] = _Plan(
+        switches=switches,
+        book=rule_book(rules.op_rules, live) if by_mode else None,
+        caches=cache_enabled is not False,
+        store=shadows if cache == "persistent" else None,
+    )
+    return len(_PLANS) - 1
+
+
+@_constant_when_compiled
+def _plan_number(*key: Any) -> int:
+    return _make_plan(*key)
+
+
+def _switch(
+    device_type: str, default: torch.dtype, dtype: torch.dtype | None, enabled: bool, policy: Policy | None
+) -> _Switch:
+    if enabled and dtype is None and policy is not None:
+        dtype = policy.resolve(device_type).compute
+        enabled = dtype is not torch.float32
+    chosen = default if dtype is None or not enabled else dtype
+    if enabled:
+        _check_device(device_type)
+        _check_dtype(device_type, chosen)
+    return _Switch(device_type=device_type, dtype=chosen, enabled=enabled)
 
 
 class autocast:  # the name torch gives it
@@ -116,83 +203,86 @@ class autocast:  # the name torch gives it
         policy: Policy | str | None = None,
         cache: CacheName = "region",
     ) -> None:
-        if cache not in ("region", "persistent"):
-            raise RegionError(f"cache={cache!r} is unknown.{did_you_mean(str(cache), ('region', 'persistent'))}")
-        self._policy = Policy.parse(policy) if isinstance(policy, str) else policy
-        self._rules = self._policy if self._policy is not None else Policy()
-        required = [rule.pattern for rule in self._rules.modules if rule.required]
-        if required:
-            raise RegionError(
-                f"autocast(policy=...) has rules for modules ({', '.join(required)}), and a region has no model to bind "
-                "them to. Write mezzo.prepare(model, optimizer, policy)."
-            )
-        self._cache: CacheName = cache
-        self._cache_enabled = cache_enabled is not False
         devices = _device_types(device_type)
-        self._switches = tuple(self._switch(device, dtype, enabled) for device in devices)
-        live = tuple(switch.device_type for switch in self._switches if switch.enabled)
-        by_mode = [device for device in live if why_engine(self._rules, device, cache).engine == "mode"]
-        self._mode_devices = live if by_mode else ()
+        defaults = tuple([torch.get_autocast_dtype(device) for device in devices])
+        self._plan = _PLANS[_plan_number(devices, defaults, dtype, enabled, cache_enabled, policy, cache)]
         self._frames: list[_Frame] = []
 
-    def _switch(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> _Switch:
-        if enabled:
-            _check_device(device_type)
-        default = torch.get_autocast_dtype(device_type)
-        if dtype is None and self._policy is not None and enabled:
-            dtype = self._policy.resolve(device_type).compute
-            if dtype is torch.float32:
-                return _Switch(device_type=device_type, dtype=default, enabled=False)
-        chosen = default if dtype is None else dtype
-        if enabled:
-            _check_dtype(device_type, chosen)
-        return _Switch(device_type=device_type, dtype=chosen, enabled=enabled)
+    @classmethod
+    def current(cls, *, enabled: bool | None = None) -> autocast:
+        """Return a region that repeats what is in force here and now, for a thread, a recompute or a backward.
+
+        Args:
+            enabled: overrules whether it casts.
+
+        Syncs: no.
+        """
+        return cls._repeat(_innermost_mode(), enabled)
+
+    @classmethod
+    def _repeat(cls, mode: CastMode | None, enabled: bool | None) -> autocast:
+        acting = mode is not None and not mode.suspended and enabled is not False
+        devices = tuple(dict.fromkeys((*_device_types(None), *(mode.rows if mode is not None else ()))))
+        region = cls.__new__(cls)
+        region._plan = _Plan(
+            switches=tuple(
+                _current(device) if enabled is None else replace(_current(device), enabled=enabled)
+                for device in devices
+            ),
+            book=mode.book if acting and mode is not None else None,
+            caches=mode is not None and mode.cache is not None,
+            store=mode.cache.store if mode is not None and mode.cache is not None else None,
+        )
+        region._frames = []
+        return region
 
     @property
     def engine(self) -> Literal["dispatcher", "mode"]:
         """The engine that carries this region out."""
-        return "mode" if self._mode_devices else "dispatcher"
-
-    def _new_mode(self) -> CastMode | None:
-        if not self._mode_devices:
-            return None
-        store = shadows if self._cache == "persistent" else None
-        cache = RegionCache(store) if self._cache_enabled else None
-        return CastMode(self._rules.op_rules, self._mode_devices, cache)
+        return "dispatcher" if self._plan.book is None else "mode"
 
     def __enter__(self) -> autocast:
+        plan = self._plan
+        mode = plan.new_mode()
+        if torch.compiler.is_compiling():
+            frame = _Frame(saved=plan.saved(), mode=mode)
+        else:
+            frame = self._tracked_frame(mode)
+        for switch in plan.switches:
+            _set(switch)
+        if mode is not None:
+            mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        self._frames.append(frame)
+        return self
+
+    def _tracked_frame(self, mode: CastMode | None) -> _Frame:
         outer = _innermost_mode()
         frame = _Frame(
+            saved=self._plan.saved(),
+            mode=mode,
             thread=threading.get_ident(),
-            saved=tuple(_current(switch.device_type) for switch in self._switches),
             cache_enabled=torch.is_autocast_cache_enabled(),
-            mode=self._new_mode(),
             outer=outer,
             outer_suspended=outer is not None and outer.suspended,
             nesting=torch.autocast_increment_nesting(),
         )
-        for switch in self._switches:
-            _set(switch)
         torch.set_autocast_cache_enabled(False)
         if outer is not None:
             outer.suspended = True
-        if frame.mode is not None:
-            frame.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        self._frames.append(frame)
-        return self
+        return frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if torch.compiler.is_compiling():
+            _leave(self._frames.pop())
+            return
         frame = self._pop()
-        if frame.mode is not None:
-            frame.mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # torch's own
+        _leave(frame)
         if frame.outer is not None:
             frame.outer.suspended = frame.outer_suspended
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        for switch in frame.saved:
-            _set(switch)
         torch.set_autocast_cache_enabled(frame.cache_enabled)
         if error is not None and not isinstance(error, CastError):
             message = traceback_message(error, traceback)
@@ -220,10 +310,23 @@ class autocast:  # the name torch gives it
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
-                return function(*args, **kwargs)
+            self.__enter__()
+            try:
+                out = function(*args, **kwargs)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+            self.__exit__(None, None, None)
+            return out
 
         return inside
+
+
+def _leave(frame: _Frame) -> None:
+    if frame.mode is not None:
+        frame.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+    for switch in frame.saved:
+        _set(switch)
 
 
 def _current(device_type: str) -> _Switch:

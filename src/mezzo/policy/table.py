@@ -119,8 +119,6 @@ def _torch_row(family: Family, op: str, device_type: str) -> Row | None:
 
 # Composites that torch's CPU list reaches through their parts. A matrix product of cast inputs is what their parts do.
 _CPU_PARTS = {
-    "tensordot": "a matrix product underneath",
-    "einsum": "matrix products underneath",
     "linalg_multi_dot": "matrix products underneath",
     "chain_matmul": "matrix products underneath",
 }

@@ -1,0 +1,84 @@
+"""custom_fwd and custom_bwd: the region inside a user's own autograd.Function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+
+from .mode import eligible, map_tensors, tensors_in
+from .region import autocast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return next((t.device.type for t in tensors_in(args, kwargs) if t.is_floating_point()), "cpu")
+
+
+def _cast_all(value: Any, dtype: torch.dtype, device: str) -> Any:
+    if isinstance(value, dict):
+        return type(value)({key: _cast_all(item, dtype, device) for key, item in value.items()})
+    return map_tensors(value, lambda t: t.to(dtype) if eligible(t, device) else t)
+
+
+@overload
+def custom_fwd(fwd: F, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None) -> F: ...
+@overload
+def custom_fwd(
+    fwd: None = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Callable[[F], F]: ...
+def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None) -> Any:
+    """Decorate the `forward` of a `torch.autograd.Function` for use in regions.
+
+    Args:
+        fwd: the static method.
+        device_type: the device whose region counts; left out, that of the first floating argument.
+        cast_inputs: in a region, cast floating inputs to this dtype and run forward outside of it; None runs forward
+            in whatever region is in force. Named tuples, lists and dicts of tensors are cast too.
+
+    Returns:
+        The method, or a decorator when `fwd` is left out.
+
+    Writes: the region in force onto `ctx`, for `custom_bwd`.
+    Syncs: no.
+    Source: torch.amp.custom_fwd.
+    """
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    @functools.wraps(fwd)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        device = device_type or _device_of(args, kwargs)
+        if cast_inputs is None or not torch.is_autocast_enabled(device):
+            ctx._mezzo_region = autocast.current()
+            return fwd(ctx, *args, **kwargs)
+        ctx._mezzo_region = autocast.current(enabled=False)
+        args = tuple(_cast_all(value, cast_inputs, device) for value in args)
+        kwargs = {name: _cast_all(value, cast_inputs, device) for name, value in kwargs.items()}
+        with ctx._mezzo_region:
+            return fwd(ctx, *args, **kwargs)
+
+    return forward
+
+
+def custom_bwd(bwd: F) -> F:
+    """Decorate the `backward` of a `torch.autograd.Function` whose forward has `custom_fwd`.
+
+    Backward runs in the region its forward ran in, on whichever thread.
+
+    Args:
+        bwd: the static method.
+
+    Syncs: no.
+    Source: torch.amp.custom_bwd.
+    """
+
+    @functools.wraps(bwd)
+    def backward(ctx: Any, *args: Any) -> Any:
+        with ctx._mezzo_region:
+            return bwd(ctx, *args)
+
+    return backward  # type: ignore[return-value]  # same signature
