@@ -13,7 +13,7 @@ from mezzo.policy import PRESETS, GuardConfig, ModuleRule, OpRules, Policy, Rule
 from mezzo.policy.written import written
 
 
-@settings(max_examples=100)
+@settings(max_examples=400)
 @given(policies())
 def test_parse_is_the_inverse_of_str(policy: Policy) -> None:
     assert Policy.parse(str(policy)) == policy
@@ -195,7 +195,7 @@ words = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=500)
 @given(st.lists(words | st.text(max_size=3), max_size=12), st.sampled_from(["", "fp16,"]))
 def test_any_text_is_a_policy_or_a_policy_error(parts: list[str], start: str) -> None:
     try:

@@ -68,7 +68,7 @@ def test_none_is_refused_where_a_dtype_is_needed(name: str) -> None:
         (lambda: Policy(scaling="dynamic"), "scaling='dynamic' must be a ScalingConfig or None."),  # type: ignore[arg-type]
         (lambda: Policy(guard=None), "guard=None must be a GuardConfig."),  # type: ignore[arg-type]
         (lambda: Policy(modules=["a"]), "modules=['a'] must be a tuple of ModuleRule."),  # type: ignore[arg-type]
-        (lambda: Policy().replace(comput=1), "a policy has no field 'comput'. Did you mean 'compute'?"),
+        (lambda: Policy().replace(comput=1), "unknown policy field 'comput'. Did you mean 'compute'?"),
         (lambda: ScalingConfig(init_scale="1"), "init_scale='1' must be a number."),  # type: ignore[arg-type]
         (lambda: ScalingConfig(init_scale=True), "init_scale=True must be a number."),
         (lambda: ScalingConfig(growth_interval=2.0), "growth_interval=2.0 must be a whole number."),  # type: ignore[arg-type]

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from ..errors import PolicyError, did_you_mean
-from .parts import GuardConfig, ModuleRule, OpRules, ScalingConfig, check
+from ..errors import PolicyError
+from .parts import GuardConfig, ModuleRule, OpRules, ScalingConfig, check, check_known
 from .policy import Policy
 from .rule import Rule
-from .rule_text import CONFIGS, FIELDS, read_module_rule, read_op_rule, split_edit, write_module_rule, write_op_rule
+from .rule_text import (
+    CONFIGS,
+    FIELDS,
+    SCALING,
+    read_module_rule,
+    read_op_rule,
+    split_edit,
+    write_module_rule,
+    write_op_rule,
+)
 from .spelling import is_word, kinds, options, plain, read
 
 VERSION = 1
@@ -38,7 +47,7 @@ def from_document(document: Mapping[str, object]) -> Policy:
     """Return the policy that a plain form describes; see `Policy.from_dict`."""
     check(isinstance(document, Mapping), f"a policy's plain form is a dict, not {type(document).__name__}.")
     for key in document:
-        check(key in _KEYS, f"unknown key {key!r}.{did_you_mean(str(key), _KEYS)}")
+        check_known("key", str(key), _KEYS)
     version = document.get("version", VERSION)
     check(version == VERSION, f"'version': a policy of version {version!r}; this mezzo reads version {VERSION}.")
     changes: dict[str, object] = {
@@ -85,10 +94,11 @@ def _op_rule(entry: str) -> tuple[str, Rule]:
 
 
 def _scaling(value: object) -> ScalingConfig | None:
-    if value is None or value == "none":
+    if value is None:
         return None
-    if value == "dynamic":
-        return ScalingConfig()
+    if isinstance(value, str):
+        check_known("scaling", value.casefold(), SCALING)
+        return None if value.casefold() == "none" else ScalingConfig()
     return _config("scaling", ScalingConfig, value)
 
 
@@ -100,9 +110,7 @@ def _config(key: str, config: type[_Config], values: object) -> _Config:
         raise PolicyError(f"{key!r}: a table of settings is wanted, not {values!r}.")
     known = {name: kind for name, kind in kinds(config).items() if is_word(kind)}
     for name in values:
-        check(
-            name in known, f"unknown key '{key}.{name}'.{did_you_mean(f'{key}.{name}', [f'{key}.{n}' for n in known])}"
-        )
+        check_known("key", f"{key}.{name}", [f"{key}.{option}" for option in known])
     settings = {name: _value(f"{key}.{name}", known[name], value) for name, value in values.items()}
     try:
         return config(**settings)  # type: ignore[arg-type]  # the dataclass checks the types

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from ..errors import PolicyError, did_you_mean
-from .parts import GuardConfig, OpRules, ScalingConfig, check
+from .parts import GuardConfig, OpRules, ScalingConfig, check, check_known
 from .policy import Policy
 from .presets import PRESETS
 from .rule_text import (
@@ -22,6 +22,7 @@ from .rule_text import (
     KEYS,
     PRECISIONS,
     PREFIXES,
+    SCALING,
     is_pattern,
     read_module_rule,
     read_op_rule,
@@ -30,7 +31,6 @@ from .rule_text import (
 from .spelling import kinds, read
 
 _DOTTED = tuple(f"{name}.{field.name}" for name, config in CONFIGS.items() for field in fields(config))
-_SCALING = ("none", "dynamic")
 
 
 def as_policy(value: Policy | str | os.PathLike[str]) -> Policy:
@@ -80,10 +80,8 @@ def _items(text: str) -> Iterator[tuple[int, str]]:
 
 def _preset(name: str) -> Policy:
     check("=" not in name, f"a policy starts with a preset ({', '.join(PRESETS)}): write 'fp32, {name}'.")
-    try:
-        return PRESETS[name.casefold()]
-    except KeyError:
-        raise PolicyError(f"unknown preset {name!r}.{did_you_mean(name, PRESETS)}") from None
+    check_known("preset", name.casefold(), PRESETS)
+    return PRESETS[name.casefold()]
 
 
 class _Draft:
@@ -128,14 +126,14 @@ class _Draft:
             check(word.casefold() == "none", f"modules={word} is unknown: 'modules=none' drops the rules so far.")
             self.modules.clear()
         elif key == "scaling":
-            check(word.casefold() in _SCALING, f"unknown scaling {word!r}.{did_you_mean(word, _SCALING)}")
+            check_known("scaling", word.casefold(), SCALING)
             self.configs["scaling"] = None if word.casefold() == "none" else {}
         else:
             raise PolicyError(_unknown_key(key, word))
 
     def _set_option(self, config: str, option: str, word: str) -> None:
         known = kinds(CONFIGS[config])
-        check(option in known, f"unknown key '{config}.{option}'.{did_you_mean(f'{config}.{option}', _DOTTED)}")
+        check_known("key", f"{config}.{option}", _DOTTED)
         values = self.configs[config] or {}
         self.configs[config] = {**values, option: read(f"{config}.{option}", known[option], word)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -26,6 +26,12 @@ def check(condition: bool, message: str) -> None:
     """Raise a `PolicyError` with the message unless the condition holds."""
     if not condition:
         raise PolicyError(message)
+
+
+def check_known(what: str, word: str, known: Collection[str]) -> None:
+    """Raise a `PolicyError` that names the nearest known word unless the word is one of them."""
+    if word not in known:
+        raise PolicyError(f"unknown {what} {word!r}.{did_you_mean(word, known)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,4 +177,4 @@ def check_op(op: str) -> None:
     """Raise a `PolicyError` that names the nearest op unless a policy may have a rule for the op."""
     from .table import known_ops
 
-    check(op in known_ops(), f"unknown op {op!r}.{did_you_mean(op, known_ops())}")
+    check_known("op", op, known_ops())

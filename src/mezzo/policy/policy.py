@@ -9,10 +9,9 @@ from typing import Literal
 
 import torch
 
-from ..errors import did_you_mean
 from ..formats import LOW_DTYPES, dtype_name, native_support
 from .answer import PolicyDiff, Why
-from .parts import GuardConfig, ModuleRule, OpRules, ScalingConfig, TableName, check
+from .parts import GuardConfig, ModuleRule, OpRules, ScalingConfig, TableName, check, check_known
 from .spelling import check_kinds
 
 __all__ = ["GuardConfig", "Master", "ModuleRule", "OpRules", "Policy", "ScalingConfig", "TableName"]
@@ -99,8 +98,7 @@ class Policy:
             PolicyError: unknown field, or the result contradicts itself.
         """
         for name in changes:
-            check(name in self.__dataclass_fields__,
-                  f"a policy has no field {name!r}.{did_you_mean(name, self.__dataclass_fields__)}")  # fmt: skip
+            check_known("policy field", name, self.__dataclass_fields__)
         return replace(self, **changes)  # type: ignore[arg-type]  # names are checked above
 
     def resolve(self, device: torch.device | str) -> Policy:

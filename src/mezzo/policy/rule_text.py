@@ -17,6 +17,8 @@ from .spelling import is_word, kinds
 FIELDS = tuple(name for name, kind in kinds(Policy).items() if is_word(kind))
 """The fields of a policy that are spelled in one word."""
 CONFIGS: dict[str, type[ScalingConfig] | type[GuardConfig]] = {"scaling": ScalingConfig, "guard": GuardConfig}
+SCALING = ("none", "dynamic")
+"""The words for no loss scaling and for loss scaling with its defaults."""
 KEYS = (*FIELDS, "ops", "modules", "scaling")
 PREFIXES = ("op:", "module:", *(f"{name}." for name in CONFIGS))
 PRECISIONS = (*map(str, MODULE_RULES), "fp16", "bf16")

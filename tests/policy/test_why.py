@@ -1,0 +1,233 @@
+"""why and diff: the rule that wins is the one that acts, and it stands where the answer says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.policy.policies import NO_DEFAULTS, policies
+
+from mezzo.errors import PolicyError
+from mezzo.formats import dtype_name
+from mezzo.policy import PRESETS, ModuleRule, OpRules, Policy, Reason, Rule
+from mezzo.policy.rule_text import write_module_rule
+from mezzo.policy.table import table
+from mezzo.policy.written import written
+
+NAMED = Policy.parse("bf16, op:softmax=low, *.norm*=fp32, op:softmax=fp32, module:head=fp16, *.mlp=low")
+
+
+@pytest.mark.parametrize(
+    ("module", "op", "class_name", "answer"),
+    [
+        (None, None, (), """\
+code outside modules with a rule on cpu: bf16
+  because compute=bf16 (preset bf16)"""),
+        ("encoder.norm1", None, "LayerNorm", """\
+encoder.norm1 on cpu: fp32
+  because *.norm*=fp32 (edit 3)
+  over ?LayerNorm=fp32_low_out (preset bf16)
+  over compute=bf16 (preset bf16)"""),
+        ("ln", None, ("FastLayerNorm", "LayerNorm", "Module"), """\
+ln on cpu: fp32, result bf16
+  because ?LayerNorm=fp32_low_out (preset bf16)
+  over compute=bf16 (preset bf16)"""),
+        ("", None, (), """\
+the root module on cpu: bf16
+  because compute=bf16 (preset bf16)"""),
+        ("encoder.mlp", None, (), """\
+encoder.mlp on cpu: bf16
+  because *.mlp=low (edit 5)
+  over compute=bf16 (preset bf16)"""),
+        ("encoder.norm1", "softmax", (), """\
+softmax in encoder.norm1 on cpu: fp32
+  because *.norm*=fp32 (edit 3)
+  over op:softmax=fp32 (edit 2)
+  over op:softmax=low (edit 1)"""),
+        (None, "softmax", (), """\
+softmax on cpu: fp32
+  because op:softmax=fp32 (edit 2)
+  over op:softmax=low (edit 1)"""),
+        ("head.out", "mm", (), """\
+mm in head.out on cpu: fp16
+  because mm=low (torch table, cpu): matrix product: 16-bit units, products summed in fp32 inside the kernel"""),
+        (None, "tanh", (), """\
+tanh on cpu: the dtype of its inputs
+  because tanh=as_is (torch table, cpu): the table has no row for it"""),
+    ],
+)  # fmt: skip
+def test_the_answer_is_readable(module: str | None, op: str | None, class_name: object, answer: str) -> None:
+    why = NAMED.why(module, op, class_name=class_name)  # type: ignore[arg-type]
+    text = "bf16, op:softmax=low, op:softmax=fp32, *.norm*=fp32, module:head=fp16, *.mlp=low"
+    assert str(why) == f"{answer}\n  policy: {text}"
+
+
+def test_a_row_of_the_table_is_overridden_by_an_edit() -> None:
+    why = Policy.parse("fp16, op:softmax=low").why(None, "softmax", device="cuda")
+    row = table("torch", "cuda")["softmax"]
+    assert why.winner == Reason(text="op:softmax=low", written="edit 1")
+    assert why.overrides == (Reason(text="softmax=fp32", written="torch table, cuda", why=row.reason),)
+    assert why.precision == "fp16"
+
+
+def test_another_spelling_of_an_op_has_the_same_rule() -> None:
+    policy = Policy.parse("bf16, op:special_softmax=low")
+    assert policy.why(None, "softmax").winner.text == "op:special_softmax=low"
+    assert Policy.parse("bf16, ops=mezzo").why(None, "special_logsumexp").winner.text.startswith("logsumexp=")
+
+
+def test_a_forbidden_op_names_its_replacement() -> None:
+    why = Policy.parse("fp16").why(None, "binary_cross_entropy", device="cuda")
+    assert why.winner.text == "binary_cross_entropy=forbid"
+    assert why.precision.startswith("refused; write binary_cross_entropy_with_logits")
+    assert Policy.parse("fp16, op:exp=forbid").why(None, "exp").precision == "refused"
+    assert Policy.parse("fp16").why("loss", "binary_cross_entropy", "cuda").precision == why.precision
+    fp32_loss = Policy.parse("fp16, module:loss=fp32")
+    assert fp32_loss.why("loss", "binary_cross_entropy", "cuda").precision == "fp32"
+
+
+def test_fp32_compute_switches_the_op_rules_off() -> None:
+    why = Policy.parse("fp32, op:mm=low").why(None, "mm")
+    assert (why.precision, why.winner.text) == ("fp32", "compute=fp32")
+    assert why.overrides[0].text == "op:mm=low"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a device that is not there")
+def test_auto_on_a_device_that_is_not_there() -> None:
+    assert PRESETS["auto"].why(None, device="cuda").precision == "decided by the device"
+    assert PRESETS["auto"].why(None, "mm", device="cuda").precision == "decided by the device"
+
+
+def test_an_unknown_op_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"unknown op 'softmx'\. Did you mean 'softmax'\?"):
+        NAMED.why(None, "softmx")
+
+
+X, W = torch.ones(4, 4), torch.ones(4, 4, dtype=torch.float16)
+CALLS = {
+    "mm": lambda: torch.mm(X, W),
+    "linear": lambda: torch.nn.functional.linear(X, W.float()),
+    "softmax": lambda: torch.softmax(X, 0),
+    "tanh": lambda: torch.tanh(X.half()),
+    "mse_loss": lambda: torch.nn.functional.mse_loss(X.bfloat16(), X.bfloat16()),
+    "cat": lambda: torch.cat([X, X.bfloat16()]),
+    "bmm": lambda: torch.bmm(X[None], X[None]),
+    "cumsum": lambda: X.bfloat16().cumsum(0),
+}
+INPUTS = {"softmax": "fp32", "tanh": "fp16", "cumsum": "bf16"}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_answer_is_what_torch_does(op: str) -> None:
+    """The torch table on this CPU against torch's own autocast, by the dtype that comes out."""
+    with torch.autocast("cpu", torch.bfloat16):
+        observed = dtype_name(CALLS[op]().dtype)
+    predicted = Policy.parse("bf16").why(None, op).precision
+    predicted = {"the dtype of its inputs": INPUTS.get(op), "the widest dtype among its inputs": "fp32"}.get(
+        predicted, predicted
+    )
+    assert observed == predicted
+
+
+names = st.sampled_from(["", "head", "encoder.norm", "encoder.norm.inner", "a,b.c", "model.encoder"])
+classes = st.lists(st.sampled_from(["LayerNorm", "Linear", "LlamaRMSNorm", "Module"]), max_size=2)
+
+
+@given(policies(), names, classes)
+def test_the_winner_is_the_rule_that_module_rule_finds(policy: Policy, fqn: str, class_names: list[str]) -> None:
+    why = policy.why(fqn, class_name=class_names)
+    rule = policy.module_rule(fqn, class_names)
+    if rule is not None:
+        assert why.winner.text == write_module_rule(rule)
+    for around in (fqn.rpartition(".")[0], ""):
+        outer = policy.module_rule(around)
+        if rule is None and outer is not None:
+            assert why.winner.text == write_module_rule(outer)
+            break
+        if rule is not None or not around:
+            break
+
+
+@given(
+    policies(),
+    names,
+    classes,
+    st.sampled_from([None, "softmax", "mm", "cumsum", "tanh"]),
+    st.sampled_from(["cpu", "cuda"]),
+)
+def test_every_reason_stands_where_it_says(
+    policy: Policy, fqn: str, class_names: list[str], op: str | None, device: str
+) -> None:
+    why = policy.why(fqn, op, device=device, class_name=class_names)
+    text = written(policy)
+    assert why.policy == str(policy)
+    for reason in (why.winner, *why.overrides):
+        kind, _, number = reason.written.partition(" ")
+        if kind == "edit":
+            assert list(text.edits.values())[int(number) - 1] == reason.text
+        elif kind == "preset":
+            preset = PRESETS[number]
+            field = f"compute={'auto' if preset.compute is None else dtype_name(preset.compute)}"
+            assert reason.text in [field, *map(write_module_rule, preset.modules)]
+        else:
+            assert reason.written == f"{policy.op_rules.table} table, {device}"
+
+
+@given(policies(), policies())
+def test_a_diff_is_empty_only_between_equals(left: Policy, right: Policy) -> None:
+    assert not left.diff(left)
+    assert bool(left.diff(right)) == (left != right)
+    mirrored = [(change.what, change.right, change.left) for change in right.diff(left).changes]
+    forward = [(change.what, change.left, change.right) for change in left.diff(right).changes]
+    assert [row for row in forward if "rule" not in row[0]] == [row for row in mirrored if "rule" not in row[0]]
+
+
+@given(policies(), policies())
+def test_a_diff_accounts_for_every_rule(left: Policy, right: Policy) -> None:
+    """The rules of the right side, minus those a diff adds, are those of the left side, minus those it drops."""
+    changes = [change for change in left.diff(right).changes if change.what == "module rule"]
+    ours, theirs = ([write_module_rule(rule) for rule in p.modules] for p in (left, right))
+    for change in changes:
+        if change.left:
+            ours.remove(change.left)
+        if change.right:
+            theirs.remove(change.right)
+    assert sorted(ours) == sorted(theirs)
+
+
+def test_order_alone_is_a_difference() -> None:
+    rules = ModuleRule(pattern="a", precision=Rule.LOW), ModuleRule(pattern="*", precision=Rule.FP32)
+    assert Policy(modules=rules).diff(Policy(modules=rules[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "printed"),
+    [
+        ("bf16", "bf16", "no difference: bf16"),
+        ("fp16, op:cumsum=low, *.norm*=fp32, scaling.init_scale=1024", "bf16, ops=mezzo, *.norm*=bf16, head.*=low", """\
+left:  fp16, op:cumsum=low, *.norm*=fp32, scaling.init_scale=1024
+right: bf16, ops=mezzo, *.norm*=bf16, head.*=low
+compute      fp16                              bf16
+ops          torch                             mezzo
+scaling      dynamic, scaling.init_scale=1024  none
+op rule      cumsum=low                        -
+module rule  *.norm*=fp32                      *.norm*=bf16
+module rule  -                                 head.*=low"""),
+        ("fp16", "fp16, scaling.init_scale=8, guard.enabled=false", """\
+left:  fp16
+right: fp16, scaling.init_scale=8, guard.enabled=false
+scaling.init_scale  65536  8
+guard.enabled       true   false"""),
+    ],
+)  # fmt: skip
+def test_a_diff_is_readable(left: str, right: str, printed: str) -> None:
+    assert str(Policy.parse(left).diff(right)) == printed
+
+
+def test_a_diff_sees_every_field() -> None:
+    changes = {change.what for change in Policy().replace(scaling=None).diff(NO_DEFAULTS).changes}
+    assert changes >= {"compute", "params", "master", "grads", "reduce", "state", "output", "loss", "ops", "scaling"}
+    assert changes >= {"op rule", "module rule", *(f"guard.{name}" for name in type(NO_DEFAULTS.guard).__slots__)}
+    dynamic = Policy.parse("fp32, scaling=dynamic").replace(ops=OpRules()).diff(NO_DEFAULTS)
+    assert {change.what for change in dynamic.changes} >= {f"scaling.{n}" for n in type(NO_DEFAULTS.scaling).__slots__}

@@ -1,0 +1,57 @@
+"""Errors: one family, and the clause that names the nearest spelling."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mezzo import errors
+from mezzo.errors import MezzoError, did_you_mean
+
+CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
+
+
+@pytest.mark.parametrize("error", CLASSES)
+def test_every_error_is_caught_as_a_mezzo_error(error: type[Exception]) -> None:
+    assert issubclass(error, MezzoError)
+    assert error.__doc__
+    if error is not MezzoError:
+        assert issubclass(error, ValueError | RuntimeError), "code that catches torch's own errors must still work"
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "clause"),
+    [
+        ("bf61", ["bf16", "fp16"], " Did you mean 'bf16'?"),
+        ("BF61", ["bf16", "fp16"], " Did you mean 'bf16'?"),
+        ("layernorm", ["LayerNorm", "GroupNorm"], " Did you mean 'LayerNorm'?"),
+        ("zzz", ["fp16", "bf16", "bf16"], " Valid: bf16, fp16."),
+        ("", ["b", "a"], " Valid: a, b."),
+        ("x", [], " Valid: ."),
+        ("patience", ["patience", "guard.patience"], " Did you mean 'patience'?"),
+    ],
+)
+def test_the_nearest_spelling_is_named(word: str, known: list[str], clause: str) -> None:
+    assert did_you_mean(word, known) == clause
+    assert did_you_mean(word, iter(known)) == clause
+
+
+def test_a_long_list_is_never_printed() -> None:
+    assert did_you_mean("zzz", [f"op{i}" for i in range(30)]).startswith(" Valid: op0, op1, op10,")
+    assert did_you_mean("zzz", [f"op{i}" for i in range(31)]).startswith(" Did you mean 'op")
+
+
+@given(st.lists(st.text("abcxyz_", min_size=1, max_size=8), min_size=1), st.data())
+def test_one_wrong_letter_finds_the_way_back(known: list[str], data: st.DataObject) -> None:
+    """A word of three letters or more with one letter doubled is never further away than a word it is not in."""
+    word = data.draw(st.sampled_from(known))
+    at = data.draw(st.integers(0, len(word) - 1))
+    typo = word[: at + 1] + word[at:]
+    clause = did_you_mean(typo, known)
+    assert clause.startswith(" Did you mean '")
+    assert clause.removeprefix(" Did you mean '").removesuffix("'?") in known
+    if len(set(known)) == 1:
+        assert clause == f" Did you mean '{word}'?"
