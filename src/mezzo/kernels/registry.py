@@ -20,6 +20,8 @@ Backend = Literal["auto", "reference"]
 # Fastest first; the reference runs everywhere and ends every list.
 _ORDER: dict[str, tuple[str, ...]] = {
     "gradients": ("reference",),
+    "adamw": ("reference",),
+    "sgd": ("reference",),
 }
 _log = logging.getLogger("mezzo.kernels")
 

@@ -1,0 +1,48 @@
+"""What an SGD step works with besides weights and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGDRule:
+    """The numbers of SGD that stay the same from step to step.
+
+    Attributes:
+        weight_decay: times the weight, added to the gradient.
+        momentum: decay of the running sum of gradients; 0 keeps none.
+        nesterov: step along gradient plus momentum times sum, instead of the sum.
+    """
+
+    weight_decay: float
+    momentum: float
+    nesterov: bool = False
+
+
+def sgd_scalars(
+    step: Tensor, rule: SGDRule, lr: float | Tensor, dampening: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the three numbers of one step, computed where the step count lies.
+
+    Args:
+        step: shape (), fp32: steps taken, this one included.
+        rule: the momentum.
+        lr: learning rate; a tensor has shape () or (1,) and lies on the device of `step` or on the CPU.
+        dampening: taken from the weight of new gradients, from the second step on.
+        dtype: of the result: that of the computation.
+
+    Returns:
+        Shape (3,), `dtype`, the device of `step`: -lr, the factor of the running sum, which is 0 in the first step
+        and then the momentum, and the factor of the gradient, which is 1 in the first step and then 1 - dampening.
+
+    Syncs: no.
+    """
+    one = torch.ones((), dtype=dtype, device=step.device)
+    rate = lr.detach().reshape(()).to(step.device, dtype) if isinstance(lr, Tensor) else one * lr
+    keep = torch.where(step == 1, 0 * one, one * rule.momentum)
+    add = torch.where(step == 1, one, one * (1 - dampening))
+    return torch.stack([-rate, keep, add])
