@@ -10,6 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_hooked = False
+
+
+def watch_optimizers() -> None:
+    """Make every optimizer step count as a write, once for the process.
+
+    Fused kernels change weights without a new version (torch 2.13: `_fused_sgd_`, `_fused_adamw_`), which no cache
+    could see. The hook is torch's own, and is set when the first cache is made, not on import.
+
+    Writes: torch's global optimizer post-step hooks.
+    """
+    global _hooked  # noqa: PLW0603  # one hook a process
+    if not _hooked:
+        register_optimizer_step_post_hook(_count_as_write)
+        _hooked = True
+
+
+def _count_as_write(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    torch.autograd.graph.increment_version(stepped)
+
 
 _RECENT_ACTIVATIONS = 2
 """How many activation casts are kept: one activation usually feeds several ops in a row (query, key, value)."""
@@ -19,6 +42,7 @@ _RECENT_ACTIVATIONS = 2
 class _Entry:
     source: weakref.ref[Tensor]
     version: int
+    storage: int
     cast: Tensor
 
 
@@ -55,6 +79,12 @@ class _Connect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast that may be saved for backward later, even if it is made in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.detach().to(dtype)
 
 
 def _connected(source: Tensor, cast: Tensor) -> Tensor:
@@ -96,10 +126,10 @@ class ShadowStore:
         found = self._shadows.get(key)
         if found is None or found.owner() is not owner or found.storage != storage_key(weight):
             gone = weakref.ref(owner, lambda _: self._shadows.pop(key, None))
-            copy = weight.detach().to(dtype)
+            copy = _copy(weight, dtype)
             found = self._shadows[key] = _Shadow(gone, weight._version, storage_key(weight), copy)
         elif found.version != weight._version:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 found.copy.copy_(weight)
             found.version = weight._version
         return found.copy
@@ -135,6 +165,7 @@ class RegionCache:
     """
 
     def __init__(self, store: ShadowStore | None = None) -> None:
+        watch_optimizers()
         self.store = store
         self._weights: dict[tuple[int, torch.dtype], _Entry] = {}
         self._activations: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
@@ -152,7 +183,8 @@ class RegionCache:
 
         Syncs: no.
         """
-        if tensor.is_inference() or (self._untracked and storage_key(tensor) in self._untracked):
+        storage = storage_key(tensor)
+        if tensor.is_inference() or storage in self._untracked:
             return tensor.to(dtype)
         weight = is_weight(tensor)
         key = (id(tensor), dtype)
@@ -160,10 +192,19 @@ class RegionCache:
             return self.store.cast(tensor, dtype)
         entries = self._weights if weight else self._activations
         entry = entries.get(key)
-        if entry is not None and entry.source() is tensor and entry.version == tensor._version:
+        if (
+            entry is not None
+            and entry.source() is tensor
+            and (entry.version, entry.storage) == (tensor._version, storage)
+        ):
             return _connected(tensor, entry.cast)
-        cast = tensor.to(dtype)
-        entries[key] = _Entry(weakref.ref(tensor), tensor._version, cast.detach())
+        if torch.is_inference_mode_enabled():
+            cast = _copy(tensor, dtype)
+            kept = cast
+        else:
+            cast = tensor.to(dtype)
+            kept = cast.detach()
+        entries[key] = _Entry(weakref.ref(tensor), tensor._version, storage, kept)
         if not weight:
             self._activations.move_to_end(key)
             while len(self._activations) > _RECENT_ACTIVATIONS:

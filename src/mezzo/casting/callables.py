@@ -27,8 +27,8 @@ _LEAVES = frozenset(
 
 
 def _namespaces() -> list[tuple[str, AnyCallable]]:
-    modules = (torch._C._VariableFunctions, torch._C._nn, torch.linalg, torch.special, torch.fft)
-    found = [(name, getattr(module, name)) for module in modules for name in dir(module) if not name.startswith("__")]
+    spaces = (torch._C._VariableFunctions, torch._C._nn, torch.linalg, torch.special, torch.fft, torch._C.TensorBase)
+    found = [(name, getattr(space, name)) for space in spaces for name in dir(space) if not name.startswith("__")]
     for functions in get_overridable_functions().values():
         found += [(getattr(f, "__name__", ""), f) for f in functions]
     return [(name, f) for name, f in found if callable(f) and name not in ("", "__get__", "__set__", "__delete__")]

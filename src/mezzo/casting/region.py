@@ -76,13 +76,20 @@ def _device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
     return _read_device_types(device_type)
 
 
+def _has_autocast(device_type: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:
+        return False
+
+
 @functools.cache
 def _read_device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return ("cpu",) if accelerator is None or accelerator.type == "cpu" else (accelerator.type, "cpu")
     name = device_type.type if isinstance(device_type, torch.device) else str(device_type).split(":")[0]
-    if not torch.amp.is_autocast_available(name):
+    if not _has_autocast(name):
         known = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
         raise RegionError(
             f"autocast({device_type!r}): torch has no autocasting for this device.{did_you_mean(name, known)}"

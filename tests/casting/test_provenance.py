@@ -1,0 +1,81 @@
+"""A dtype mismatch is re-raised with op, module, arguments and the rule that mends it (SPEC A11)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo import Policy, Rule
+from mezzo.casting import autocast
+from mezzo.errors import CastError
+from mezzo.policy import OpRules
+
+BF16 = torch.bfloat16
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.proj(x)
+        return torch.dot(low[0], x[0])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), Mixing()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+TORCHS = Policy(compute=BF16, ops=OpRules(edits=(("erf", Rule.FP32),)))
+
+
+def test_the_function_mode_names_op_module_and_arguments() -> None:
+    with autocast("cpu", policy=TORCHS), pytest.raises(CastError) as caught:
+        Net()(torch.randn(2, 4))
+    assert str(caught.value) == (
+        "dot got bf16[4] cpu, fp32[4] cpu in module blocks.1 (Mixing); it has no rule, so its inputs came as they were. "
+        "torch says: dot : expected both vectors to have same dtype, but found BFloat16 and Float\n"
+        "  Write op:dot=widest (or =low, =fp32) in the policy so that its inputs agree."
+    )
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_the_dispatcher_engine_reads_them_from_the_traceback() -> None:
+    with pytest.raises(CastError) as caught, autocast("cpu", dtype=BF16):
+        Net()(torch.randn(2, 4))
+    message = str(caught.value)
+    assert message.startswith("`return torch.dot(low[0], x[0])` (")
+    assert "in module blocks.1 (Mixing) got low bf16[2,4] cpu, x fp32[2,4] cpu." in message
+    assert "op:NAME=widest" in message
+
+
+def test_the_suggested_rule_mends_it() -> None:
+    mended = Policy(compute=BF16, ops=OpRules(edits=(("dot", Rule.WIDEST),)))
+    with autocast("cpu", policy=mended):
+        assert Net()(torch.randn(2, 4)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("region", [{"dtype": BF16}, {"policy": TORCHS}])
+def test_other_errors_pass_untouched(region: dict[str, object]) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught, autocast("cpu", **region):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert not isinstance(caught.value, CastError)
+    with pytest.raises(ValueError, match="mine"), autocast("cpu", **region):
+        raise ValueError("mine")
+
+
+def test_user_code_may_catch_it_inside() -> None:
+    with autocast("cpu", dtype=BF16):
+        try:
+            Net()(torch.randn(2, 4))
+        except RuntimeError as error:
+            assert not isinstance(error, CastError)

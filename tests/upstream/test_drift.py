@@ -1,0 +1,57 @@
+"""The torch column of the table against the dispatcher of the installed torch, for every device it can read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mezzo.policy.table import DISPATCH_KEYS, FAMILIES, Drift, drift, known_ops, registered, table
+
+# Ops that only some of the supported torch versions list: (device, op) -> the first version that has it.
+BY_VERSION = {
+    ("cuda", "linalg_matrix_sqrth"): "2.15",
+    ("cpu", "linalg_matrix_sqrth"): "2.15",
+    ("cuda", "rms_norm"): "2.12",
+    ("xpu", "rms_norm"): "2.12",
+}
+
+
+@pytest.mark.parametrize("device", DISPATCH_KEYS)
+def test_the_table_is_the_dispatcher(device: str) -> None:
+    found = drift(device)
+    here = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    later = {op for (d, op), v in BY_VERSION.items() if d == device and tuple(map(int, v.split("."))) > here}
+    assert found.unknown == (), f"torch {torch.__version__} casts ops the table does not name: {found.unknown}"
+    assert set(found.gone) == later
+
+
+def test_a_moved_op_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = registered("cuda") - {"softmax"} | {"brand_new_op"}
+    monkeypatch.setattr("mezzo.policy.table.registered", lambda device_type: names)
+    assert drift("cuda") == Drift(
+        device_type="cuda", unknown=("brand_new_op",), gone=("linalg_matrix_sqrth", "softmax")
+    )
+
+
+def test_every_row_has_a_reason_and_every_op_one_family() -> None:
+    ops = [op for family in FAMILIES for op in family.ops]
+    assert len(ops) == len(set(ops))
+    for name in ("torch", "mezzo"):
+        for device in DISPATCH_KEYS:
+            assert all(row.reason for row in table(name, device).values())
+
+
+def test_one_mezzo_table_for_all_devices_and_every_difference_explained() -> None:
+    assert all(table("mezzo", device) == table("mezzo", "cpu") for device in DISPATCH_KEYS)
+    cuda = table("torch", "cuda")
+    for family in FAMILIES:
+        for op in family.ops:
+            row = table("mezzo", "cuda").get(op)
+            same = (row and row.rule) == (cuda[op].rule if op in cuda else None)
+            only_elsewhere = op not in cuda and row is not None and any(op in table("torch", d) for d in DISPATCH_KEYS)
+            assert same or family.repair or only_elsewhere or op in ("linalg_matrix_sqrth",), op
+
+
+def test_every_row_can_be_edited() -> None:
+    assert {op for name in ("torch", "mezzo") for op in table(name, "cpu")} <= known_ops()
+    assert {"tanh", "cumsum", "softmax", "matmul"} <= known_ops()
