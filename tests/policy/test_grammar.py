@@ -115,6 +115,7 @@ def test_what_a_text_means(text: str, policy: Policy) -> None:
     ("policy", "text"),
     [
         (Policy(), "fp32"),
+        (Policy(modules=(ModuleRule(pattern="é,*", precision=Rule.LOW),)), 'fp32, module:"é,*"=low'),
         (Policy(compute=torch.bfloat16), "bf16, modules=none"),
         (Policy(compute=torch.bfloat16, state=torch.bfloat16), "bf16, state=bf16, modules=none"),
         (PRESETS["auto"].replace(scaling=ScalingConfig()), "auto, scaling=dynamic"),
