@@ -1,0 +1,192 @@
+"""Times variants side by side: each in a process of its own, the rounds interleaved, every sample kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import BenchError
+from .floor import Ceilings
+from .machine import describe_machine
+from .plan import Plan
+from .result import Measurement, PointFloor, Result
+from .variant import find_variant
+from .worker import CEILINGS
+from .workload import WORKLOADS, Point, Workload
+
+Progress = Callable[[str, int, int], None]
+"""Told what is timed next, how many samples there are and how many there will be."""
+
+
+def schedule(points: Sequence[str], variants: Sequence[str], rounds: int) -> Iterator[tuple[str, int, str]]:
+    """Yield (point, round, variant) in the order of timing: A B C, A B C, ... at each point in turn.
+
+    Interleaving lets a machine that grows slower or faster meanwhile do so for every variant alike.
+    """
+    for point in points:
+        for number in range(rounds):
+            for variant in variants:
+                yield point, number, variant
+
+
+class Worker:
+    """A fresh Python process that serves one variant; ended on leaving the context.
+
+    Args:
+        job: what `mezzo.bench.worker` is to serve.
+
+    Raises:
+        BenchError: from `ask`, if the process reports an error or dies.
+    """
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self.variant: str = job["variant"]
+        self._file = tempfile.NamedTemporaryFile(
+            "w+", prefix=f"mezzo-bench-{self.variant}-", suffix=".log", delete=False
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mezzo.bench.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._file, text=True,
+        )  # fmt: skip
+        self.pid, self.log = self._process.pid, Path(self._file.name)
+        self._failed = False
+        self.send(json.dumps(job))
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._file.close()
+        if not self._failed:
+            self.log.unlink()
+
+    def send(self, line: str) -> None:
+        """Give the process a line; a process that has died is found out by `ask`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next answer.
+
+        Raises:
+            BenchError: the answer is an error, or there is none.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._cause_of_death()}
+        if "error" in answer:
+            self._failed = True
+            raise BenchError(f"variant {self.variant} failed: {answer['error']} (full log: {self.log})")
+        return answer
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send a line and return its answer."""
+        self.send(line)
+        return self.receive()
+
+    def _cause_of_death(self) -> str:
+        code = self._process.wait()
+        if code == -signal.SIGKILL:
+            return "the process was killed, as the system does when memory runs out; write a smaller size."
+        return f"the process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}."
+
+
+def _measurement(point: str, variant: str, plan: Plan, samples: Sequence[Mapping[str, Any]]) -> Measurement:
+    last = samples[-1]
+    setting = plan.setting
+    return Measurement(
+        point=point,
+        variant=variant,
+        number_format=find_variant(variant, setting.device).number_format(setting.dtype),
+        seconds=tuple(sample["seconds"] for sample in samples),
+        units=last["units"],
+        loss=last["loss"],
+        peak_bytes=max(sample["peak_bytes"] for sample in samples),
+        data_bytes=last["data_bytes"],
+        measures=last["measures"],
+    )
+
+
+def _floor(point: Point, plan: Plan) -> PointFloor:
+    phases = {name: point.workload.floor(name) for name in plan.number_formats}
+    return PointFloor(axis=point.axis, value=point.value, phases={k: v for k, v in phases.items() if v})
+
+
+def _ceilings(answer: Mapping[str, Any]) -> Ceilings:
+    return Ceilings(matmul=answer["matmul"], stream={int(size): rate for size, rate in answer["stream"].items()})
+
+
+def name_of(workload: Workload) -> str:
+    """Return the name a workload has on the command line."""
+    return next(name for name, (kind, _) in WORKLOADS.items() if kind == type(workload).__name__)
+
+
+def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress: Progress | None = None) -> Result:
+    """Time every variant of a plan on every point of a workload.
+
+    Each variant has a process of its own that warms up once a point; each round times every variant once, and the
+    machine's limits with them.
+
+    Args:
+        workload: the workload with its numbers.
+        plan: variants, rounds, setting.
+        tests: what the tests of the timed code said, kept in the result.
+        progress: called before each sample.
+
+    Raises:
+        BenchError: the workload's numbers leave nothing to measure, or a variant failed; the message names it and
+            the log of its process.
+
+    Syncs: yes.
+    """
+    workload.check()
+    points = workload.points()
+    order = list(schedule([point.label for point in points], (*plan.variants, CEILINGS), plan.rounds))
+    config = json.loads(json.dumps(dataclasses.asdict(workload)))
+    job = {"workload": name_of(workload), "config": config, "plan": dataclasses.asdict(plan)}
+    machine = describe_machine(plan.setting.device)
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with contextlib.ExitStack() as stack:
+        # They start side by side, untimed; nothing runs beside a sample.
+        workers = [stack.enter_context(Worker({**job, "variant": name})) for name in (*plan.variants, CEILINGS)]
+        threads = {worker.variant: worker.receive()["threads"] for worker in workers}
+        asked = {worker.variant: worker for worker in workers}
+        for done, (point, _, variant) in enumerate(order):
+            if progress:
+                progress(f"{point}: {variant}", done, len(order))
+            samples.setdefault((point, variant), []).append(asked[variant].ask(point))
+    limits = [_ceilings(s) for (_, variant), found in samples.items() if variant == CEILINGS for s in found]
+    return Result(
+        workload=name_of(workload),
+        unit=workload.unit,
+        date=date,
+        tests=tests,
+        plan=json.loads(json.dumps(dataclasses.asdict(plan))),
+        config=config,
+        machine={**machine, "threads": threads[plan.variants[0]]},
+        ceilings=reduce(Ceilings.best, limits),
+        floors={point.label: _floor(point, plan) for point in points},
+        measurements=tuple(
+            _measurement(point, variant, plan, found)
+            for (point, variant), found in samples.items()
+            if variant != CEILINGS
+        ),
+    )

@@ -1,0 +1,145 @@
+"""Results as rows of words, and those rows as a terminal table or as Markdown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from .result import Measurement, Result
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MISSING = "-"
+
+
+def in_seconds(*seconds: float) -> str:
+    """Return durations in the unit that suits the shortest.
+
+    >>> in_seconds(12.3456), in_seconds(0.0123456), in_seconds(4.2e-5, 6e-5)
+    ('12.35 s', '12.35 ms', '42.00-60.00 us')
+    """
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    size, unit = next((pair for pair in units if min(seconds) >= pair[0]), units[-1])
+    return f"{'-'.join(f'{s / size:.2f}' for s in seconds)} {unit}"
+
+
+def in_bytes(count: float) -> str:
+    """Return bytes in millions.
+
+    >>> in_bytes(1283.84e6)
+    '1283.8 MB'
+    """
+    return f"{count / 1e6:.1f} MB"
+
+
+def _times(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{ratio:.2f}x"
+
+
+def amp_baseline(measurement: Measurement) -> str:
+    """Return the variant of torch.amp that a measurement is held against: the compiled one for a compiled one."""
+    return "torch-amp+compile" if measurement.variant.endswith("+compile") else "torch-amp"
+
+
+def header(result: Result) -> tuple[str, ...]:
+    """Return the column names of a result's tables."""
+    return (
+        "variant", "time", "fastest-slowest", f"per {result.unit}", "faster than fp32", "than torch-amp", "of floor",
+        "peak memory", "of fp32's", "loss", *measure_names(result),
+    )  # fmt: skip
+
+
+def measure_names(result: Result) -> tuple[str, ...]:
+    """Return the names of whatever else the workload measured, each once."""
+    return tuple(dict.fromkeys(name for m in result.measurements for name in m.measures))
+
+
+def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
+    """Return one measurement as words, in the order of `header`."""
+    share = result.share_of_floor(measurement)
+    fp32 = result.at(measurement.point).get("fp32")
+    extra = (measurement.measures.get(name) for name in measure_names(result))
+    return (
+        measurement.variant,
+        in_seconds(measurement.median),
+        in_seconds(measurement.low, measurement.high),
+        in_seconds(measurement.median / measurement.units),
+        _times(result.ratio(measurement, "fp32")),
+        _times(result.ratio(measurement, amp_baseline(measurement))),
+        MISSING if share is None else f"{share:.0%}",
+        in_bytes(measurement.peak_bytes),
+        _times(measurement.peak_bytes / fp32.peak_bytes if fp32 and fp32.peak_bytes > 0 else None),
+        f"{measurement.loss:.6g}",
+        *(MISSING if value is None else f"{value:.4g}" for value in extra),
+    )
+
+
+def points_of(result: Result) -> tuple[str, ...]:
+    """Return the labels of a result's points in the order they were measured."""
+    return tuple(dict.fromkeys(m.point for m in result.measurements))
+
+
+def title(result: Result, point: str) -> str:
+    """Return what a table is of: workload, point, machine, rounds."""
+    machine = result.machine
+    device = machine["gpu"]["name"] if machine["device"] == "cuda" else f"{machine['cpu']['model']}"
+    threads = "" if machine["device"] == "cuda" else f", {machine['threads']} thread(s)"
+    rounds = len(result.measurements[0].seconds)
+    return f"{result.workload} {point} on {device}{threads}: median of {rounds} interleaved rounds"
+
+
+def footnotes(result: Result) -> tuple[str, ...]:
+    """Return what a reader must know about the figures, one sentence a line."""
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in result.ceilings.matmul.items())
+    bandwidth = min(result.ceilings.stream.items(), key=lambda item: -item[0])[1]
+    data = max(m.data_bytes for m in result.measurements)
+    batches = f" The batches kept on the device are {in_bytes(data)} of it." if data else ""
+    return (
+        f"Ceilings measured in the same run: products {rates} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s.",
+        "Floor: the least work of each phase over these ceilings; 100% is as fast as the machine can be.",
+        f"Peak memory is above the process's baseline after import.{batches}",
+        f"Tests of the timed code: {result.tests}.",
+    )
+
+
+def rich_table(result: Result, point: str) -> Table:
+    """Return the table of one point for a terminal."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title(result, point), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    for index, name in enumerate(header(result)):
+        words = name.replace(" than", "\nthan").replace(" of", "\nof").replace(" memory", "\nmemory")
+        table.add_column(words, justify="left" if index == 0 else "right", no_wrap=True)
+    for measurement in result.at(point).values():
+        table.add_row(*row(result, measurement))
+    return table
+
+
+def print_result(result: Result, file: TextIO | None = None) -> None:
+    """Print every table of a result with its footnotes: coloured on a terminal, plain in a pipe. Writes: `file`."""
+    from rich.console import Console
+    from rich.measure import Measurement as Width
+
+    console = Console(file=file or sys.stdout)
+    for point in points_of(result):
+        table = rich_table(result, point)
+        needed = Width.get(console, console.options.update(max_width=1000), table).maximum
+        console.width = max(console.width, needed)  # a figure cut off is worse than a line too long
+        console.print(table)
+    for note in footnotes(result):
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of words as a Markdown table, the first column flush left.
+
+    >>> print(markdown_table(("a", "b"), [("1", "2")]))
+    | a | b |
+    | :--- | ---: |
+    | 1 | 2 |
+    """
+    rule = [":---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))

@@ -1,0 +1,107 @@
+"""The ways of running one model that are measured against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import util
+from typing import Literal
+
+import torch
+
+from ..errors import BenchError, did_you_mean
+from ..formats import dtype_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One way of running a model.
+
+    Attributes:
+        name: as written on the command line and in the tables.
+        summary: what it is, in a few words.
+        region: who casts the ops: nobody, torch.autocast or mezzo.autocast.
+        scaler: whose GradScaler owns the optimizer step; nobody's without one.
+        prepared: `mezzo.prepare` owns the region and the step.
+        wrapper: a library that owns both instead.
+        cache: how long mezzo.autocast keeps 16-bit copies of weights.
+        pure: the whole model is converted to the 16-bit dtype, and nothing is kept in fp32.
+        tf32: fp32 products may run as tf32.
+        compiled: the model goes through torch.compile.
+        enabled: False turns region and scaler into pass-throughs.
+    """
+
+    name: str
+    summary: str = ""
+    region: Literal["none", "torch", "mezzo"] = "none"
+    scaler: Literal["none", "torch", "mezzo"] = "none"
+    prepared: bool = False
+    wrapper: Literal["none", "accelerate", "fabric"] = "none"
+    cache: Literal["region", "persistent"] = "region"
+    pure: bool = False
+    tf32: bool = False
+    compiled: bool = False
+    enabled: bool = True
+
+    def number_format(self, dtype: torch.dtype) -> str:
+        """Return the format the large products run in, given the 16-bit dtype of the benchmark."""
+        is_low = self.region != "none" or self.wrapper != "none" or self.prepared or self.pure
+        if is_low and self.enabled:
+            return dtype_name(dtype)
+        return "tf32" if self.tf32 else "fp32"
+
+    def missing(self, device: torch.device) -> str:
+        """Return why this variant cannot run on a device here, or nothing if it can."""
+        if self.tf32 and device.type != "cuda":
+            return f"tf32 is a format of CUDA devices, and this one is {device.type}"
+        package = {"accelerate": "accelerate", "fabric": "lightning"}.get(self.wrapper)
+        if package and util.find_spec(package) is None:
+            return f"{package} is not installed; pip install {package}"
+        return ""
+
+
+_EAGER = (
+    Variant(name="fp32", summary="torch's default precision"),
+    Variant(name="tf32", summary="fp32 weights, products in tf32", tf32=True),
+    Variant(name="torch-autocast", summary="torch.autocast alone", region="torch"),
+    Variant(name="torch-amp", summary="torch.autocast and torch.amp.GradScaler", region="torch", scaler="torch"),
+    Variant(name="mezzo-autocast", summary="mezzo.autocast alone", region="mezzo"),
+    Variant(name="mezzo-amp", summary="mezzo.autocast and mezzo.GradScaler", region="mezzo", scaler="mezzo"),
+    Variant(
+        name="mezzo-persistent",
+        summary="mezzo.autocast that keeps its 16-bit weights",
+        region="mezzo",
+        cache="persistent",
+    ),
+    Variant(name="mezzo-prepared", summary="mezzo.prepare and its step", prepared=True),
+    Variant(name="torch-16bit", summary="the model converted by .to(dtype), nothing kept in fp32", pure=True),
+    Variant(name="accelerate", summary="accelerate's Accelerator", wrapper="accelerate"),
+    Variant(name="fabric", summary="Lightning Fabric", wrapper="fabric"),
+)
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant
+    for eager in _EAGER
+    for variant in (
+        (eager, replace(eager, name=f"{eager.name}+compile", summary=f"{eager.summary}, compiled", compiled=True))
+        if eager.wrapper == "none"
+        else (eager,)
+    )
+}
+
+
+def find_variant(name: str, device: torch.device) -> Variant:
+    """Return the variant of a name.
+
+    Raises:
+        BenchError: there is none, or it cannot run on this device.
+    """
+    if name not in VARIANTS:
+        raise BenchError(f"unknown variant {name!r}.{did_you_mean(name, VARIANTS)}")
+    reason = VARIANTS[name].missing(device)
+    if reason:
+        raise BenchError(f"variant {name} cannot run here: {reason}.")
+    return VARIANTS[name]
+
+
+def those_that_run(names: tuple[str, ...], device: torch.device) -> tuple[str, ...]:
+    """Return the names whose variants can run on a device here, in order."""
+    return tuple(name for name in names if not VARIANTS[name].missing(device))

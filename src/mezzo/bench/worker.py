@@ -1,0 +1,148 @@
+"""The fresh process in which one variant is built and timed: one JSON line in, one JSON line out.
+
+The first line is the job. Each line after it is the label of the point to time once, and is answered by a sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+import torch
+
+from ..errors import MezzoError
+from .ceilings import measure_ceilings, synchronize
+from .memory import PeakMemory, load_code
+from .plan import Plan
+from .variant import find_variant
+from .workload import Point, Session, Workload, find_workload
+
+CEILINGS = "ceilings"
+"""The job that measures the machine instead of a variant."""
+
+
+def seconds_of_rounds(session: Session, device: torch.device) -> Iterator[tuple[float, float]]:
+    """Warm up once, then yield seconds and loss of one timed run each time it is asked. Syncs: yes."""
+    session.warm_up()
+    while True:
+        gc.collect()
+        synchronize(device)
+        start = time.perf_counter()
+        loss = session.run()
+        synchronize(device)
+        yield time.perf_counter() - start, loss.item()
+
+
+class VariantWorker:
+    """Times one variant of a workload, point by point; holds one point in memory at a time.
+
+    Args:
+        plan: the setting.
+        workload: the workload with its numbers.
+        variant: name of the variant.
+    """
+
+    def __init__(self, plan: Plan, workload: Workload, variant: str) -> None:
+        self._setting = plan.setting
+        self._variant = find_variant(variant, self._setting.device)
+        self._resident = workload.resident
+        self._points: dict[str, Point] = {point.label: point for point in workload.points()}
+        self._drop()
+        load_code(self._setting.device, self._setting.dtype)
+
+    def _drop(self) -> None:
+        self._label = ""
+        self._session: Session | None = None
+        self._rounds: Iterator[tuple[float, float]] = iter(())
+        gc.collect()
+        if self._setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _build(self, label: str) -> None:
+        self._drop()
+        self._memory = PeakMemory(self._setting.device)
+        self._session = self._points[label].workload.build(self._variant, self._setting)
+        self._rounds = seconds_of_rounds(self._session, self._setting.device)
+        self._label = label
+
+    def sample(self, label: str) -> dict[str, Any]:
+        """Return one sample of a point, built and warmed up on first use. Syncs: yes."""
+        if label != self._label:
+            self._build(label)
+        session = self._session
+        assert session is not None
+        seconds, loss = next(self._rounds)
+        answer = {
+            "seconds": seconds,
+            "loss": loss,
+            "units": session.units,
+            "peak_bytes": self._memory.peak_bytes(),
+            "data_bytes": session.data_bytes,
+            "measures": session.measures(),
+        }
+        if not self._resident:
+            del session
+            self._drop()
+        return answer
+
+
+class CeilingsWorker:
+    """Measures the machine's limits in the formats of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def sample(self, label: str) -> dict[str, Any]:
+        """Return the limits as they are now. Syncs: yes."""
+        plan = self._plan
+        return dataclasses.asdict(measure_ceilings(plan.setting.device, plan.number_formats, plan.ceilings_s))
+
+
+def worker_of(job: Mapping[str, Any]) -> VariantWorker | CeilingsWorker:
+    """Return the worker that a job asks for. Writes: torch's thread count and fp32 product precision."""
+    plan = Plan(**{**job["plan"], "variants": tuple(job["plan"]["variants"])})
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    if job["variant"] == CEILINGS:
+        return CeilingsWorker(plan)
+    if find_variant(job["variant"], plan.setting.device).tf32:
+        torch.set_float32_matmul_precision("high")
+    return VariantWorker(plan, find_workload(job["workload"]).from_fields(job["config"]), job["variant"])
+
+
+def _take_standard_output() -> TextIO:
+    """Return the real standard output and point the process's own at standard error: libraries print."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return channel
+
+
+def main() -> int:
+    """Serve one job from standard input. Returns: 0 done, 1 after an error, which was answered as one sentence."""
+    channel = _take_standard_output()
+
+    def answer(message: Mapping[str, Any]) -> None:
+        print(json.dumps(message), file=channel, flush=True)
+
+    try:
+        worker = worker_of(json.loads(sys.stdin.readline()))
+        answer({"threads": torch.get_num_threads()})
+        for line in sys.stdin:
+            answer(worker.sample(line.rstrip("\n")))
+    except Exception as error:
+        traceback.print_exc()
+        first_line = (str(error).splitlines() or [""])[0]
+        answer({"error": str(error) if isinstance(error, MezzoError) else f"{type(error).__name__}: {first_line}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

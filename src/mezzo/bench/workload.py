@@ -1,0 +1,151 @@
+"""A workload is its own configuration: it says what to build, what to time, and what the least work is."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import BenchError, did_you_mean
+from .floor import Phase
+from .variant import Variant
+
+WORKLOADS = {
+    "recipe": ("Recipe", "linear layers trained as in the published AMP recipe"),
+    "inference": ("Inference", "forwards of a decoder layer or BERT with fp32 weights, by batch size"),
+    "lora": ("Lora", "training low-rank adapters on frozen layers"),
+    "step": ("Step", "unscaling, clipping and AdamW alone, by number of parameters"),
+    "overhead": ("Overhead", "a model so small that only launching its ops costs time"),
+    "scaling": ("Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Where and in what a variant runs.
+
+    Attributes:
+        device: the device.
+        dtype: the 16-bit dtype of the variants that have one.
+        seed: of weights and data.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """A built variant, ready to be timed.
+
+    Attributes:
+        warm_up: called once, untimed; does the first steps, so that memory is allocated and kernels are chosen.
+        run: the timed unit; returns the last loss, shape (), without reading it.
+        units: how many steps or forwards one `run` does.
+        data_bytes: bytes of the batches kept on the device.
+        measures: called once after all rounds of timing; what else there is to report, by name.
+    """
+
+    warm_up: Callable[[], object]
+    run: Callable[[], Tensor]
+    units: int = 1
+    data_bytes: int = 0
+    measures: Callable[[], dict[str, float]] = field(default=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A workload at one size.
+
+    Attributes:
+        label: what is written beside its figures.
+        workload: the workload at this size.
+        axis: what is varied along the points; empty where nothing is.
+        value: where this point lies on that axis.
+    """
+
+    label: str
+    workload: Workload
+    axis: str = ""
+    value: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload(abc.ABC):
+    """Base of the workloads. The fields of a subclass are its numbers, each an option of `mezzo bench`."""
+
+    unit: ClassVar[str] = "step"
+    """What one of `Session.units` is."""
+    resident: ClassVar[bool] = True
+    """Whether every variant may stay in memory while another is timed."""
+    tests: ClassVar[tuple[str, ...]] = ()
+    """Test paths that must be green before the workload is timed."""
+
+    @classmethod
+    @abc.abstractmethod
+    def for_device(cls, device: torch.device) -> Workload:
+        """Return the workload at the size that suits a device."""
+
+    @classmethod
+    @abc.abstractmethod
+    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
+        """Return the names of the variants measured when none are named."""
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, object]) -> Workload:
+        """Return the workload whose fields went through JSON, which knows lists but no tuples."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+    def check(self) -> None:
+        """Refuse numbers that leave nothing to measure.
+
+        Raises:
+            BenchError: a count or size below 1, or an empty list of them.
+        """
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            option = f"--{spec.name.replace('_', '-')}"
+            if not numbers or any(isinstance(n, int) and n < 1 for n in numbers):
+                raise BenchError(f"{option} {' '.join(map(str, numbers))}: sizes and counts start at 1.")
+
+    def demand(self, condition: bool, message: str) -> None:
+        """Raise `BenchError` with a message unless a condition holds."""
+        if not condition:
+            raise BenchError(message)
+
+    def demand_known(self, option: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+        """Raise `BenchError` for the first name that is not a known one; the nearest is named."""
+        for name in names:
+            self.demand(name in known, f"{option} {name} does not exist.{did_you_mean(name, known)}")
+
+    @abc.abstractmethod
+    def points(self) -> tuple[Point, ...]:
+        """Return the sizes at which this workload is measured."""
+
+    @abc.abstractmethod
+    def build(self, variant: Variant, setting: Setting) -> Session:
+        """Return one variant of this workload at this size, seeded. Writes: torch's random state."""
+
+    @abc.abstractmethod
+    def floor(self, number_format: str) -> tuple[Phase, ...]:
+        """Return the least work of one unit when large products run in a format; nothing where none is stated."""
+
+
+def find_workload(name: str) -> type[Workload]:
+    """Return the class of the workload of a name.
+
+    Raises:
+        BenchError: there is none.
+    """
+    if name not in WORKLOADS:
+        raise BenchError(f"unknown workload {name!r}.{did_you_mean(name, WORKLOADS)}")
+    found: type[Workload] = getattr(import_module(f".{name}", __package__), WORKLOADS[name][0])
+    return found

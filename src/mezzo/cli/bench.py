@@ -1,0 +1,160 @@
+"""`mezzo bench WORKLOAD`: measure ways of running a workload side by side."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..bench import WORKLOADS, Plan, Result, find_workload, measure
+from ..bench.chart import save_chart
+from ..bench.gate import run_tests
+from ..bench.harness import Progress
+from ..bench.machine import short_name
+from ..bench.plan import default_device, parse_device
+from ..bench.table import print_result
+from ..bench.workload import Workload
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+USAGE = (
+    "usage: mezzo bench WORKLOAD [OPTIONS]\n\n{rows}\n\n`mezzo bench WORKLOAD --help` shows the options of a workload."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of every benchmark.
+
+    Attributes:
+        variants: ways to run, timed in this order in each round; a name with "+compile" goes through torch.compile.
+        rounds: how often each variant is timed.
+        device: cpu or cuda.
+        dtype: bf16 or fp16, for the variants that run in 16 bit.
+        threads: CPU threads; 0 leaves torch's own choice.
+        seed: of weights and data.
+        ceilings_s: seconds a round spends on measuring the machine's limits.
+        check: run the tests of the timed code first, and refuse to time it if they fail.
+        out: folder for the JSON and the picture.
+        json: print the JSON instead of the table.
+    """
+
+    variants: tuple[str, ...]
+    rounds: int = 3
+    device: str = "cpu"
+    dtype: str = "bf16"
+    threads: int = 0
+    seed: int = 0
+    ceilings_s: float = 1.0
+    check: bool = True
+    out: Path = Path("runs/bench")
+    json: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """The part that the harness reads."""
+        own = {field.name for field in dataclasses.fields(Plan)}
+        return Plan(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in own})
+
+
+def _usage() -> str:
+    rows = {**{name: text for name, (_, text) in WORKLOADS.items()}, "all": "every workload in turn"}
+    width = max(map(len, rows))
+    return USAGE.format(rows="\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items()))
+
+
+def _device_asked(argv: Sequence[str]) -> torch.device:
+    """Read --device ahead of the rest: the other defaults depend on it."""
+    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ahead.add_argument("--device", default=default_device())
+    return parse_device(ahead.parse_known_args(argv)[0].device)
+
+
+def parse(name: str, argv: Sequence[str]) -> tuple[Options, Workload]:
+    """Return the options and the workload that a command line asks for.
+
+    Raises:
+        BenchError: unknown workload or device.
+        SystemExit: an option that does not exist, or --help.
+    """
+    import tyro
+
+    kind, device = find_workload(name), _device_asked(argv)
+    options = Options(variants=kind.default_variants(device), device=str(device))
+    fields: list[tuple[str, Any, Any]] = [
+        ("bench", tyro.conf.OmitArgPrefixes[Options], dataclasses.field(default=options)),
+        (name, tyro.conf.OmitArgPrefixes[kind], dataclasses.field(default=kind.for_device(device))),  # type: ignore[misc,valid-type]  # a class found by name
+    ]
+    both: Any = tyro.cli(
+        dataclasses.make_dataclass("Bench", fields, frozen=True),
+        prog=f"mezzo bench {name}", description=WORKLOADS[name][1], args=list(argv),
+    )  # fmt: skip
+    return both.bench, getattr(both, name)
+
+
+def _progress_bar() -> Bar:
+    """Return a bar on standard error that draws only when told to: nothing may run beside a sample."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Bar(*columns, console=Console(file=sys.stderr), auto_refresh=False, transient=True)
+
+
+def measured(workload: Workload, plan: Plan, tests: str) -> Result:
+    """Return the result of a workload, with a progress bar on a terminal. Writes: standard error."""
+    bar = _progress_bar() if sys.stderr.isatty() else None
+    with bar or nullcontext():
+        progress: Progress | None = None
+        if bar is not None:
+            task = bar.add_task("starting one process for each variant")
+
+            def progress(what: str, done: int, total: int) -> None:
+                bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+        return measure(workload, plan, tests=tests, progress=progress)
+
+
+def save(result: Result, folder: Path) -> tuple[Path, Path]:
+    """Write a result's JSON and picture into a folder and return their paths. Writes: both files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{result.workload}_{short_name(result.machine)}_{result.date[:10]}"
+    data, picture = folder / f"{stem}.json", folder / f"{stem}.png"
+    data.write_text(result.to_json(), encoding="utf-8")
+    save_chart(result, picture)
+    return data, picture
+
+
+def run_one(name: str, argv: Sequence[str]) -> Result:
+    """Measure one workload as its command line says, save it and print it. Writes: files, standard output."""
+    options, workload = parse(name, argv)
+    plan = options.plan
+    tests = run_tests(workload.tests) if options.check else "not run: --no-check"
+    result = measured(workload, plan, tests)
+    data, picture = save(result, options.out)
+    if options.json:
+        print(result.to_json(), end="")
+    else:
+        print_result(result)
+        print(f"\n{data}\n{picture}")
+    return result
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `mezzo bench` with the words after it. Returns: 0 done."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    name, rest = argv[0], argv[1:]
+    for one in WORKLOADS if name == "all" else (name,):
+        run_one(one, rest)
+    return 0

@@ -1,0 +1,98 @@
+"""`mezzo env`: what this machine computes natively, measured, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..bench.machine import describe_machine
+from ..bench.plan import default_device, parse_device
+from ..bench.units import DeviceReport, advice, measure_device
+from ..errors import ConfigError
+from ..policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of `mezzo env`.
+
+    Attributes:
+        device: cpu or cuda.
+        budget_s: seconds to spend on measuring.
+        json: print JSON instead of the table.
+    """
+
+    device: str = "cpu"
+    budget_s: float = 4.0
+    json: bool = False
+
+
+def _facts(machine: dict[str, Any], auto: Policy) -> list[tuple[str, str]]:
+    cpu, versions = machine["cpu"], machine["versions"]
+    rows = [
+        ("CPU", f"{cpu['model']}, {cpu['cores']} cores, {cpu['memory_bytes'] / 2**30:.0f} GiB"),
+        ("16-bit flags", " ".join(flag for flag in cpu["flags"] if "16" in flag or "amx" in flag) or "none"),
+        ("torch", f"{versions['torch']}, {machine['threads']} thread(s), {cpu['torch_capability']} kernels"),
+    ]
+    if "gpu" in machine:
+        gpu = machine["gpu"]
+        rows.append(("GPU", f"{gpu['name']}, capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB"))
+    others = (f"{name} {version}" for name, version in versions.items() if name not in ("torch", "system"))
+    return [*rows, ("versions", ", ".join(others)), ("policy auto", f"resolves to: {auto}")]
+
+
+def _print(machine: dict[str, Any], report: DeviceReport, auto: Policy) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for name, text in _facts(machine, auto):
+        console.print(f"{name:<14}{text}", soft_wrap=True, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("format")
+    for name in ("GFLOP/s measured", "of fp32", "reported", "read from"):
+        table.add_column(name, justify="left" if name == "read from" else "right")
+    for name, found in report.formats.items():
+        reported = "native" if found.reported else "no"
+        table.add_row(name, f"{found.flops_per_s / 1e9:.0f}", f"{found.times_fp32:.2f}x", reported, found.reason)
+    console.print(table)
+    for line in advice(report):
+        console.print(f"- {line}", soft_wrap=True, markup=False)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `mezzo env` with the words after it.
+
+    Returns:
+        0: done.
+
+    Raises:
+        ConfigError: no time to measure in.
+        BenchError: a device that is not there.
+
+    Syncs: yes.
+    """
+    import tyro
+
+    options = tyro.cli(Options, prog="mezzo env", args=list(argv), default=Options(device=default_device()))
+    if not options.budget_s > 0:
+        raise ConfigError(f"--budget-s {options.budget_s} leaves no time to measure; write a positive number.")
+    device = parse_device(options.device)
+    machine = describe_machine(device)
+    report = measure_device(device, options.budget_s)
+    auto = Policy.parse("auto").resolve(device)
+    if options.json:
+        found = {
+            "machine": machine,
+            "measured": dataclasses.asdict(report),
+            "auto": str(auto),
+            "advice": advice(report),
+        }
+        print(json.dumps(found, indent=1))
+    else:
+        _print(machine, report, auto)
+    return 0

@@ -1,0 +1,121 @@
+"""The harness: interleaved rounds, fresh processes, every sample kept, errors that say which variant and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mezzo.bench import Plan, Result, measure
+from mezzo.bench.harness import Worker, schedule
+from mezzo.bench.recipe import Recipe
+from mezzo.bench.result import from_json
+from mezzo.bench.worker import CEILINGS
+from mezzo.errors import BenchError
+
+SMALL = Recipe(batch_size=8, in_size=16, out_size=4, num_layers=3, num_batches=2, epochs=2)
+VARIANTS = ("fp32", "torch-amp")
+NAMES = st.lists(st.text("abc", min_size=1), min_size=1, max_size=4, unique=True)
+
+
+def job(variant: str, **config: int) -> dict[str, object]:
+    plan = {"variants": ["fp32"], "threads": 1, "ceilings_s": 0.05}
+    return {"workload": "recipe", "variant": variant, "config": config, "plan": plan}
+
+
+@given(points=NAMES, variants=NAMES, rounds=st.integers(1, 5))
+def test_rounds_are_interleaved(points: list[str], variants: list[str], rounds: int) -> None:
+    order = list(schedule(points, variants, rounds))
+    assert len(set(order)) == len(order) == len(points) * len(variants) * rounds
+    assert [point for point, _, _ in order] == [p for p in points for _ in range(rounds * len(variants))]
+    for start in range(0, len(order), len(variants)):
+        one_round = order[start : start + len(variants)]
+        assert [variant for _, _, variant in one_round] == variants
+        assert len({(point, number) for point, number, _ in one_round}) == 1
+
+
+@pytest.fixture(scope="module")
+def timed() -> tuple[Result, list[tuple[str, int, int]]]:
+    told: list[tuple[str, int, int]] = []
+    plan = Plan(variants=VARIANTS, rounds=2, threads=1, ceilings_s=0.05)
+    result = measure(SMALL, plan, tests="12 passed", progress=lambda *said: told.append(said))
+    return result, told
+
+
+def test_every_sample_is_kept(timed: tuple[Result, list[tuple[str, int, int]]]) -> None:
+    result, told = timed
+    label = SMALL.points()[0].label
+    assert [what for what, _, _ in told] == [f"{label}: {name}" for name in (*VARIANTS, CEILINGS)] * 2
+    assert [(done, total) for _, done, total in told] == [(i, 6) for i in range(6)]
+    assert [m.variant for m in result.measurements] == list(VARIANTS)
+    for m in result.measurements:
+        assert len(m.seconds) == 2
+        assert min(m.seconds) > 0
+        assert m.units == SMALL.epochs * SMALL.num_batches
+        assert m.peak_bytes > 0
+        assert m.data_bytes == SMALL.num_batches * SMALL.batch_size * (SMALL.in_size + SMALL.out_size) * 4
+
+
+def test_a_result_says_what_it_was_taken_on(timed: tuple[Result, list[tuple[str, int, int]]]) -> None:
+    result, _ = timed
+    assert result.workload == "recipe"
+    assert result.tests == "12 passed"
+    assert result.machine["threads"] == 1
+    assert result.machine["versions"]["torch"]
+    assert result.plan["variants"] == list(VARIANTS)
+    assert result.config == {
+        "batch_size": 8, "in_size": 16, "out_size": 4, "num_layers": 3, "num_batches": 2, "epochs": 2, "lr": 1e-3,
+    }  # fmt: skip
+    assert set(result.ceilings.matmul) == {"fp32", "bf16"}
+    assert from_json(result.to_json()) == result
+
+
+def test_the_loss_is_that_of_the_last_round(timed: tuple[Result, list[tuple[str, int, int]]]) -> None:
+    import torch
+
+    from mezzo.bench.recipe import WARM_UP_STEPS
+    from mezzo.bench.variant import VARIANTS as BY_NAME
+    from mezzo.bench.workload import Setting
+
+    result, _ = timed
+    session = SMALL.build(BY_NAME["fp32"], Setting(device=torch.device("cpu"), dtype=torch.bfloat16))
+    assert len(session.warm_up()) == WARM_UP_STEPS
+    session.run()
+    assert result.at(SMALL.points()[0].label)["fp32"].loss == session.run().item()
+
+
+def test_an_error_in_a_variant_is_one_sentence_with_its_log() -> None:
+    with Worker(job("fp32", batch_size=8, in_size=10**8)) as worker:
+        worker.receive()
+        with pytest.raises(
+            BenchError, match=r"^variant fp32 failed: RuntimeError: .*allocate.* \(full log: .*\)$"
+        ) as caught:
+            worker.ask("8 x 100000000 x 3")
+    assert "\n" not in str(caught.value)
+    log = Path(str(caught.value).split("full log: ")[1].rstrip(")"))
+    assert "Traceback" in log.read_text()
+    log.unlink()
+
+
+def test_a_killed_process_is_told_from_an_error() -> None:
+    with Worker(job("fp32")) as worker:
+        worker.receive()
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(BenchError, match="variant fp32 failed: the process was killed, as the system does"):
+            worker.ask("any")
+    worker.log.unlink()
+
+
+def test_a_process_leaves_nothing_behind() -> None:
+    with Worker(job(CEILINGS)) as worker:
+        pid, log = worker.pid, worker.log
+        assert json.dumps(worker.receive()) == '{"threads": 1}'
+        assert log.exists()
+    assert not log.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

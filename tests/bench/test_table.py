@@ -1,0 +1,115 @@
+"""Tables and pictures: every figure from the result, plain in a pipe, and nothing cut off."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib import image
+
+from mezzo.bench.chart import save_chart
+from mezzo.bench.floor import Ceilings, Phase
+from mezzo.bench.result import Measurement, PointFloor, Result
+from mezzo.bench.table import footnotes, header, markdown_table, print_result, row
+from mezzo.bench.variant import VARIANTS
+
+PHASES = {"fp32": (Phase(name="products", flops=8e9),), "bf16": (Phase(name="products", flops=8e9),)}
+
+
+def measurement(variant: str, point: str, seconds: tuple[float, ...], **more: object) -> Measurement:
+    fields = {"units": 10, "loss": 1.00914645, "peak_bytes": 1_283_800_000, "data_bytes": 2_000_000, **more}
+    form = VARIANTS[variant].number_format(torch.bfloat16)
+    return Measurement(point=point, variant=variant, number_format=form, seconds=seconds, **fields)
+
+
+RESULT = Result(
+    workload="recipe", unit="step", date="2026-11-21T10:00:00+00:00", tests="12 passed in 3.40s", plan={}, config={},
+    machine={"device": "cpu", "cpu": {"model": "AMD EPYC"}, "threads": 2},
+    ceilings=Ceilings(matmul={"fp32": 100e9, "bf16": 400e9}, stream={2**20: 90e9, 2**28: 30e9}),
+    floors={"512 x 1024 x 3": PointFloor(phases=PHASES)},
+    measurements=(
+        measurement("fp32", "512 x 1024 x 3", (1.5, 1.6, 2.0)),
+        measurement("torch-amp", "512 x 1024 x 3", (0.5, 0.4, 0.7), peak_bytes=1_409_700_000),
+        measurement("torch-amp+compile", "512 x 1024 x 3", (0.25, 0.3, 0.2)),
+        measurement("mezzo-prepared+compile", "512 x 1024 x 3", (0.2, 0.2, 0.2), measures={"accuracy": 0.875}),
+    ),
+)  # fmt: skip
+GOLDEN = [
+    ("fp32", "1.60 s", "1.50-2.00 s", "160.00 ms", "1.00x", "0.31x", "50%", "1283.8 MB", "1.00x", "1.00915", "-"),
+    ("torch-amp", "500.00 ms", "400.00-700.00 ms", "50.00 ms", "3.20x", "1.00x", "40%", "1409.7 MB", "1.10x",
+     "1.00915", "-"),
+    ("torch-amp+compile", "250.00 ms", "200.00-300.00 ms", "25.00 ms", "6.40x", "1.00x", "80%", "1283.8 MB",
+     "1.00x", "1.00915", "-"),
+    ("mezzo-prepared+compile", "200.00 ms", "200.00-200.00 ms", "20.00 ms", "8.00x", "1.25x", "100%", "1283.8 MB",
+     "1.00x", "1.00915", "0.875"),
+]  # fmt: skip
+
+
+def test_rows() -> None:
+    assert [row(RESULT, m) for m in RESULT.measurements] == GOLDEN
+    assert header(RESULT)[-1] == "accuracy"
+    assert all(len(cells) == len(header(RESULT)) for cells in GOLDEN)
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    alone = dataclasses.replace(RESULT, measurements=RESULT.measurements[1:2], floors={"512 x 1024 x 3": PointFloor()})
+    cells = dict(zip(header(alone), row(alone, alone.measurements[0]), strict=True))
+    assert [cells[name] for name in ("faster than fp32", "than torch-amp", "of floor", "of fp32's")] == [
+        "-",
+        "1.00x",
+        "-",
+        "-",
+    ]
+
+
+def test_a_pipe_gets_every_figure_and_no_escape_codes() -> None:
+    out = io.StringIO()
+    print_result(RESULT, out)
+    text = out.getvalue()
+    assert "\x1b" not in text
+    assert "…" not in text
+    for cells in GOLDEN:
+        line = next(line for line in text.splitlines() if line.split()[:2] == [cells[0], cells[1].split()[0]])
+        assert line.split() == " ".join(cells).split()
+    for note in footnotes(RESULT):
+        assert note in " ".join(text.split())
+
+
+def test_footnotes() -> None:
+    assert footnotes(RESULT) == (
+        "Ceilings measured in the same run: products fp32 100, bf16 400 GFLOP/s, memory 30.0 GB/s.",
+        "Floor: the least work of each phase over these ceilings; 100% is as fast as the machine can be.",
+        "Peak memory is above the process's baseline after import. The batches kept on the device are 2.0 MB of it.",
+        "Tests of the timed code: 12 passed in 3.40s.",
+    )
+
+
+def test_markdown() -> None:
+    lines = markdown_table(header(RESULT), GOLDEN).splitlines()
+    assert lines[1] == "| :--- | " + " | ".join(["---:"] * 10) + " |"
+    assert lines[2] == f"| {' | '.join(GOLDEN[0])} |"
+
+
+def swept() -> Result:
+    points = {f"{axis} {size}": (axis, size) for axis in ("width", "batch") for size in (64, 128, 256)}
+    return dataclasses.replace(
+        RESULT,
+        floors={label: PointFloor(axis=axis, value=size, phases=PHASES) for label, (axis, size) in points.items()},
+        measurements=tuple(
+            measurement(name, label, (size * 1e-4, size * 1.1e-4, size * 2e-4))
+            for label, (_, size) in points.items()
+            for name in ("fp32", "torch-amp", "torch-amp+compile")
+        ),
+    )
+
+
+@pytest.mark.parametrize("made", [RESULT, swept()], ids=["bars", "lines"])
+def test_the_picture_is_a_picture(made: Result, tmp_path: Path) -> None:
+    path = tmp_path / "chart.png"
+    save_chart(made, path)
+    pixels = image.imread(path)
+    assert min(pixels.shape[:2]) > 200
+    assert len({tuple(pixel) for pixel in pixels[:, :, :3].reshape(-1, 3).round(2).tolist()}) > 20

@@ -1,0 +1,74 @@
+"""Every variant trains the same model: equal bits where the arithmetic is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mezzo.bench.recipe import Recipe, make_model, mean_squared_error
+from mezzo.bench.training import region_of, scaler_of, training_step
+from mezzo.bench.variant import VARIANTS, Variant
+from mezzo.bench.workload import Setting
+
+RECIPE = Recipe(batch_size=16, in_size=32, out_size=8, num_layers=3, num_batches=3, epochs=2, lr=0.1)
+
+
+def losses(variant: Variant, dtype: torch.dtype = torch.bfloat16, max_norm: float | None = None) -> list[float]:
+    torch.manual_seed(0)
+    setting = Setting(device=torch.device("cpu"), dtype=dtype)
+    model = make_model(32, 8, 3)
+    step = training_step(
+        variant, setting, model, lambda w: torch.optim.SGD(w, lr=0.1, fused=True), mean_squared_error, max_norm=max_norm
+    )
+    return [step((torch.randn(16, 32), torch.randn(16, 8))).item() for _ in range(6)]
+
+
+@pytest.mark.parametrize("region", ["torch", "mezzo"])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_switched_off_is_fp32_bit_for_bit(region: str, max_norm: float | None) -> None:
+    off = Variant(name="off", region=region, scaler=region, enabled=False)
+    assert losses(off, max_norm=max_norm) == losses(VARIANTS["fp32"], max_norm=max_norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_mezzos_drop_in_is_torchs_bit_for_bit(dtype: torch.dtype, max_norm: float | None) -> None:
+    torchs, mezzos = (losses(VARIANTS[f"{maker}-amp"], dtype, max_norm) for maker in ("torch", "mezzo"))
+    assert mezzos == torchs
+    assert losses(VARIANTS["mezzo-autocast"], dtype, max_norm) == losses(VARIANTS["torch-autocast"], dtype, max_norm)
+    assert torchs != losses(VARIANTS["fp32"], max_norm=max_norm)
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.wrapper == "none" and not v.prepared])
+def test_a_variant_is_what_its_name_says(name: str) -> None:
+    variant, setting = VARIANTS[name], Setting(device=torch.device("cpu"), dtype=torch.bfloat16)
+    scaler = scaler_of(variant, setting)
+    with region_of(variant, setting)():
+        assert torch.is_autocast_enabled("cpu") == any(word in name for word in ("autocast", "amp", "persistent"))
+    assert (scaler is not None) == ("amp" in name)
+    assert (variant.cache == "persistent") == ("persistent" in name)
+    if scaler is not None:
+        assert type(scaler).__module__.partition(".")[0] == name.partition("-")[0]
+    assert variant.compiled == name.endswith("+compile")
+    plain = name.removesuffix("+compile")
+    assert variant.number_format(torch.bfloat16) == (plain if plain in ("fp32", "tf32") else "bf16")
+
+
+def test_clipping_sees_true_gradients() -> None:
+    clipped = losses(VARIANTS["torch-amp"], max_norm=0.1)
+    assert clipped == losses(VARIANTS["torch-autocast"], max_norm=0.1)
+    assert clipped != losses(VARIANTS["torch-amp"])
+
+
+def test_a_session_counts_its_steps() -> None:
+    session = RECIPE.build(VARIANTS["fp32"], Setting(device=torch.device("cpu"), dtype=torch.bfloat16))
+    assert session.units == 6
+    assert session.data_bytes == 3 * 16 * (32 + 8) * 4
+    assert session.measures() == {}
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_network_is_that_of_the_recipe(layers: int) -> None:
+    kinds = [type(module).__name__ for module in make_model(8, 3, layers)]
+    assert kinds == ["Linear", "ReLU"] * (layers - 1) + ["Linear"]
+    assert make_model(8, 3, layers)(torch.ones(2, 8)).shape == (2, 3)

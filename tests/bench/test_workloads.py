@@ -1,0 +1,143 @@
+"""Every workload: it runs, its variants compute the same thing, and its floor counts the work torch counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mezzo.bench.inference import DecoderLayer, Inference
+from mezzo.bench.lora import Lora, LoraLinear
+from mezzo.bench.overhead import Overhead
+from mezzo.bench.recipe import Recipe
+from mezzo.bench.scaling import Scaling
+from mezzo.bench.step import MATRIX, Step, make_parameters
+from mezzo.bench.variant import VARIANTS, Variant
+from mezzo.bench.workload import WORKLOADS, Point, Setting, Workload, find_workload
+from mezzo.errors import BenchError
+
+CPU = torch.device("cpu")
+SETTING = Setting(device=CPU, dtype=torch.bfloat16)
+SMALL: dict[str, Workload] = {
+    "recipe": Recipe(batch_size=8, in_size=16, out_size=4, num_layers=3, num_batches=2, epochs=1),
+    "overhead": Overhead(layers=2, width=16, heads=2, tokens=4, steps=1),
+    "lora": Lora(width=32, layers=3, rank=4, batches=(1, 4), steps=1),
+    "inference": Inference(
+        batches=(1, 3), decoder_width=256, decoder_tokens=5, bert_layers=2, bert_width=64, bert_tokens=7, forwards=1
+    ),
+    "scaling": Scaling(
+        width=16, batch=4, depth=2, widths=(8, 16), batches=(4, 8), depths=(2, 3), parameter_widths=(8, 16), steps=1
+    ),
+    "step": Step(parameters=(1000, 2 * MATRIX * MATRIX + 5), steps=2),
+}
+POINTS = [pytest.param(point, id=f"{name}: {point.label}") for name, small in SMALL.items() for point in small.points()]
+MULTIPLYING = [param for param in POINTS if not param.id.startswith("step")]
+
+
+def loss(workload: Workload, variant: Variant, rounds: int = 2) -> float:
+    session = workload.build(variant, SETTING)
+    session.warm_up()
+    for _ in range(rounds):
+        last = session.run().item()
+    return last
+
+
+def test_every_workload_is_tried() -> None:
+    assert set(SMALL) == set(WORKLOADS) - {"text"}
+    assert {name: type(small) for name, small in SMALL.items()} == {name: find_workload(name) for name in SMALL}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_points_are_measurable_workloads_with_one_size_each(name: str) -> None:
+    for point in SMALL[name].points():
+        assert [p.workload for p in point.workload.points() if p.label == point.label] == [point.workload]
+        assert type(point.workload).from_fields(dataclasses.asdict(point.workload)) == point.workload
+
+
+@pytest.mark.parametrize("point", MULTIPLYING)
+def test_the_floor_counts_the_products_torch_counts(point: Point) -> None:
+    session = point.workload.build(VARIANTS["fp32"], SETTING)
+    # The counter does not know the CPU's own attention kernel.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        session.run()
+    assert session.units * sum(phase.flops for phase in point.workload.floor("fp32")) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_switched_off_is_fp32_bit_for_bit(point: Point) -> None:
+    scaler = "none" if isinstance(point.workload, Inference) else "mezzo"
+    off = Variant(name="off", region="mezzo", scaler=scaler, enabled=False)
+    assert loss(point.workload, off) == loss(point.workload, VARIANTS["fp32"])
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_mezzos_drop_in_is_torchs_bit_for_bit(point: Point) -> None:
+    kinds = ("autocast",) if isinstance(point.workload, Inference) else ("autocast", "amp")
+    for kind in kinds:
+        assert loss(point.workload, VARIANTS[f"mezzo-{kind}"]) == loss(point.workload, VARIANTS[f"torch-{kind}"])
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if p.id.startswith(("lora", "inference"))])
+def test_copies_that_last_change_no_bit(point: Point) -> None:
+    assert loss(point.workload, VARIANTS["mezzo-persistent"]) == loss(point.workload, VARIANTS["mezzo-autocast"])
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if p.id.startswith("inference")])
+def test_a_converted_model_is_all_16_bit(point: Point) -> None:
+    low, full = (loss(point.workload, VARIANTS[name]) for name in ("torch-16bit", "fp32"))
+    assert low == torch.tensor(low).item() != full
+    assert VARIANTS["torch-16bit"].number_format(torch.bfloat16) == "bf16"
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if p.id.startswith("step")])
+def test_unscaling_and_clipping_at_one_leave_the_step_as_it_is(point: Point) -> None:
+    assert loss(point.workload, VARIANTS["torch-amp"]) == loss(point.workload, VARIANTS["fp32"])
+
+
+@pytest.mark.parametrize("count", [5, MATRIX * MATRIX, 2 * MATRIX * MATRIX + 5])
+def test_parameters_are_as_many_as_asked(count: int) -> None:
+    assert sum(p.numel() for p in make_parameters(count, CPU)) == count
+
+
+def test_only_the_adapters_train() -> None:
+    layer = LoraLinear(8, 2)
+    assert {name for name, p in layer.named_parameters() if p.requires_grad} == {"down.weight", "up.weight"}
+    x = torch.randn(3, 8)
+    assert torch.equal(layer(x), layer.base(x))
+
+
+def test_the_decoder_is_causal() -> None:
+    layer = DecoderLayer(256, 704)
+    x = torch.randn(2, 6, 256)
+    changed = x.clone()
+    changed[:, -1] += 1.0
+    assert torch.equal(layer(x)[:, :-1], layer(changed)[:, :-1])
+    assert not torch.equal(layer(x)[:, -1], layer(changed)[:, -1])
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        (Recipe(num_layers=0), "--num-layers 0: sizes and counts start at 1."),
+        (Step(parameters=()), "--parameters : sizes and counts start at 1."),
+        (Lora(batches=(4, -1)), "--batches 4 -1: sizes and counts start at 1."),
+        (Overhead(modes=("train", "evaluate")), "--modes evaluate does not exist. Did you mean 'eval'?"),
+        (Inference(models=("berd",)), "--models berd does not exist. Did you mean 'bert'?"),
+        (Inference(decoder_width=100), "--decoder-width 100 is not a multiple of 128, the width of a head."),
+        (Inference(bert_width=100), "--bert-width 100 is not a multiple of 64, the width of a head."),
+        (Overhead(width=10, heads=4), "--width 10 is not a multiple of --heads 4."),
+    ],
+)
+def test_numbers_that_measure_nothing(workload: Workload, message: str) -> None:
+    with pytest.raises(BenchError) as caught:
+        workload.check()
+    assert str(caught.value) == message
+
+
+def test_defaults_pass_their_own_check() -> None:
+    for name in WORKLOADS:
+        for device in ("cpu", "cuda"):
+            find_workload(name).for_device(torch.device(device)).check()

@@ -1,0 +1,90 @@
+"""`mezzo bench`: from the command line to table, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mezzo.bench import load
+from mezzo.bench.recipe import Recipe
+from mezzo.bench.workload import WORKLOADS
+from mezzo.cli import main
+from mezzo.cli.bench import parse
+
+TINY = "--batch-size 8 --in-size 16 --out-size 4 --num-batches 2 --epochs 1 --rounds 1 --ceilings-s 0.05".split()
+
+
+WORDS = ["bench", "recipe", "--device", "cpu", "--variants", "fp32", "torch-amp", "--no-check", *TINY]
+
+
+def test_table_json_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*WORDS, "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    data, picture = (next(tmp_path.glob(f"recipe_*.{kind}")) for kind in ("json", "png"))
+    assert text.splitlines()[-2:] == [str(data), str(picture)]
+    result = load(data)
+    assert [m.variant for m in result.measurements] == ["fp32", "torch-amp"]
+    assert result.tests == "not run: --no-check"
+    for m in result.measurements:
+        assert f"{m.loss:.6g}" in text
+
+    monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: result)
+    assert main([*WORDS, "--json", "--out", str(tmp_path / "again")]) == 0
+    out = capsys.readouterr().out
+    assert out == data.read_text() == next((tmp_path / "again").glob("*.json")).read_text()
+    assert json.loads(out)["plan"]["variants"] == ["fp32", "torch-amp"]
+
+
+def test_every_number_is_an_option() -> None:
+    options, workload = parse(
+        "recipe",
+        "--device cpu --batch-size 1 --in-size 2 --out-size 3 --num-layers 4 --num-batches 5 --epochs 6 --lr 0.5 "
+        "--rounds 7 --dtype fp16 --threads 8 --seed 9 --ceilings-s 0.25 --variants fp32".split(),
+    )
+    assert workload == Recipe(batch_size=1, in_size=2, out_size=3, num_layers=4, num_batches=5, epochs=6, lr=0.5)
+    assert options.check
+    plan = options.plan
+    assert (plan.rounds, plan.dtype, plan.threads, plan.seed, plan.ceilings_s) == (7, "fp16", 8, 9, 0.25)
+    assert plan.variants == ("fp32",)
+
+
+def test_defaults_are_those_of_the_device() -> None:
+    options, workload = parse("recipe", ["--device", "cpu"])
+    assert workload == Recipe.for_device(torch.device("cpu"))
+    assert options.variants == Recipe.default_variants(torch.device("cpu"))
+    published = Recipe.for_device(torch.device("cuda"))
+    assert published == Recipe()
+    assert (published.batch_size, published.in_size, published.out_size, published.num_layers) == (512, 4096, 4096, 3)
+    assert (published.num_batches, published.epochs, published.lr) == (50, 3, 1e-3)
+
+
+def test_usage_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in (*WORKLOADS, "all"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["recipes"], "mezzo bench: unknown workload 'recipes'. Did you mean 'recipe'?"),
+        (["recipe", "--variants", "torch-apm"], "mezzo bench: unknown variant 'torch-apm'. Did you mean 'torch-amp'?"),
+        (["recipe", "--rounds", "0"], "mezzo bench: --rounds 0 measures nothing; write 1 or more."),
+        (["recipe", "--device", "gpu"], "mezzo bench: --device gpu is not a torch device; write cpu or cuda."),
+    ],
+)
+def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert capsys.readouterr().err.strip() == message
+
+
+def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "recipe", "--batchsize", "3"])
+    assert caught.value.code == 2
+    assert "--batch-size" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""`mezzo env`: one page for a reader, the same as JSON for a program."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mezzo import Policy
+from mezzo.cli import main
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--device", "cpu", "--budget-s", "0.2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"machine", "measured", "auto", "advice"}
+    assert found["auto"] == str(Policy.parse("auto").resolve("cpu"))
+    assert found["machine"]["versions"]["torch"] == torch.__version__
+    assert set(found["measured"]["formats"]) == {"fp32", "bf16", "fp16"}
+    assert found["advice"]
+
+
+def test_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--device", "cpu", "--budget-s", "0.2"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    for line in (
+        f"torch         {torch.__version__}",
+        "policy auto   resolves to: ",
+        "every device computes it",
+        "- width 1023",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "gpu"], "mezzo env: --device gpu is not a torch device; write cpu or cuda."),
+        (["--budget-s", "0"], "mezzo env: --budget-s 0.0 leaves no time to measure; write a positive number."),
+    ],
+)
+def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", *words]) == 2
+    assert message in capsys.readouterr().err
