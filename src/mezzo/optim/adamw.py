@@ -1,0 +1,113 @@
+"""AdamW whose weights may be 16 bit and whose updates are fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import registry
+from ..kernels.adamw import AdamWRule, Moments, adamw_scalars
+from ..kernels.registry import Backend
+from ..policy import Master
+from .base import Batch, MasterOptimizer, Params
+from .checks import check_differentiable, check_range, check_rate
+
+
+class AdamW(MasterOptimizer):
+    """torch.optim.AdamW for weights in bf16, fp16 or fp32, with updates in fp32.
+
+    The masters go the way of torch.optim.AdamW on fp32 parameters fed the same gradients, bit for bit on the
+    reference backend with fp32 moments. fp32 and fp64 parameters behave as torch's.
+
+    Args:
+        params: parameters, groups, or named parameters, as torch's optimizers take them.
+        lr: learning rate; a tensor of one element is read on its device in every step.
+        betas: decays of the running means of gradients and of their squares.
+        eps: added to the root of the mean of squares; applied in fp32, so 1e-8 does not vanish in fp16.
+        weight_decay: decoupled decay, applied to the fp32 master.
+        amsgrad: divide by the largest mean of squares so far.
+        maximize: step up the gradient.
+        foreach: accepted for torch's sake; `backend` chooses how a step is computed.
+        capturable: accepted: every step is, nothing is read by the host.
+        differentiable: refused if True.
+        fused: accepted for torch's sake; `backend` chooses how a step is computed.
+        master: how 16-bit parameters keep small updates: "split" (bf16 only; exact, 2 bytes), "fp32" (exact, 4
+            bytes), "kahan" (2 bytes), "stochastic" (0 bytes).
+        state_dtype: of the moments: torch.float32, or torch.bfloat16 rounded by chance.
+        rounding_seed: of that chance; equal on all ranks of a data-parallel run.
+        backend: "auto", or the kernel that must run.
+
+    Raises:
+        MasterError: 16-bit trainable parameters without a master mode that exists for them.
+        ConfigError: an option out of range, or one that cannot be honoured.
+
+    Source: Loshchilov and Hutter 2019.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: Master = "none",
+        state_dtype: torch.dtype = torch.float32,
+        rounding_seed: int = 0,
+        backend: Backend = "auto",
+    ) -> None:
+        check_differentiable(self, differentiable)
+        check_rate(lr)
+        for place, beta in enumerate(betas):
+            check_range(f"betas[{place}]", float(beta), below=1.0)
+        check_range("eps", eps)
+        check_range("weight_decay", weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(float(beta) for beta in betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "master": master,
+            "state_dtype": state_dtype,
+            "rounding_seed": rounding_seed,
+            "backend": backend,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def op(self) -> str:
+        """Name of the step's arithmetic in the kernel registry."""
+        return "adamw"
+
+    def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the running means in a parameter's state, which are those of torch.optim.AdamW."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def update_(self, group: Mapping[str, Any], batch: Batch) -> None:
+        """Take the step of one batch. Writes: weights and state, unless the step is blocked. Syncs: no."""
+        weights = batch.weights
+        dtype = weights.values[0].dtype
+        beta1, beta2 = group["betas"]
+        rule = AdamWRule(beta1=beta1, beta2=beta2, eps=group["eps"], amsgrad=group["amsgrad"])
+        moments = Moments(
+            means=self.moments(batch, "exp_avg"),
+            squares=self.moments(batch, "exp_avg_sq"),
+            peaks=self.moments(batch, "max_exp_avg_sq") if rule.amsgrad else [],
+            seeds=weights.seeds,
+        )
+        wide = torch.promote_types(dtype, torch.float32)
+        scalars = adamw_scalars(batch.step, rule, group["lr"], group["weight_decay"], wide)
+        kernel = registry.kernel(self.op, batch.step.device, dtype, group["backend"])
+        kernel.step_(weights, batch.grads, moments, rule, scalars, batch.step)

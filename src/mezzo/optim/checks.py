@@ -1,0 +1,104 @@
+"""What an optimizer refuses when it is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, MasterError, did_you_mean
+from ..formats import LOW_DTYPES, describe, dtype_name
+from ..kernels import registry
+from ..policy import Master
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check_range(name: str, value: float, *, below: float = math.inf) -> None:
+    """Refuse a value outside [0, below).
+
+    Raises:
+        ConfigError: it is.
+    """
+    if not 0.0 <= value < below:
+        raise ConfigError(f"{name}={value} must be in [0, {below}).")
+
+
+def check_rate(lr: float | Tensor) -> None:
+    """Refuse a learning rate that is negative, or a tensor of several.
+
+    Raises:
+        ConfigError: it is.
+
+    Syncs: for a tensor, once.
+    """
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr is a tensor of {lr.numel()} elements; write one of 1, or a group for each rate.")
+    check_range("lr", float(lr))
+
+
+def check_differentiable(optimizer: torch.optim.Optimizer, differentiable: bool) -> None:
+    """Refuse differentiable=True.
+
+    Raises:
+        ConfigError: it was asked for.
+    """
+    if differentiable:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"differentiable=True was asked of mezzo.optim.{name}: rounding to 16 bit has no gradient. "
+            f"Write torch.optim.{name} with fp32 parameters."
+        )
+
+
+def check_dense(optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor) -> None:
+    """Refuse a sparse gradient.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if grad.layout is not torch.strided:
+        raise ConfigError(
+            f"{type(optimizer).__name__} was given a sparse gradient for {describe(param)}: its update is dense. "
+            "Write sparse=False in the embedding, or torch.optim.SparseAdam for its parameters."
+        )
+
+
+def check_masters(group: Mapping[str, Any]) -> None:
+    """Refuse 16-bit trainable parameters without a master mode, and modes that do not exist for them.
+
+    Raises:
+        MasterError: both, with the parameters and what to write instead.
+        ConfigError: a master mode, moment dtype or backend that does not exist.
+    """
+    if group["master"] not in get_args(Master):
+        raise ConfigError(f"unknown master mode {group['master']!r}.{did_you_mean(group['master'], get_args(Master))}")
+    if group["state_dtype"] not in STATE_DTYPES:
+        given = dtype_name(group["state_dtype"])
+        raise ConfigError(f"state_dtype={given} cannot hold moments; write torch.float32 or torch.bfloat16.")
+    if group["backend"] not in get_args(registry.Backend):
+        known = get_args(registry.Backend)
+        raise ConfigError(f"unknown backend {group['backend']!r}.{did_you_mean(group['backend'], known)}")
+    names = group.get("param_names") or [f"parameter {place}" for place in range(len(group["params"]))]
+    trainable = [(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
+    low = [f"{name} {describe(p)}" for name, p in trainable if p.dtype in LOW_DTYPES]
+    if low and group["master"] == "none":
+        raise MasterError(
+            f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({_first(low)}) and master='none' keeps "
+            "nothing beside them: an update smaller than half their spacing, 0.2 to 0.4 % of a bf16 weight, vanishes. "
+            "Write master='split' (bf16) or 'fp32' (exact), or 'kahan' (almost exact); or master='stochastic' "
+            "(no extra memory, exact on average); or keep trainable parameters in fp32."
+        )
+    fp16 = [f"{name} {describe(p)}" for name, p in trainable if p.dtype is torch.float16]
+    if fp16 and group["master"] == "split":
+        raise MasterError(
+            f"master='split' was asked for {len(fp16)} fp16 parameters ({_first(fp16)}): 16 more bits make an fp32 value "
+            "of a bf16 weight, but not of an fp16 one, whose exponent is another. Write master='fp32', or params in bf16."
+        )
+
+
+def _first(names: list[str], count: int = 5) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")

@@ -1,0 +1,29 @@
+"""Tensors seen in the order of their memory, so that a kernel may walk them straight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Order = tuple[int, ...] | None
+
+
+def memory_order(tensor: Tensor) -> Order:
+    """Return the order of dimensions that makes a tensor contiguous; None if it is, or if there is none.
+
+    >>> memory_order(torch.empty(2, 3)), memory_order(torch.empty(2, 3).t()), memory_order(torch.empty(4, 4)[::2])
+    (None, (1, 0), None)
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> list[Tensor]:
+    """Return views of tensors with their dimensions reordered, complex ones as pairs of real numbers. Syncs: no."""
+    views = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=False)]
+    return [torch.view_as_real(view) if view.is_complex() else view for view in views]

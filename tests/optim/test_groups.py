@@ -1,0 +1,231 @@
+"""What every torch optimizer does: groups, schedulers, hooks, closures; and what ours refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.optim.streams import equal, feed, gradients, parameters, snapshot
+
+from mezzo.errors import ConfigError, MasterError
+from mezzo.optim import SGD, AdamW
+
+BOTH = [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)]
+
+
+def low(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("ours", "torchs"), BOTH)
+def test_groups_with_their_own_options_and_schedulers(ours: Any, torchs: Any) -> None:
+    def build(kind: Any, dtype: torch.dtype, **extra: Any) -> Any:
+        params = parameters(dtype)
+        groups = [{"params": params[:3], "lr": 0.02}, {"params": params[3:7], "weight_decay": 0.0}]
+        optimizer = kind(groups, lr=0.01, weight_decay=0.1, **extra)
+        optimizer.add_param_group({"params": params[7:], "lr": 0.5, "maximize": True})
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
+        return optimizer, torch.optim.lr_scheduler.ChainedScheduler(
+            [warmup, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        )
+
+    got, got_rate = build(ours, torch.bfloat16, master="split", backend="reference")
+    want, want_rate = build(torchs, torch.float32, foreach=False)
+    for grads in gradients(parameters(torch.float32), 8, torch.bfloat16):
+        for optimizer, rate in ((got, got_rate), (want, want_rate)):
+            feed(optimizer, grads)
+            rate.step()
+    for mine, theirs in zip(got.param_groups, want.param_groups, strict=True):
+        assert mine["lr"] == theirs["lr"]
+        assert all(torch.equal(got.master(p), q) for p, q in zip(mine["params"], theirs["params"], strict=True))
+
+
+@pytest.mark.parametrize(("ours", "torchs"), BOTH)
+def test_one_cycle_moves_momentum_too(ours: Any, torchs: Any) -> None:
+    momentum = {"momentum": 0.9} if ours is SGD else {}
+    masters = []
+    for kind, dtype, extra in (
+        (ours, torch.bfloat16, {"master": "split", "backend": "reference"}),
+        (torchs, torch.float32, {"foreach": False}),
+    ):
+        optimizer = kind(parameters(dtype), lr=0.01, **momentum, **extra)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
+        for grads in gradients(parameters(dtype), 10, torch.bfloat16):
+            feed(optimizer, grads)
+            cycle.step()
+        params = optimizer.param_groups[0]["params"]
+        masters.append([optimizer.master(p) if kind is ours else p for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
+
+
+def test_each_group_may_keep_its_masters_in_its_own_way() -> None:
+    params = [low(5) for _ in range(3)]
+    modes = ("split", "fp32", "stochastic")
+    optimizer = AdamW([{"params": [p], "master": mode} for p, mode in zip(params, modes, strict=True)], lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [sorted(set(optimizer.state[p]) - {"step", "exp_avg", "exp_avg_sq"}) for p in params] == [
+        ["remainder"],
+        ["master"],
+        [],
+    ]
+    assert torch.equal(optimizer.master(params[0]), optimizer.master(params[1]))
+
+
+def test_16_bit_and_fp32_parameters_and_frozen_ones_live_together() -> None:
+    frozen, wide, half = low(4).requires_grad_(False), torch.nn.Parameter(torch.ones(4)), low(4)
+    optimizer = AdamW([frozen, wide, half], lr=0.1, master="split")
+    before = frozen.clone()
+    for p in (wide, half):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(frozen, before)
+    assert frozen not in optimizer.state
+    assert torch.equal(optimizer.master(half), wide)
+    assert optimizer.master(wide).data_ptr() == wide.data_ptr()
+    assert len(optimizer.why()) == 2
+
+
+def test_a_frozen_16_bit_base_needs_no_masters() -> None:
+    base, adapter = low(8, 8).requires_grad_(False), torch.nn.Parameter(torch.zeros(8, 2))
+    AdamW([base, adapter])
+    late = AdamW([base, adapter])
+    base.requires_grad_(True)
+    base.grad = torch.ones_like(base)
+    with pytest.raises(MasterError, match="1 of 2 trainable parameters are 16 bit"):
+        late.step()
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, SGD])
+def test_fp32_gradients_of_16_bit_parameters_are_read_as_they_are(optimizer: Any) -> None:
+    p, q = low(3), torch.nn.Parameter(torch.ones(3))
+    p.grad_dtype = torch.float32
+    got, want = optimizer([p], lr=0.1, master="split"), optimizer([q], lr=0.1)
+    for _ in range(301):
+        p.sum().backward()
+    assert p.grad.dtype is torch.float32
+    q.grad = p.grad.clone()
+    assert not torch.equal(q.grad, q.grad.bfloat16().float())
+    got.step()
+    want.step()
+    assert torch.equal(got.master(p), q)
+
+
+def test_closure_hooks_and_zero_grad() -> None:
+    p = low(3)
+    optimizer = AdamW([p], lr=0.1, master="split")
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = p.float().square().sum()
+        loss.backward()
+        calls.append("closure")
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure=closure)
+    assert calls == ["before", "closure", "after"] * 2
+    assert second.item() < first.item() == 3.0
+    optimizer.zero_grad()
+    assert p.grad is None
+    before = snapshot(optimizer)
+    optimizer.step()
+    assert equal(snapshot(optimizer), before)
+
+
+def test_a_written_weight_is_where_the_next_step_starts() -> None:
+    for master in ("split", "fp32", "kahan"):
+        p = torch.nn.Parameter(torch.randn(64).bfloat16())
+        optimizer = SGD([p], lr=0.01, master=master)
+        feed(optimizer, [torch.randn(64)])
+        p.data.mul_(torch.arange(64) % 2)  # pruning, past the version counter
+        feed(optimizer, [torch.zeros(64)])
+        pruned = optimizer.master(p)[::2]
+        assert bool((pruned.abs() < 1e-40).all()), master
+        assert bool((p[::2] == 0).all())
+
+
+REFUSALS: list[tuple[Any, str]] = [
+    (
+        lambda: AdamW([("a.weight", low(2, 3)), ("b.weight", torch.nn.Parameter(torch.ones(2)))]),
+        (
+            "1 of 2 trainable parameters are 16 bit (a.weight bf16[2,3] cpu) and master='none' keeps nothing beside them: "
+            "an update smaller than half their spacing, 0.2 to 0.4 % of a bf16 weight, vanishes. Write master='split' (bf16) or "
+            "'fp32' (exact), or 'kahan' (almost exact); or master='stochastic' (no extra memory, exact on average); or keep "
+            "trainable parameters in fp32."
+        ),
+    ),
+    (
+        lambda: SGD([torch.nn.Parameter(torch.ones(2).half()) for _ in range(7)], master="split"),
+        (
+            "master='split' was asked for 7 fp16 parameters (parameter 0 fp16[2] cpu, parameter 1 fp16[2] cpu, "
+            "parameter 2 fp16[2] cpu, parameter 3 fp16[2] cpu, parameter 4 fp16[2] cpu, ...): 16 more bits make an fp32 value "
+            "of a bf16 weight, but not of an fp16 one, whose exponent is another. Write master='fp32', or params in bf16."
+        ),
+    ),
+    (lambda: AdamW([low(1)], master="spilt"), "unknown master mode 'spilt'. Did you mean 'split'?"),
+    (
+        lambda: AdamW([low(1)], master="split", state_dtype=torch.float16),
+        "state_dtype=fp16 cannot hold moments; write torch.float32 or torch.bfloat16.",
+    ),
+    (
+        lambda: AdamW([low(1)], master="split", backend="referenc"),
+        "unknown backend 'referenc'. Did you mean 'reference'?",
+    ),
+    (
+        lambda: SGD([low(1)], master="split", differentiable=True),
+        (
+            "differentiable=True was asked of mezzo.optim.SGD: rounding to 16 bit has no gradient. "
+            "Write torch.optim.SGD with fp32 parameters."
+        ),
+    ),
+    (lambda: AdamW([low(1)], master="split", lr=-1.0), "lr=-1.0 must be in [0, inf)."),
+    (lambda: AdamW([low(1)], master="split", betas=(0.9, 1.0)), "betas[1]=1.0 must be in [0, 1.0)."),
+    (lambda: AdamW([low(1)], master="split", eps=-1e-8), "eps=-1e-08 must be in [0, inf)."),
+    (
+        lambda: SGD([low(1)], master="split", lr=torch.ones(2)),
+        "lr is a tensor of 2 elements; write one of 1, or a group for each rate.",
+    ),
+    (
+        lambda: SGD([low(1)], master="split", nesterov=True),
+        (
+            "nesterov=True was asked with momentum=0.0, dampening=0.0: it looks ahead along undamped momentum. "
+            "Write momentum > 0 and dampening=0."
+        ),
+    ),
+    (lambda: AdamW([low(2)], master="split").master(low(2)), "bf16[2] cpu is not a parameter of this AdamW."),
+    (
+        lambda: AdamW([low(2)], master="split").set_masters_({low(2): torch.ones(2)}),
+        "bf16[2] cpu is not a parameter of this AdamW.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSALS)
+def test_refusals(build: Any, message: str) -> None:
+    with pytest.raises((MasterError, ConfigError)) as refused:
+        build()
+    assert str(refused.value) == message
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(MasterError):
+        optimizer.add_param_group({"params": [low(2)]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, SGD])
+def test_sparse_gradients_are_refused(optimizer: Any) -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError) as refused:
+        optimizer(table.parameters()).step()
+    assert str(refused.value) == (
+        f"{optimizer.__name__} was given a sparse gradient for fp32[4,2] cpu: its update is dense. "
+        "Write sparse=False in the embedding, or torch.optim.SparseAdam for its parameters."
+    )
