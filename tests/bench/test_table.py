@@ -13,7 +13,7 @@ from matplotlib import image
 from mezzo.bench.chart import save_chart
 from mezzo.bench.floor import Ceilings, Phase
 from mezzo.bench.result import Measurement, PointFloor, Result
-from mezzo.bench.table import footnotes, header, markdown_table, print_result, row
+from mezzo.bench.table import footnotes, header, markdown_table, print_result, row, title
 from mezzo.bench.variant import VARIANTS
 
 PHASES = {"fp32": (Phase(name="products", flops=8e9),), "bf16": (Phase(name="products", flops=8e9),)}
@@ -88,9 +88,17 @@ def test_footnotes() -> None:
 
 
 def test_markdown() -> None:
-    lines = markdown_table(header(RESULT), GOLDEN).splitlines()
+    lines = markdown_table(RESULT).splitlines()
+    assert lines[0] == f"| {' | '.join(header(RESULT))} |"
     assert lines[1] == "| :--- | " + " | ".join(["---:"] * 10) + " |"
-    assert lines[2] == f"| {' | '.join(GOLDEN[0])} |"
+    assert lines[2:] == [f"| {' | '.join(cells)} |" for cells in GOLDEN]
+
+
+def test_several_points_have_a_column() -> None:
+    assert header(swept())[:2] == ("point", "variant")
+    assert [row(swept(), m)[:2] for m in swept().measurements][:2] == [("width 64", "fp32"), ("width 64", "torch-amp")]
+    assert title(swept()) == "recipe on AMD EPYC, 2 threads: median of 3 interleaved rounds"
+    assert title(RESULT) == "recipe 512 x 1024 x 3 on AMD EPYC, 2 threads: median of 3 interleaved rounds"
 
 
 def swept() -> Result:

@@ -64,7 +64,7 @@ def _bar_chart(result: Result) -> Figure:
         found = list(result.at(label).values())
         _bars(line[0], found, "time")
         _bars(line[1], found, "memory")
-        line[0].set_title(title(result, label), loc="left", fontsize=10)
+        line[0].set_title(title(result) if len(labels) == 1 else label, loc="left", fontsize=10)
         line[1].set_yticks([])
     return figure
 
@@ -100,7 +100,7 @@ def _line_chart(result: Result) -> Figure:
     panels = figure.subplots(1, len(axes_names), squeeze=False)[0]
     for panel, axis in zip(panels, axes_names, strict=True):
         _lines(panel, result, [p for p in points_of(result) if result.floors[p].axis == axis], axis)
-    panels[0].set_title(title(result, ""), loc="left", fontsize=10)
+    panels[0].set_title(title(result), loc="left", fontsize=10)
     panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False)
     return figure
 

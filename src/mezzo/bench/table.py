@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from .result import Measurement, Result
@@ -44,10 +43,11 @@ def amp_baseline(measurement: Measurement) -> str:
 
 
 def header(result: Result) -> tuple[str, ...]:
-    """Return the column names of a result's tables."""
+    """Return the column names of a result's table; the point has a column where there are several."""
+    point = ("point",) if len(points_of(result)) > 1 else ()
     return (
-        "variant", "time", "fastest-slowest", f"per {result.unit}", "faster than fp32", "than torch-amp", "of floor",
-        "peak memory", "of fp32's", "loss", *measure_names(result),
+        *point, "variant", "time", "fastest-slowest", f"per {result.unit}", "faster than fp32", "than torch-amp",
+        "of floor", "peak memory", "of fp32's", "loss", *measure_names(result),
     )  # fmt: skip
 
 
@@ -61,7 +61,9 @@ def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
     share = result.share_of_floor(measurement)
     fp32 = result.at(measurement.point).get("fp32")
     extra = (measurement.measures.get(name) for name in measure_names(result))
+    point = (measurement.point,) if len(points_of(result)) > 1 else ()
     return (
+        *point,
         measurement.variant,
         in_seconds(measurement.median),
         in_seconds(measurement.low, measurement.high),
@@ -81,13 +83,20 @@ def points_of(result: Result) -> tuple[str, ...]:
     return tuple(dict.fromkeys(m.point for m in result.measurements))
 
 
-def title(result: Result, point: str) -> str:
-    """Return what a table is of: workload, point, machine, rounds."""
+def machine_name(result: Result) -> str:
+    """Return what the result was taken on, for a reader: the GPU, or the CPU and its threads."""
     machine = result.machine
-    device = machine["gpu"]["name"] if machine["device"] == "cuda" else f"{machine['cpu']['model']}"
-    threads = "" if machine["device"] == "cuda" else f", {machine['threads']} thread(s)"
+    if machine["device"] == "cuda":
+        return str(machine["gpu"]["name"])
+    return f"{machine['cpu']['model']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+
+
+def title(result: Result) -> str:
+    """Return what a result is of: workload, its size if it has only one, machine, rounds."""
+    points = points_of(result)
+    size = f" {points[0]}" if len(points) == 1 else ""
     rounds = len(result.measurements[0].seconds)
-    return f"{result.workload} {point} on {device}{threads}: median of {rounds} interleaved rounds"
+    return f"{result.workload}{size} on {machine_name(result)}: median of {rounds} interleaved rounds"
 
 
 def footnotes(result: Result) -> tuple[str, ...]:
@@ -104,42 +113,40 @@ def footnotes(result: Result) -> tuple[str, ...]:
     )
 
 
-def rich_table(result: Result, point: str) -> Table:
-    """Return the table of one point for a terminal."""
+def rich_table(result: Result) -> Table:
+    """Return the table of a result for a terminal, a rule between its points."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title(result, point), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for index, name in enumerate(header(result)):
-        words = name.replace(" than", "\nthan").replace(" of", "\nof").replace(" memory", "\nmemory")
-        table.add_column(words, justify="left" if index == 0 else "right", no_wrap=True)
-    for measurement in result.at(point).values():
-        table.add_row(*row(result, measurement))
+    table = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    words = ("point", "variant")
+    for name in header(result):
+        folded = name.replace(" than", "\nthan").replace(" of", "\nof").replace(" memory", "\nmemory")
+        table.add_column(folded, justify="left" if name in words else "right", no_wrap=True)
+    for point in points_of(result):
+        for measurement in result.at(point).values():
+            table.add_row(*row(result, measurement))
+        table.add_section()
     return table
 
 
 def print_result(result: Result, file: TextIO | None = None) -> None:
-    """Print every table of a result with its footnotes: coloured on a terminal, plain in a pipe. Writes: `file`."""
+    """Print the table of a result with its footnotes: coloured on a terminal, plain in a pipe. Writes: `file`."""
     from rich.console import Console
     from rich.measure import Measurement as Width
 
     console = Console(file=file or sys.stdout)
-    for point in points_of(result):
-        table = rich_table(result, point)
-        needed = Width.get(console, console.options.update(max_width=1000), table).maximum
-        console.width = max(console.width, needed)  # a figure cut off is worse than a line too long
-        console.print(table)
+    table = rich_table(result)
+    needed = Width.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)  # a figure cut off is worse than a line too long
+    console.print(table)
     for note in footnotes(result):
         console.print(note, highlight=False, soft_wrap=True)
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of words as a Markdown table, the first column flush left.
-
-    >>> print(markdown_table(("a", "b"), [("1", "2")]))
-    | a | b |
-    | :--- | ---: |
-    | 1 | 2 |
-    """
-    rule = [":---", *["---:"] * (len(head) - 1)]
+def markdown_table(result: Result) -> str:
+    """Return the table of a result as Markdown, figures flush right."""
+    head = header(result)
+    rule = tuple(":---" if name in ("point", "variant") else "---:" for name in head)
+    rows = (row(result, measurement) for measurement in result.measurements)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))

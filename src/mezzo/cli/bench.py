@@ -18,6 +18,7 @@ from ..bench.chart import save_chart
 from ..bench.gate import run_tests
 from ..bench.harness import Progress
 from ..bench.machine import short_name
+from ..bench.performance import PAGE, RESULTS, page
 from ..bench.plan import default_device, parse_device
 from ..bench.table import print_result
 from ..bench.workload import Workload
@@ -66,7 +67,8 @@ class Options:
 
 
 def _usage() -> str:
-    rows = {**{name: text for name, (_, text) in WORKLOADS.items()}, "all": "every workload in turn"}
+    rows = {name: text for name, (_, text) in WORKLOADS.items()}
+    rows |= {"all": "every workload in turn", "docs": "the page of figures, from the stored results"}
     width = max(map(len, rows))
     return USAGE.format(rows="\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items()))
 
@@ -149,12 +151,49 @@ def run_one(name: str, argv: Sequence[str]) -> Result:
     return result
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocsOptions:
+    """Options of `mezzo bench docs`.
+
+    Attributes:
+        results: folder of the stored results.
+        page: file to write.
+        check: write nothing; exit with 1 if the file is not what the results make of it.
+    """
+
+    results: Path = RESULTS
+    page: Path = PAGE
+    check: bool = False
+
+
+def _docs(argv: Sequence[str]) -> int:
+    import tyro
+
+    options = tyro.cli(DocsOptions, prog="mezzo bench docs", args=list(argv))
+    made = page(options.results, options.page)
+    if not options.check:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(made, encoding="utf-8")
+        print(options.page)
+        return 0
+    found = options.page.read_text(encoding="utf-8") if options.page.exists() else ""
+    if found != made:
+        print(f"{options.page} is not what {options.results} makes of it; run `mezzo bench docs`.", file=sys.stderr)
+    return int(found != made)
+
+
 def run(argv: Sequence[str]) -> int:
-    """Run `mezzo bench` with the words after it. Returns: 0 done."""
+    """Run `mezzo bench` with the words after it.
+
+    Returns:
+        0: done; 1: `docs --check` found the page out of date.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0
     name, rest = argv[0], argv[1:]
+    if name == "docs":
+        return _docs(rest)
     for one in WORKLOADS if name == "all" else (name,):
         run_one(one, rest)
     return 0
