@@ -1,1 +1,7 @@
-"""diagnose."""
+"""Which op, which layer, why, and the edit that mends it."""
+
+from .findings import Finding as Finding
+from .report import Report as Report
+from .trace_report import TraceReport as TraceReport
+from .tracer import Trace as Trace
+from .tracer import trace as trace

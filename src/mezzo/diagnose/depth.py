@@ -1,0 +1,152 @@
+"""Sizes over depth: do activations or gradients grow or shrink layer by layer?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..formats import format_of, parse_dtype
+from .records import Event, Size
+
+LAYERS = 6
+"""A trend needs this many layers."""
+BINADES = 20
+"""Total change, in powers of two, at which no loss scale serves both ends.
+
+fp16 has 30 normal binades, 2^-14 to 2^16, and the elements of one gradient spread over about ten of them.
+"""
+STEADY = 0.8
+"""Share of layers that must move the same way: a jump at one layer is a fault of that layer, not of depth."""
+PER_LAYER = 0.5
+"""Binades per layer that count as growth when a layer overflows: a factor of sqrt(2)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trend:
+    """A steady change of size over the layers of one kind.
+
+    Attributes:
+        kind: outputs in forward, or gradients.
+        pattern: names, with * for the layer's number.
+        cls: class of the modules, empty for gradients.
+        sizes: root mean squares, in the order in which the signal passes.
+        step: of the training loop.
+    """
+
+    kind: Literal["output", "gradient"]
+    pattern: str
+    cls: str
+    sizes: tuple[float, ...]
+    step: int
+
+    @property
+    def binades(self) -> float:
+        """Total change in powers of two, from where the signal starts to where it ends."""
+        return _log(self.sizes[-1]) - _log(self.sizes[0])
+
+    @property
+    def verdict(self) -> Literal["exploding", "vanishing"]:
+        """Which way it goes."""
+        return "exploding" if self.binades > 0 else "vanishing"
+
+    def __str__(self) -> str:
+        what = "outputs" if self.kind == "output" else "gradients"
+        way = "grow" if self.binades > 0 else "shrink"
+        per = 2 ** (abs(self.binades) / (len(self.sizes) - 1))
+        order = "" if self.kind == "output" else ", from the last layer to the first"
+        return (
+            f"{what} of {self.pattern} {way} {per:.3g}-fold a layer over {len(self.sizes)} layers{order}: "
+            f"{self.sizes[0]:.3g} to {self.sizes[-1]:.3g}."
+        )
+
+
+def _log(x: float) -> float:
+    # zero stands for a gradient below the smallest fp32 number
+    return math.log2(x) if x > 0 else -150.0
+
+
+def _patterns(name: str) -> Iterable[tuple[str, int]]:
+    """Yield a name with each of its numbers in turn replaced by *, and that number.
+
+    >>> list(_patterns("layer.3.mlp.0"))
+    [('layer.*.mlp.0', 3), ('layer.3.mlp.*', 0)]
+    """
+    for match in re.finditer(r"(?<![^.])\d+(?![^.])", name):
+        yield name[: match.start()] + "*" + name[match.end() :], int(match[0])
+
+
+def chains(sizes: Iterable[Size]) -> dict[tuple[str, str, str, int], list[Size]]:
+    """Group sizes of the first call of each module, and step by step, into chains over depth.
+
+    Returns:
+        (kind, pattern, class, step) to sizes by layer number, for chains of at least `LAYERS`.
+    """
+    found: dict[tuple[str, str, str, int], dict[int, Size]] = defaultdict(dict)
+    for s in sizes:
+        if s.call == 0:
+            for pattern, number in _patterns(s.name):
+                found[s.kind, f"{pattern}", s.cls, s.step].setdefault(number, s)
+    return {key: [chain[n] for n in sorted(chain)] for key, chain in found.items() if len(chain) >= LAYERS}
+
+
+def _is_steady(logs: list[float], per_layer: float = 0.0) -> bool:
+    total = logs[-1] - logs[0]
+    moves = [(b - a) * math.copysign(1, total) for a, b in itertools.pairwise(logs)]
+    return sum(m > per_layer for m in moves) >= STEADY * len(moves)
+
+
+def trends(sizes: Iterable[Size]) -> list[Trend]:
+    """Return the chains whose size changes steadily by more than `BINADES`, the largest change first."""
+    found = []
+    for (kind, pattern, cls, step), chain in chains(sizes).items():
+        if any(s.nonfinite for s in chain):
+            continue
+        values = [s.rms for s in (chain if kind == "output" else reversed(chain))]
+        while len(values) > LAYERS and values[-1] == 0:
+            values.pop()
+        logs = [_log(v) for v in values]
+        if abs(logs[-1] - logs[0]) >= BINADES and _is_steady(logs):
+            found.append(Trend(kind=chain[0].kind, pattern=pattern, cls=cls, sizes=tuple(values), step=step))
+    return sorted(found, key=lambda t: (t.step, -abs(t.binades)))
+
+
+def grew_into(event: Event, sizes: Iterable[Size]) -> Trend | None:
+    """Return the steady growth that an overflow is the end of.
+
+    The layers before the one that overflowed must grow by at least `PER_LAYER` binades each, and carry on into the
+    format's limit within two more layers.
+    """
+    limit = math.log2(format_of(parse_dtype(event.outputs[0].dtype)).max)
+    for (kind, pattern, cls, step), chain in chains(sizes).items():
+        if kind != "output" or step != event.site.step or event.site.phase != "forward":
+            continue
+        finite = []
+        for s in chain:
+            if s.nonfinite:
+                break
+            finite.append(s)
+        if not LAYERS - 1 <= len(finite) < len(chain) or not _is_on_the_way(event, pattern, chain[len(finite)]):
+            continue
+        logs = [_log(s.amax) for s in finite]
+        slope = (logs[-1] - logs[0]) / (len(logs) - 1)
+        if slope >= PER_LAYER and _is_steady(logs, PER_LAYER / 2) and logs[-1] + 2 * slope >= limit - slope:
+            return Trend(kind="output", pattern=pattern, cls=cls, sizes=tuple(s.rms for s in finite), step=step)
+    return None
+
+
+def _is_on_the_way(event: Event, pattern: str, bad: Size) -> bool:
+    """Say whether an event lies in the first bad layer of a chain, or in the module that runs the chain."""
+    module = event.site.module
+    above = pattern.partition("*")[0].rstrip(".")
+    return (
+        module == bad.name
+        or module.startswith(f"{bad.name}.")
+        or module == above
+        or above.startswith(f"{module}.")
+        or not module
+    )

@@ -1,0 +1,227 @@
+"""From records to findings: which event did the harm, and what kind of fault it is. Pure functions of the record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .depth import Trend, grew_into, trends
+from .mend import Mend, mend
+from .records import Event, Flush, Frame, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
+from .verdict import Verdict, verdict_of
+
+LOST_SHARE = 0.5
+"""Above this share of swallowed updates a weight hardly moves; the limit of the update monitor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One fault: what, where, how it is known, and what mends it.
+
+    Attributes:
+        verdict: kind of fault.
+        phase: forward, backward or optimizer.
+        op: plain name; in backward, of the forward op whose gradient went wrong.
+        kernel: the torch op that ran.
+        called: the public torch function that was called.
+        module: fully qualified name, empty for the root or outside.
+        path: module as a reader calls it.
+        frame: the line to look at: the user's own, else a library's.
+        library: nearest line of an installed package, where that is nearer.
+        step: of the first occurrence.
+        rank: of the process.
+        inputs: what went into the op.
+        outputs: what came out non-finite.
+        why: one sentence with the numbers.
+        mend: what to change.
+        reached: where it did harm.
+        flush: the flush to zero that was divided by, for underflow.
+        times: how often it was found.
+    """
+
+    verdict: Verdict
+    phase: Phase
+    op: str
+    kernel: str
+    called: str
+    module: str
+    path: str
+    frame: Frame | None
+    library: Frame | None
+    step: int
+    rank: int
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    why: str
+    mend: Mend
+    reached: tuple[str, ...]
+    flush: Flush | None
+    times: int
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether this is more than a loss scaler finding its level: it does no lasting harm then."""
+        lasting = any(r.startswith(("parameter", "buffer")) for r in self.reached)
+        return self.verdict != "loss-scale" or lasting
+
+
+def find(record: TraceRecord) -> tuple[Finding, ...]:
+    """Return the faults of a trace, the first one first.
+
+    A non-finite value is a fault only if it reached a loss, a gradient, a parameter, a buffer or an output; of the
+    events behind it, those that are not consequences of others are named. A mask's -inf is written on purpose and is
+    never a fault by itself.
+    """
+    found = [_of_event(record, e, sinks) for e, sinks in _culprits(record)]
+    found += _of_trends(record, bool(found))
+    found += _of_lost_updates(record.lost)
+    return _merged(found)
+
+
+def _ancestors(record: TraceRecord, causes: frozenset[int]) -> list[Event]:
+    seen: set[int] = set()
+    todo = list(causes)
+    while todo:
+        index = todo.pop()
+        if index not in seen:
+            seen.add(index)
+            todo += record.events[index].parents
+    return [record.events[i] for i in sorted(seen)]
+
+
+def _culprits(record: TraceRecord) -> list[tuple[Event, list[Sink]]]:
+    reached: dict[int, list[Sink]] = {}
+    for sink in record.sinks:
+        for event in _roots(_ancestors(record, sink.causes), sink):
+            reached.setdefault(event.index, []).append(sink)
+    return [(record.events[i], reached[i]) for i in sorted(reached)]
+
+
+def _roots(events: list[Event], sink: Sink) -> list[Event]:
+    """Return the events that are to blame for a sink, out of all it descends from."""
+    born = [e for e in events if e.kind == "born"]
+    mixed = [e for e in events if e.kind == "mixed"]
+    leaves = [e for e in events if e.kind == "leaf" and not (mixed and _is_mask(e))]
+    constants = [e for e in events if e.kind == "constant"]
+    if born or leaves:
+        return sorted([*born, *leaves], key=lambda e: e.index)
+    if mixed:
+        return mixed[:1]
+    # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not
+    return constants if sink.kind != "output" else []
+
+
+def _is_mask(leaf: Event) -> bool:
+    return all(t.neginf == t.nonfinite for t in leaf.outputs)
+
+
+def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
+    verdict, why = verdict_of(event)
+    trend = grew_into(event, record.sizes) if verdict == "overflow" else None
+    if trend is not None:
+        verdict, why = "exploding", f"{trend} {why}"
+    site = event.site
+    return Finding(
+        verdict=verdict,
+        phase=site.phase,
+        op=site.op,
+        kernel=event.kernel,
+        called=site.called,
+        module=site.module,
+        path=site.path,
+        frame=site.frame,
+        library=site.library,
+        step=site.step,
+        rank=site.rank,
+        inputs=event.inputs,
+        outputs=event.outputs,
+        why=why,
+        mend=mend(verdict, event),
+        reached=tuple(dict.fromkeys(f"{s.kind} {s.name}".replace("loss loss", "loss") for s in sinks)),
+        flush=event.flush if verdict == "underflow" else None,
+        times=1,
+    )
+
+
+def _of_trends(record: TraceRecord, is_sick: bool) -> list[Finding]:
+    """Report sizes that grow or shrink over depth while everything is still finite."""
+    return [] if is_sick else [_of_trend(record, t) for t in trends(record.sizes)[:1]]
+
+
+def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
+    place: Literal["forward", "backward"] = "forward" if trend.kind == "output" else "backward"
+    return Finding(
+        verdict=trend.verdict,
+        phase=place,
+        op=trend.cls or "gradient",
+        kernel="",
+        called="",
+        module=trend.pattern,
+        path=trend.pattern,
+        frame=None,
+        library=None,
+        step=trend.step,
+        rank=record.rank,
+        inputs=(),
+        outputs=(),
+        why=str(trend),
+        mend=Mend(
+            edit="",
+            advice="normalise between layers, add residual paths, or scale the initial weights; "
+            "no precision and no loss scale mends this.",
+        ),
+        reached=(),
+        flush=None,
+        times=1,
+    )
+
+
+def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
+    worst = [u for u in lost if u.lost > LOST_SHARE * u.intended]
+    if not worst:
+        return []
+    first = worst[0]
+    same = [u for u in worst if u.site.step == first.site.step]
+    share = sum(u.lost for u in same) / sum(u.intended for u in same)
+    site: Site = first.site
+    names = ", ".join(u.name for u in same[:3]) + (f" and {len(same) - 3} more" if len(same) > 3 else "")
+    return [
+        Finding(
+            verdict="lost-update",
+            phase="optimizer",
+            op="step",
+            kernel=first.optimizer,
+            called="",
+            module=first.name.rpartition(".")[0],
+            path=first.name,
+            frame=site.frame,
+            library=site.library,
+            step=site.step,
+            rank=site.rank,
+            inputs=(),
+            outputs=(),
+            why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
+            f"of {first.dtype} at the weight, and were rounded away.",
+            mend=Mend(
+                edit="params=bf16, master=split" if first.dtype == "bf16" else "params=fp16, master=fp32",
+                advice="keep the weights in fp32, or use mezzo.optim, which keeps what 16 bits cannot hold.",
+            ),
+            reached=tuple(f"parameter {u.name}" for u in same),
+            flush=None,
+            times=len({u.site.step for u in worst}),
+        )
+    ]
+
+
+def _merged(found: list[Finding]) -> tuple[Finding, ...]:
+    """Fold findings that name the same op on the same line into the first of them."""
+    kept: dict[tuple[object, ...], Finding] = {}
+    for f in found:
+        key = (f.verdict, f.phase, f.op, f.module, str(f.frame))
+        if key in kept:
+            old = kept[key]
+            reached = tuple(dict.fromkeys((*old.reached, *f.reached)))
+            kept[key] = replace(old, times=old.times + f.times, reached=reached)
+        else:
+            kept[key] = f
+    return tuple(kept.values())

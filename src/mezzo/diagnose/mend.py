@@ -1,0 +1,115 @@
+"""What to change: a policy edit where precision is the cause, else a change to the model's arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..formats import LOW_DTYPES, dtype_name, format_of
+from .records import Event
+from .verdict import Verdict, narrow_dtype, number
+
+_LOW_NAMES = tuple(dtype_name(d) for d in LOW_DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mend:
+    """A change that removes a fault.
+
+    Attributes:
+        edit: a policy edit, as `Policy.parse` reads it after a preset; empty where precision is not the cause.
+        advice: one sentence.
+    """
+
+    edit: str
+    advice: str
+
+
+def policy_edit(event: Event) -> str:
+    """Return the smallest fp32 rule that covers an event: its module, else its op."""
+    site = event.site
+    is_leaf_like = bool(site.module) and "<" not in site.module
+    return f"{site.module}=fp32" if is_leaf_like else f"op:{site.called or site.op}=fp32"
+
+
+_SINGULAR = {
+    "log": "bound the argument: log(x.clamp(min={tiny}))",
+    "log2": "bound the argument: log2(x.clamp(min={tiny}))",
+    "log10": "bound the argument: log10(x.clamp(min={tiny}))",
+    "div": "bound the divisor away from 0: x / y.clamp(min={tiny}), or divide only where it is not 0",
+    "reciprocal": "bound the argument: 1 / x.clamp(min={tiny})",
+    "rsqrt": "bound the argument: (x + eps).rsqrt() with eps of at least {tiny}",
+    "sqrt": "its derivative at 0 is infinite: sqrt(x.clamp(min={tiny})) or sqrt(x + eps)",
+    "pow": "bound the base away from 0: x.clamp(min={tiny}).pow(p)",
+    "acos": "keep the argument inside (-1, 1): acos(x.clamp(-1 + {eps}, 1 - {eps}))",
+    "asin": "keep the argument inside (-1, 1): asin(x.clamp(-1 + {eps}, 1 - {eps}))",
+    "atanh": "keep the argument inside (-1, 1): atanh(x.clamp(-1 + {eps}, 1 - {eps}))",
+    "logit": "give logit an eps: logit(x, eps={eps})",
+    "std": "a spread of 0 or of a single number has no finite result or derivative; add eps before the root",
+    "var": "the variance of a single number is 0/0; use unbiased=False or more samples",
+    "linalg_vector_norm": "the norm of a zero vector has no derivative: sqrt(x.square().sum() + eps)",
+    "softmax": "a fully masked row has no softmax: keep one entry, or mask with torch.finfo(x.dtype).min",
+    "log_softmax": "a fully masked row has no softmax: keep one entry, or mask with torch.finfo(x.dtype).min",
+    "logsumexp": "the sum over nothing is 0: keep one entry, or mask with torch.finfo(x.dtype).min",
+}
+_AFTER = {
+    "mean": "the mean of no elements is 0/0; check that the selection is not empty",
+    "nll_loss": "every target is ignored, so the mean is 0/0; drop such batches or use reduction='sum'",
+    "nll_loss_forward": "every target is ignored, so the mean is 0/0; drop such batches or use reduction='sum'",
+}
+
+
+def mend(verdict: Verdict, event: Event) -> Mend:
+    """Return what removes a fault of this kind."""
+    if verdict == "overflow":
+        return _mend_overflow(event)
+    if verdict == "underflow":
+        return _mend_underflow(event)
+    if verdict == "singularity":
+        return Mend(edit="", advice=_singular_advice(event))
+    if verdict == "loss-scale":
+        return Mend(edit="", advice="nothing, if the scaler halves the scale and the next steps are clean; "
+                    "else compute the loss in fp32 and lower the first scale.")  # fmt: skip
+    if verdict == "inherited":
+        return Mend(edit="", advice=_inherited_advice(event))
+    return Mend(edit="", advice="normalise between layers or scale the residual branch; a wider format only delays it.")
+
+
+def _mend_overflow(event: Event) -> Mend:
+    widest = next((w.dtype for w in event.wide if w.is_finite), "")
+    if event.outputs[0].dtype in _LOW_NAMES and widest in ("fp32", ""):
+        return Mend(
+            edit=policy_edit(event), advice="or use bf16, whose range is that of fp32, or scale its inputs down."
+        )
+    return Mend(edit="", advice="no policy mends this: the value does not fit fp32. Bound the argument, or rewrite the "
+                "expression (logsumexp for log of a sum of exp, log-space products).")  # fmt: skip
+
+
+def _mend_underflow(event: Event) -> Mend:
+    flush = event.flush
+    assert flush is not None
+    edit = policy_edit(event)
+    if flush.constant is not None:
+        tiny = number(format_of(narrow_dtype(event)).tiny)
+        return Mend(edit=edit, advice=f"or write a constant of at least {tiny}, the smallest normal {flush.dtype}.")
+    return Mend(edit=edit, advice=f"or bound the result of {flush.site.op} away from 0.")
+
+
+def _singular_advice(event: Event) -> str:
+    facts = format_of(narrow_dtype(event))
+    name = event.site.op if event.site.op in _SINGULAR else event.kernel.split(".")[-1].strip("_")
+    if event.full_rows:
+        name = "softmax"
+    text = _AFTER.get(event.site.op) or _SINGULAR.get(name) or "bound the arguments so that the result exists"
+    return text.format(tiny=number(facts.tiny), eps=number(facts.eps)) + "."
+
+
+def _inherited_advice(event: Event) -> str:
+    if event.kind == "constant":
+        return "write a finite number, for example torch.finfo(x.dtype).min, or mask it out before it is summed."
+    kind = event.leaf.split(" ")[0]
+    return {
+        "parameter": "load or initialise the parameter again; its gradient is not the cause.",
+        "buffer": "reset the buffer; running statistics go bad when an overflowing forward updates them.",
+        "input": "check the data: this batch holds the value.",
+        "optimizer": "clear the optimizer's state, or load an older checkpoint.",
+    }.get(kind, "check where this tensor was made.")

@@ -1,0 +1,125 @@
+"""What every diagnosis shows, before anybody decides how: headings, sentences, tables, charts, annotated source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Cell: TypeAlias = str | int | float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heading:
+    """A title inside a document.
+
+    Attributes:
+        text: the title.
+        tone: "bad" for faults, "good" for health, "plain" otherwise.
+    """
+
+    text: str
+    tone: Literal["plain", "good", "bad"] = "plain"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Named values, one a line.
+
+    Attributes:
+        pairs: (name, value).
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """A sentence.
+
+    Attributes:
+        text: the sentence.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows under named columns; numbers are set to the right.
+
+    Attributes:
+        title: above the table.
+        columns: names.
+        rows: cells, as many as columns.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """Points of a chart.
+
+    Attributes:
+        name: in the legend.
+        values: one per label of the chart; NaN leaves a gap.
+    """
+
+    name: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Lines or bars over labelled positions.
+
+    Attributes:
+        title: above the chart.
+        kind: lines, or bars side by side.
+        labels: positions on the horizontal axis.
+        series: what is drawn.
+        unit: of the vertical axis.
+        bands: (name, low, high) spans of the horizontal axis, in positions, drawn behind.
+    """
+
+    title: str
+    kind: Literal["lines", "bars"]
+    labels: tuple[str, ...]
+    series: tuple[Series, ...]
+    unit: str
+    bands: tuple[tuple[str, float, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Lines of the user's own code with notes beside them.
+
+    Attributes:
+        file: path.
+        lines: (number, text, note, is the fault).
+    """
+
+    file: str
+    lines: tuple[tuple[int, str, str, bool], ...]
+
+
+Block: TypeAlias = Heading | Facts | Note | Table | Chart | Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A report, ready to be set as text or HTML.
+
+    Attributes:
+        title: one line.
+        verdict: one sentence that answers the question.
+        is_good: the verdict is health.
+        blocks: the body.
+    """
+
+    title: str
+    verdict: str
+    is_good: bool
+    blocks: tuple[Block, ...]

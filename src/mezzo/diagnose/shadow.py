@@ -1,0 +1,96 @@
+"""What an overflowed value would have been, carried along until an op makes it finite again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from ..formats import format_of
+from .call import Call
+from .ledger import Ledger
+from .measure import is_finite, rerun_wide
+from .opfacts import plain
+
+Geometry = tuple[int | torch.SymInt, tuple[int, ...], tuple[int, ...]]
+
+
+def _geometry(tensor: Tensor) -> Geometry:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+class Shadow:
+    """Follows overflowed tensors in fp64, so that an infinity that disappears again can be judged.
+
+    `tanh(inf)` is 1, which is what fp32 gives: harmless. `rsqrt(inf)` is 0, which erases the activation without a
+    trace of inf or NaN.
+    """
+
+    def __init__(self) -> None:
+        self._true: Ledger[dict[Geometry, Tensor]] = Ledger()
+
+    def _known(self, tensor: Tensor) -> Tensor | None:
+        notes = self._true.get(tensor)
+        return None if notes is None else notes.get(_geometry(tensor))
+
+    def _note(self, tensor: Tensor, true: Tensor) -> None:
+        notes = self._true.get(tensor)
+        if notes is None:
+            notes = {}
+            self._true.note(tensor, notes)
+        notes[_geometry(tensor)] = true
+
+    def born(self, call: Call) -> None:
+        """Start to follow the results of an op that overflowed."""
+        true = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float64)
+        if true is not None and all(is_finite(t) for t in true):
+            for tensor, value in zip(call.out, true, strict=True):
+                self._note(tensor, value)
+
+    def view(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Follow a view of a followed tensor."""
+        if not len(self._true) or not args or not isinstance(args[0], Tensor):
+            return
+        source = plain(args[0])
+        known = None if source is None else self._known(source)
+        if known is None:
+            return
+        views = func(known, *args[1:], **kwargs)
+        pairs = zip(out, views, strict=True) if isinstance(out, (list, tuple)) else [(out, views)]
+        for tensor, value in pairs:
+            self._note(tensor, value)
+
+    def carry(self, call: Call) -> str:
+        """Follow an op whose inputs hold non-finite values.
+
+        Returns:
+            Empty, or what a finite result is and should have been, where an infinity was absorbed wrongly.
+
+        Syncs: yes.
+        """
+        known = {id(t): k for _, t in call.inputs if (k := self._known(call.original(t))) is not None}
+        if not known:
+            return ""
+        args, kwargs = tree_map(lambda v: known.get(id(v), v), (call.args, call.kwargs))
+        true = rerun_wide(call.func, call.facts, args, kwargs, torch.float64)
+        if true is None or len(true) != len(call.out):
+            return ""
+        wrong = [w for t, v in zip(call.out, true, strict=True) if (w := _difference(t, v))]
+        for tensor, value in zip(call.out, true, strict=True):
+            if not is_finite(tensor):
+                self._note(tensor, value)
+        return wrong[0] if wrong else ""
+
+
+def _difference(got: Tensor, true: Tensor) -> str:
+    """Describe the first finite element that is more than half of the true value away from it."""
+    if got.shape != true.shape:
+        return ""
+    gap = (got.double() - true.double()).abs()
+    wrong = got.isfinite() & true.isfinite() & (gap > true.abs() / 2) & (gap > format_of(got.dtype).smallest)
+    if not bool(wrong.any()):
+        return ""
+    return f"{float(got[wrong][0]):.3g} instead of {float(true[wrong][0]):.3g}"

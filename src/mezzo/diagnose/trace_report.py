@@ -1,0 +1,186 @@
+"""How the findings of a trace are laid out."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from .findings import Finding
+from .frames import source_line
+from .records import Frame, LineRange, Size, TensorFacts, TraceRecord
+from .report import Chart, Document, Facts, Heading, Note, Report, Series, Source, Table
+from .report.document import Block
+
+_SHOWN = 5
+_MARGIN = 4
+_POINTS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceReport(Report):
+    """What a trace found.
+
+    Attributes:
+        record: everything that was seen.
+        findings: the faults, the first one first.
+    """
+
+    record: TraceRecord
+    findings: tuple[Finding, ...]
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that are not the ordinary work of a loss scaler."""
+        return tuple(f for f in self.findings if f.is_fault)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there is no fault."""
+        return not self.faults
+
+    def document(self) -> Document:
+        """Return the layout."""
+        r = self.record
+        title = f"mezzo trace of {r.model or 'a program'}: {r.steps} step{'s' * (r.steps != 1)}, {r.ops:,} ops, rank {r.rank}"
+        blocks: list[Block] = []
+        for finding in self.findings[:1]:
+            blocks += _finding(finding)
+        blocks += _others(self.findings[1:])
+        step = self.findings[0].step if self.findings else min((s.step for s in r.sizes), default=0)
+        blocks += _charts(r.sizes, step)
+        blocks += _annotated(r.lines, self.findings)
+        return Document(title=title, verdict=self._verdict(), is_good=self.is_healthy, blocks=tuple(blocks))
+
+    def _verdict(self) -> str:
+        if not self.findings:
+            return "Healthy: no inf or NaN reached a loss, gradient, weight, buffer or output."
+        if self.is_healthy:
+            return "Healthy: the loss scale was too high for a step, as happens while a scaler finds its level."
+        first = self.faults[0]
+        where = f" at {first.frame}" if first.frame else ""
+        return f"Sick: {first.verdict} in {first.op}, {first.phase}, module {first.path}{where}."
+
+
+def _finding(f: Finding) -> list[Block]:
+    times = f", found {f.times} times" if f.times > 1 else ""
+    pairs = [("why", f.why)]
+    if f.frame is not None:
+        pairs.append(("line", f"{f.frame}   {source_line(f.frame)}"))
+    if f.library is not None and f.library != f.frame:
+        pairs.append(("library", f"{f.library}   {source_line(f.library)}"))
+    if f.kernel:
+        called = f", called as {f.called}" if f.called and f.called != f.op else ""
+        pairs.append(("op", f"{f.op}{called} (ran {f.kernel})"))
+    if f.flush is not None and f.flush.site.frame is not None:
+        pairs.append(("zero from", f"{f.flush.site.frame}   {source_line(f.flush.site.frame)}"))
+    if f.reached:
+        more = f" and {len(f.reached) - 3} more" if len(f.reached) > 3 else ""
+        pairs.append(("reached", ", ".join(f.reached[:3]) + more))
+    if f.mend.edit:
+        pairs.append(("policy edit", f.mend.edit))
+    pairs.append(("mend", f.mend.advice))
+    heading = Heading(
+        text=f"{f.verdict}: {f.op}, {f.phase}, module {f.path}, step {f.step}{times}",
+        tone="bad" if f.is_fault else "plain",
+    )
+    tensors = [("in", t) for t in f.inputs] + [("out", t) for t in f.outputs]
+    table = [_tensors(tensors)] if tensors else []
+    return [heading, Facts(pairs=tuple(pairs)), *table]
+
+
+def _others(findings: tuple[Finding, ...]) -> list[Block]:
+    """List the faults after the first; most of them are its consequences."""
+    if not findings:
+        return []
+    rows = tuple(
+        (
+            f.verdict,
+            f.op,
+            f.phase,
+            f.path,
+            "" if f.frame is None else f"{Path(f.frame.file).name}:{f.frame.line}",
+            f.mend.edit,
+        )
+        for f in findings[:_SHOWN]
+    )
+    table = Table(title="After it", columns=("verdict", "op", "phase", "module", "line", "policy edit"), rows=rows)
+    rest = len(findings) - _SHOWN
+    return [table, Note(text=f"… and {rest} more, in the JSON form.")] if rest > 0 else [table]
+
+
+def _tensors(tensors: list[tuple[str, TensorFacts]]) -> Table:
+    return Table(
+        title="",
+        columns=("", "tensor", "type", "largest finite", "NaN", "inf", "-inf", "zeros"),
+        rows=tuple((way, t.name, str(t), t.amax, t.nan, t.posinf, t.neginf, t.zeros) for way, t in tensors[:12]),
+    )
+
+
+def _log2(x: float) -> float:
+    return math.log2(x) if x > 0 else math.nan
+
+
+def _charts(sizes: tuple[Size, ...], step: int) -> list[Block]:
+    """Draw the sizes of outputs and gradients over depth, for one step."""
+    charts: list[Block] = []
+    outputs = [s for s in sizes if s.step == step and s.kind == "output" and s.call == 0][:_POINTS]
+    gradients = [s for s in sizes if s.step == step and s.kind == "gradient" and s.call == 0][::-1][:_POINTS]
+    for title, found in (
+        ("Module outputs, in the order they were computed", outputs),
+        ("Parameter gradients, from the first layer to the last", gradients),
+    ):
+        if found:
+            charts.append(
+                Chart(
+                    title=title,
+                    kind="lines",
+                    labels=tuple(s.name or s.root for s in found),
+                    series=(
+                        Series(name="root mean square", values=tuple(_log2(s.rms) for s in found)),
+                        Series(name="largest magnitude", values=tuple(_log2(s.amax) for s in found)),
+                    ),
+                    unit="log2",
+                )
+            )
+    return charts
+
+
+def _span(r: LineRange) -> str:
+    phase = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}[r.phase]
+    if r.high == 0:
+        return f"{phase} {'/'.join(r.dtypes)} 0"
+    low, high = (math.floor(math.log2(v)) for v in (r.low, r.high))
+    span = f"2^{high}" if low == high else f"2^{low}…2^{high}"
+    return f"{phase} {'/'.join(r.dtypes)} {span}"
+
+
+def _annotated(lines: tuple[LineRange, ...], findings: tuple[Finding, ...]) -> list[Block]:
+    """Print the user's own code, with the exponent range of what each line computed beside it."""
+    faults = [f.frame for f in findings if f.frame is not None]
+    files = dict.fromkeys([f.file for f in faults] or [r.file for r in lines])
+    blocks: list[Block] = []
+    for file in list(files)[:2]:
+        notes: dict[int, list[str]] = {}
+        for r in lines:
+            if r.file == file and r.dtypes:
+                notes.setdefault(r.line, []).append(_span(r))
+        shown = _window(file, notes, faults)
+        if shown:
+            blocks += [Heading(text="Largest magnitudes by line"), Source(file=file, lines=tuple(shown))]
+    return blocks
+
+
+def _window(file: str, notes: dict[int, list[str]], faults: list[Frame]) -> list[tuple[int, str, str, bool]]:
+    marked = {f.line for f in faults if f.file == file}
+    centres = marked or set(notes)
+    wanted = {n for c in centres for n in range(c - _MARGIN, c + _MARGIN + 1)} if marked else centres
+    numbers = [n for n in sorted(wanted) if n > 0][:_POINTS]
+    texts = textwrap.dedent("".join(linecache.getline(file, n).rstrip() + "\n" for n in numbers)).split("\n")
+    return [
+        (n, text, "; ".join(notes.get(n, ())), n in marked)
+        for n, text in zip(numbers, texts, strict=False)
+        if text or n in notes
+    ]

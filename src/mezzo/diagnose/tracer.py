@@ -1,0 +1,229 @@
+"""`trace`: a context in which the first bad op of a training step is found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import RegionError
+from ..formats import dtype_name
+from .collect import Collector
+from .findings import find
+from .measure import is_finite, rms, tensor_facts
+from .modules import Place, tensors_in
+from .opfacts import plain
+from .records import Size, TraceRecord
+from .scene import Scene
+from .trace_report import TraceReport
+
+
+class Trace:
+    """Follows a program op by op while its `with` block runs.
+
+    Args:
+        model: names are given relative to it; None names modules relative to whichever is called from outside.
+        step: number of the first step.
+        on_harm: called, with the trace, after a non-finite value reached a loss, gradient, parameter, buffer or output.
+
+    Raises:
+        RegionError: a trace that already ran is entered again.
+
+    Writes: while it runs, torch's global module and optimizer hooks, one hook per parameter; all are gone after.
+    Syncs: at every op.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, *, step: int = 0, on_harm: Callable[[Trace], None] | None = None
+    ) -> None:
+        self._scene = Scene(model, step, self._on_root, self._on_output)
+        self._collector = Collector(self._scene)
+        self._on_harm = on_harm
+        self._model = model
+        self._sizes: list[Size] = []
+        self._calls: dict[tuple[int, int], int] = {}
+        self._followed: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._pending: list[tuple[str, Tensor]] = []
+        self._contexts = ExitStack()
+        self._is_spent = False
+
+    def __enter__(self) -> Trace:
+        if self._is_spent:
+            raise RegionError(
+                "a trace was entered twice; it records one run. Write `with diagnose.trace(model)` again."
+            )
+        self._is_spent = True
+        self._scene.modules.install()
+        self._handles += [
+            optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
+            optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
+        ]
+        if self._model is not None:
+            self._follow(*self._model.parameters())
+        if "torch._dynamo" in sys.modules:
+            # compiled models run eagerly, so that their ops are seen one by one
+            self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        self._contexts.enter_context(self._scene.names)
+        self._contexts.enter_context(self._collector)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._contexts.close()
+        self._scene.modules.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name, tensor in self._pending:
+            self._harm("output", name, tensor)
+        self._pending.clear()
+
+    @property
+    def record(self) -> TraceRecord:
+        """What was seen so far."""
+        roots = self._scene.modules.roots
+        return TraceRecord(
+            model=type(roots[0]).__name__ if roots else "",
+            events=tuple(self._collector.events),
+            sinks=tuple(self._collector.sinks),
+            sizes=tuple(self._sizes),
+            lost=tuple(self._collector.updates.lost),
+            lines=self._collector.lines.records(),
+            ops=self._collector.ops,
+            steps=self._scene.step + 1,
+            rank=self._scene.rank,
+            torch=torch.__version__,
+        )
+
+    @property
+    def report(self) -> TraceReport:
+        """What was found so far."""
+        record = self.record
+        return TraceReport(record=record, findings=find(record))
+
+    def _harm(self, kind: Any, name: str, tensor: Tensor) -> None:
+        self._collector.sink(kind, name, tensor)
+        if self._on_harm is not None:
+            self._on_harm(self)
+
+    def _on_root(self, module: nn.Module) -> None:
+        self._follow(*module.parameters(), *(t for _, t in self._scene.modules.inputs))
+
+    def _follow(self, *leaves: Tensor) -> None:
+        """Watch the gradients of leaves arrive."""
+        for leaf in leaves:
+            if leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._followed:
+                self._followed[id(leaf)] = leaf
+                self._handles.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]  # torch's own
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._pending.clear()
+        gradient = None if parameter.grad is None else plain(parameter.grad)
+        if gradient is None:
+            return
+        name = self._scene.parameter_name(parameter) or "of an input"
+        with self._collector.aside():
+            self._size("gradient", name, "", id(parameter), gradient)
+            is_bad = not is_finite(gradient)
+        if is_bad:
+            self._harm("gradient", name, gradient)
+
+    def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
+        if torch._C._current_autograd_node() is not None:
+            return
+        with self._collector.aside():
+            tensors = [(n, v, t.requires_grad) for n, t in tensors_in(output, "output") if (v := plain(t)) is not None]
+            if tensors:
+                self._size("output", place.module, type(module).__name__, id(module), tensors[0][1], place.root)
+            if not self._scene.modules.is_outside:
+                return
+            buffers = [
+                (n, b) for n, b in module.named_buffers() if self._collector.was_spoiled(n, b) and not is_finite(b)
+            ]
+            outputs = [(f"{n} of {place.root}", t, grad) for n, t, grad in tensors if not is_finite(t)]
+        # what still leads to a loss is judged there
+        self._pending += [(n, t) for n, t, grad in outputs if grad]
+        for name, buffer in buffers:
+            self._harm("buffer", name, buffer)
+        for name, tensor, grad in outputs:
+            if not grad:
+                self._harm("output", name, tensor)
+
+    def _size(self, kind: Any, name: str, cls: str, key: int, tensor: Tensor, root: str = "") -> None:
+        call = self._calls.get((key, self._scene.step), 0)
+        self._calls[key, self._scene.step] = call + 1
+        facts = tensor_facts(name, tensor)
+        self._sizes.append(
+            Size(
+                kind=kind,
+                root=root,
+                name=name,
+                cls=cls,
+                dtype=dtype_name(tensor.dtype),
+                rms=rms(tensor),
+                amax=facts.amax,
+                nonfinite=facts.nonfinite,
+                step=self._scene.step,
+                call=call,
+            )
+        )
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._scene.optimizers:
+            self._scene.optimizers.append(optimizer)
+        late = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._followed]
+        self._follow(*late)
+        for p in late:
+            self._on_gradient(p)
+        self._scene.is_optimizer_running = True
+        with self._collector.aside():
+            self._collector.updates.begin(optimizer)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        site = self._scene.site("step")
+        self._scene.is_optimizer_running = False
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        names = {id(p): self._scene.parameter_name(p) for p in parameters}
+        with self._collector.aside():
+            self._collector.updates.end(optimizer, names, site)
+            bad = [(p, v) for p in parameters if (v := plain(p)) is not None and not is_finite(v)]
+        for p, values in bad:
+            self._harm("parameter", names[id(p)], values)
+        self._scene.end_step()
+
+
+def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
+    """Return a context that finds the first bad op of the program inside it.
+
+    Every op of forward, backward and optimizer is seen, one by one, so the program runs slower; its numbers, its
+    random state and its gradients are those of an untraced run.
+
+    Args:
+        model: names in the report are relative to it; None names modules relative to whichever is called first.
+        step: number of the first step, for the report.
+
+    Returns:
+        The context. Its `report` can be read inside and after the block.
+
+    Raises:
+        RegionError: the context is entered a second time.
+
+    Writes: nothing that outlives the block.
+    Syncs: at every op.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with trace(model) as t:
+    ...     model(torch.full((1, 2), float("nan"))).sum().backward()
+    >>> t.report.findings[0].verdict, t.report.findings[0].why
+    ('inherited', 'input [0] of Linear already holds 2 NaN when addmm first reads it.')
+    """
+    return Trace(model, step=step)

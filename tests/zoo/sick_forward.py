@@ -1,0 +1,567 @@
+"""Faults of the forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tests.zoo.case import Case
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Run = Callable[[], object]
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+ALL = (FP16, BF16, FP32)
+
+
+def train(model: nn.Module, dtype: torch.dtype, *inputs: Tensor, **named: Tensor) -> Run:
+    """One training step: forward and loss in a region, backward outside."""
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not FP32):
+            loss = total(model(*inputs, **named))
+        loss.backward()
+
+    return run
+
+
+def total(output: object) -> Tensor:
+    if isinstance(output, Tensor):
+        return output.float().mean()
+    values = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else vars(output).values()
+    )
+    return torch.stack([total(v) for v in values]).sum()
+
+
+def scaled_linear(inside: int, out: int, weight: float) -> nn.Linear:
+    layer = nn.Linear(inside, out)
+    nn.init.constant_(layer.weight, weight)
+    return layer
+
+
+class Wrapped(nn.Module):
+    """A healthy layer, a sick one, a healthy one."""
+
+    def __init__(self, sick: nn.Module, width: int = 8) -> None:
+        super().__init__()
+        self.before, self.sick, self.after = nn.Linear(width, width), sick, nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.sick(self.before(x)))
+
+
+def functional(compute: Callable[[Tensor], Tensor], dtype: torch.dtype, x: Tensor) -> Run:
+    """A model whose only module calls a function on a leaf of a compute dtype."""
+
+    class Body(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return compute(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Body()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    leaf = x.to(dtype).requires_grad_()
+    return train(Net(), dtype, leaf)
+
+
+def attention_scores(dtype: torch.dtype) -> Run:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (self.qkv(x) * 200).chunk(3, -1)
+            scores = q @ k.transpose(-1, -2)  # FAULT
+            return (scores / math.sqrt(8)).softmax(-1) @ v
+
+    return train(Wrapped(Attention()), dtype, 20 * torch.randn(2, 6, 8))
+
+
+def feed_forward(dtype: torch.dtype) -> Run:
+    class FeedForward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = scaled_linear(8, 32, 10.0), scaled_linear(32, 8, 30.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x.abs()).relu()
+            return self.down(h)  # FAULT
+
+    return train(Wrapped(FeedForward()), dtype, 10 * torch.randn(4, 8))
+
+
+def mean_of_squares(dtype: torch.dtype) -> Run:
+    class RMSNorm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = 1e3 * x
+            return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # FAULT
+
+    return train(Wrapped(RMSNorm()), dtype, 10 * torch.randn(4, 8))
+
+
+def cast_of_a_large_activation(dtype: torch.dtype) -> Run:
+    class Big(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x.float() * 1e6)  # FAULT
+
+    return train(Wrapped(Big()), dtype, torch.randn(4, 8))
+
+
+def convolution(dtype: torch.dtype) -> Run:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.body = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+            nn.init.constant_(self.body.weight, 100.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x).relu()
+            return self.body(x)  # FAULT
+
+    return train(Net(), dtype, 50 * torch.randn(2, 3, 8, 8))
+
+
+def sum_of_many(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return x.sum(-1)  # FAULT
+
+    return functional(compute, dtype, torch.full((2, 4096), 20.0))
+
+
+def exponential_in_16_bit(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        weights = x.exp()  # FAULT
+        return weights / weights.sum(-1, keepdim=True)
+
+    return functional(compute, dtype, torch.tensor([[1.0, 12.0, 3.0]]))
+
+
+def exponential_in_32_bit(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        weights = x.exp()  # FAULT
+        return weights / weights.sum(-1, keepdim=True)
+
+    return functional(compute, dtype, torch.tensor([[1.0, 100.0, 3.0]]))
+
+
+def exponential_beyond_all_formats(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return x.exp()  # FAULT
+
+    return functional(compute, dtype, torch.tensor([[1.0, 2000.0, 3.0]]))
+
+
+def running_sum(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return x.cumsum(-1)  # FAULT
+
+    return functional(compute, dtype, torch.full((2, 64), 2000.0))
+
+
+def residual_sum(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        branch = x * 1.5
+        return x + branch  # FAULT
+
+    return functional(compute, dtype, torch.full((2, 8), 40000.0))
+
+
+def division_by_a_small_number(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        temperature = torch.full_like(x, 1e-3)
+        return x / temperature  # FAULT
+
+    return functional(compute, dtype, torch.linspace(1, 100, 16))
+
+
+def contraction(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return torch.einsum("bik,bjk->bij", x, x)  # FAULT
+
+    return functional(compute, dtype, torch.full((2, 4, 8), 100.0))
+
+
+def in_place(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        y = x + 1
+        y.mul_(1000)  # FAULT
+        return y
+
+    return functional(compute, dtype, torch.linspace(0, 100, 16))
+
+
+def in_place_through_a_view(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.view(4, 4)[2].pow_(3)  # FAULT
+        return y
+
+    return functional(compute, dtype, torch.linspace(0, 100, 16))
+
+
+def nested_outputs(dtype: torch.dtype) -> Run:
+    class Heads(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, object]:
+            big = x * 7e4  # FAULT
+            return {"small": x, "more": (x, {"big": big})}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.heads = nn.Linear(8, 8), Heads()
+
+        def forward(self, x: Tensor) -> dict[str, object]:
+            return self.heads(self.body(x).tanh() + 2)
+
+    return train(Net(), dtype, torch.randn(4, 8))
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    extra: tuple[Tensor, ...]
+
+
+def dataclass_outputs(dtype: torch.dtype) -> Run:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Answer:
+            x = self.body(x)
+            return Answer(logits=x, extra=((x.abs() + 1) * 7e4,))  # FAULT
+
+    return train(Net(), dtype, torch.randn(4, 8))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 3e4
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad * 3e4
+
+
+def custom_function(dtype: torch.dtype) -> Run:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 3e4  # FAULT
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad
+
+    def compute(x: Tensor) -> Tensor:
+        return Scaled.apply(x + 2)
+
+    return functional(compute, dtype, torch.linspace(0, 10, 16))
+
+
+def _checkpointed(dtype: torch.dtype, reentrant: bool, block: nn.Module) -> Run:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.block = nn.Linear(8, 8), block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, self.body(x), use_reentrant=reentrant)
+
+    return train(Net(), dtype, torch.randn(4, 8))
+
+
+def checkpointed(dtype: torch.dtype) -> Run:
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = (x.abs() + 1) * 1e3
+            return x * x  # FAULT
+
+    return _checkpointed(dtype, False, Block())
+
+
+def checkpointed_reentrant(dtype: torch.dtype) -> Run:
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = (x.abs() + 1) * 1e3
+            return x * x  # FAULT
+
+    return _checkpointed(dtype, True, Block())
+
+
+def recurrent_growth(dtype: torch.dtype) -> Run:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.RNN(8, 8, nonlinearity="relu")
+            nn.init.constant_(self.rnn.weight_hh_l0, 1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0]  # FAULT
+
+    return train(Net(), dtype, torch.randn(12, 2, 8))
+
+
+def loss_in_16_bit(dtype: torch.dtype) -> Run:
+    model = nn.Sequential(nn.Linear(8, 8)).to(dtype)
+    x = (100 * torch.randn(4, 8)).to(dtype)
+
+    def run() -> None:
+        loss = (model(x) - 1000).square().mean()  # FAULT
+        loss.backward()
+
+    return run
+
+
+def product_of_many(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return x.prod(-1)  # FAULT
+
+    return functional(compute, dtype, torch.full((2, 20), 2.0))
+
+
+def overflow_beside_a_mask(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        hidden = torch.ones(4, 4, dtype=torch.bool).triu(1)
+        scores = x.masked_fill(hidden, -math.inf) + x * 3  # FAULT
+        return scores.softmax(-1)
+
+    return functional(compute, dtype, torch.full((4, 4), 30000.0))
+
+
+def poisoned_statistics(dtype: torch.dtype) -> Run:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+            nn.init.constant_(self.conv.weight, 100.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)  # FAULT
+            return self.norm(x)
+
+    return train(Net(), dtype, 100 * torch.rand(2, 3, 8, 8))
+
+
+def logarithm_of_zero(dtype: torch.dtype) -> Run:
+    class Likelihood(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            p = x.relu().float()
+            return -p.log()  # FAULT
+
+    return train(Wrapped(Likelihood()), dtype, torch.randn(4, 8))
+
+
+def logarithm_of_a_negative(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return torch.log(x)  # FAULT
+
+    return functional(compute, dtype, torch.linspace(-1.1, 1, 16))
+
+
+def empty_mask_mean(dtype: torch.dtype) -> Run:
+    model = nn.Linear(8, 8)
+    x, keep = torch.randn(4, 8), torch.zeros(4, 8)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not FP32):
+            error = (model(x) - 1).float().square()
+        loss = (error * keep).sum() / keep.sum()  # FAULT
+        loss.backward()
+
+    return run
+
+
+def masked_row(dtype: torch.dtype) -> Run:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            scores = (x @ x.transpose(-1, -2)).masked_fill(~keep, -math.inf)
+            return scores.softmax(-1) @ x  # FAULT
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.attention = nn.Linear(8, 8), Attention()
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return self.attention(self.body(x), keep)
+
+    keep = torch.ones(4, 4, dtype=torch.bool).tril()
+    keep[2] = False
+    return train(Net(), dtype, torch.randn(4, 8), keep=keep)
+
+
+def masked_row_by_an_additive_mask(dtype: torch.dtype) -> Run:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            scores = x @ x.transpose(-1, -2) + mask
+            return scores.softmax(-1) @ x  # FAULT
+
+    mask = torch.zeros(4, 4)
+    mask[1] = -math.inf
+    return train(Attention(), dtype, torch.randn(4, 8, requires_grad=True), mask)
+
+
+def single_sample_spread(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0) + 1e-3)  # FAULT
+
+    return functional(compute, dtype, torch.randn(1, 8))
+
+
+def every_target_ignored(dtype: torch.dtype) -> Run:
+    model = nn.Linear(8, 5)
+    x, target = torch.randn(4, 8), torch.full((4,), -100)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not FP32):
+            loss = F.cross_entropy(model(x), target)  # FAULT
+        loss.backward()
+
+    return run
+
+
+def empty_selection(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return x[x > 1e4].mean()  # FAULT
+
+    return functional(compute, dtype, torch.randn(8))
+
+
+def infinity_times_zero(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        keep = torch.ones_like(x).tril()
+        mask = (1 - keep) * -math.inf  # FAULT
+        return (x + mask).softmax(-1)
+
+    return functional(compute, dtype, torch.randn(4, 4))
+
+
+def reciprocal_of_zero(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return x.relu().reciprocal()  # FAULT
+
+    return functional(compute, dtype, torch.randn(16))
+
+
+def constant_row_normalised(dtype: torch.dtype) -> Run:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x - x.mean(-1, keepdim=True)
+            return x / x.abs().amax(-1, keepdim=True)  # FAULT
+
+    return train(nn.Sequential(nn.Identity(), Norm()), dtype, torch.ones(2, 4, requires_grad=True))
+
+
+def divergence_with_an_empty_class(dtype: torch.dtype) -> Run:
+    def compute(p: Tensor) -> Tensor:
+        p = p.float().relu()
+        q = torch.full_like(p, 0.25)
+        return (p * (p / q).log()).sum(-1)  # FAULT
+
+    return functional(compute, dtype, torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+
+
+def rounded_probability(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        p = x.softmax(-1)
+        return -p.log()  # FAULT
+
+    return functional(compute, dtype, torch.tensor([[0.0, 30.0, 1.0]]))
+
+
+def rounded_eps(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        length = x.abs().sum(-1, keepdim=True)
+        return x / (length + 1e-8)  # FAULT
+
+    return functional(compute, dtype, torch.stack([torch.zeros(8), torch.ones(8)]))
+
+
+def rounded_eps_in_a_library(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)  # FAULT
+
+    return functional(compute, dtype, torch.stack([torch.zeros(8), torch.ones(8)]))
+
+
+def rounded_variance(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        spread = x.var(-1, keepdim=True)
+        return x * (spread + 1e-12).rsqrt()  # FAULT
+
+    return functional(compute, dtype, torch.stack([torch.full((8,), 2.0), torch.randn(8)]))
+
+
+def infinite_mask_reaches_the_loss(dtype: torch.dtype) -> Run:
+    model = nn.Linear(8, 8)
+    x, hidden = torch.randn(4, 8), torch.eye(4, 8, dtype=torch.bool)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not FP32):
+            logits = model(x).masked_fill(hidden, -math.inf)  # FAULT
+        logits.float().mean().backward()
+
+    return run
+
+
+CASES = [
+    Case(build=attention_scores, op="bmm", module="sick", verdict="overflow"),
+    Case(build=feed_forward, op="addmm", module="sick.down", verdict="overflow"),
+    Case(build=mean_of_squares, op="pow", module="sick", verdict="overflow"),
+    Case(build=cast_of_a_large_activation, op="to", module="sick.project", verdict="overflow"),
+    Case(build=convolution, op="convolution", module="body", verdict="overflow"),
+    Case(build=sum_of_many, op="sum", module="body", verdict="overflow"),
+    Case(build=exponential_in_16_bit, op="exp", module="body", verdict="overflow", names=("1.63e+05",)),
+    Case(build=exponential_in_32_bit, op="exp", module="body", verdict="overflow", dtypes=ALL),
+    Case(build=exponential_beyond_all_formats, op="exp", module="body", verdict="overflow", dtypes=ALL),
+    Case(build=running_sum, op="cumsum", module="body", verdict="overflow"),
+    Case(build=residual_sum, op="add", module="body", verdict="overflow"),
+    Case(build=division_by_a_small_number, op="div", module="body", verdict="overflow"),
+    Case(build=contraction, op="bmm", module="body", verdict="overflow"),
+    Case(build=in_place, op="mul", module="body", verdict="overflow"),
+    Case(build=in_place_through_a_view, op="pow", module="body", verdict="overflow"),
+    Case(build=nested_outputs, op="mul", module="heads", verdict="overflow"),
+    Case(build=dataclass_outputs, op="mul", verdict="overflow"),
+    Case(build=custom_function, op="mul", module="body", verdict="overflow"),
+    Case(build=checkpointed, op="mul", module="block", verdict="overflow"),
+    Case(build=checkpointed_reentrant, op="mul", module="block", verdict="overflow"),
+    Case(build=recurrent_growth, op="addmm", module="rnn", verdict="overflow"),
+    Case(build=loss_in_16_bit, op="pow", verdict="overflow"),
+    Case(build=product_of_many, op="to", module="body", verdict="overflow", phase="backward"),
+    Case(build=overflow_beside_a_mask, op="mul", module="body", verdict="overflow"),
+    Case(build=poisoned_statistics, op="convolution", module="conv", verdict="overflow"),
+    Case(build=logarithm_of_zero, op="log", module="sick", verdict="singularity", dtypes=ALL, names=("self=0",)),
+    Case(build=logarithm_of_a_negative, op="log", module="body", verdict="singularity", dtypes=ALL),
+    Case(build=empty_mask_mean, op="div", verdict="singularity", dtypes=ALL, names=("self=0, other=0",)),
+    Case(build=masked_row, op="softmax", module="attention", verdict="singularity", dtypes=ALL, names=("1 row",)),
+    Case(build=masked_row_by_an_additive_mask, op="softmax", verdict="singularity", dtypes=ALL, names=("1 row",)),
+    Case(build=single_sample_spread, op="std", module="body", verdict="singularity", dtypes=ALL),
+    Case(build=every_target_ignored, op="nll_loss_forward", verdict="singularity", dtypes=ALL),
+    Case(build=empty_selection, op="mean", module="body", verdict="singularity", dtypes=ALL),
+    Case(build=infinity_times_zero, op="mul", module="body", verdict="singularity", dtypes=ALL),
+    Case(build=reciprocal_of_zero, op="reciprocal", module="body", verdict="singularity", dtypes=ALL),
+    Case(build=constant_row_normalised, op="div", module="1", verdict="singularity", dtypes=ALL),
+    Case(build=divergence_with_an_empty_class, op="log", module="body", verdict="singularity", dtypes=ALL),
+    Case(build=rounded_probability, op="log", module="body", verdict="underflow"),
+    Case(build=rounded_eps, op="div", module="body", verdict="underflow", names=("1e-08",)),
+    Case(build=rounded_eps_in_a_library, op="div", module="body", verdict="underflow", names=("1e-12",)),
+    Case(build=rounded_variance, op="rsqrt", module="body", verdict="underflow", names=("1e-12",)),
+    Case(build=infinite_mask_reaches_the_loss, op="masked_fill", verdict="inherited", dtypes=ALL),
+]

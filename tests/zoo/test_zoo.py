@@ -1,0 +1,83 @@
+"""The diagnosis names op, module, line and kind of every planted fault, and nothing in healthy programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.zoo import healthy, sick_backward, sick_forward, sick_state
+from tests.zoo.case import Case
+
+import mezzo.diagnose as diagnose
+
+SICK = [*sick_forward.CASES, *sick_backward.CASES, *sick_state.CASES]
+ROWS = [(case, dtype) for case in SICK for dtype in case.dtypes]
+WELL = [(build, dtype) for build in healthy.HEALTHY for dtype in healthy.dtypes_of(build)]
+
+pytestmark = [
+    # the faulty programs themselves are warned about; the diagnosis adds none
+    pytest.mark.filterwarnings("ignore:std\\(\\). degrees of freedom"),
+    pytest.mark.filterwarnings("ignore:var\\(\\). degrees of freedom"),
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step"),
+]
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def diagnosis(build, dtype: torch.dtype) -> diagnose.TraceReport:
+    torch.manual_seed(0)
+    run = build(dtype)
+    with diagnose.trace() as t:
+        run()
+    return t.report
+
+
+def complaints(case: Case, report: diagnose.TraceReport) -> list[str]:
+    """What the first finding of a report gets wrong about a case."""
+    if not report.findings:
+        return ["no finding"]
+    found = report.findings[0]
+    said = f"{found.why} {found.mend.advice} {found.mend.edit}"
+    pairs = [
+        ("op", found.op, case.op),
+        ("module", found.module, case.module),
+        ("verdict", found.verdict, case.verdict),
+        ("phase", found.phase, case.phase),
+        ("line", None if found.frame is None else (found.frame.file, found.frame.line), case.line),
+    ]
+    wrong = [f"{what}: {got} instead of {want}" for what, got, want in pairs if got != want]
+    return wrong + [f"{word!r} is not in {said!r}" for word in case.names if word not in said]
+
+
+@pytest.mark.parametrize(("case", "dtype"), ROWS, ids=[f"{c.name}-{name(d)}" for c, d in ROWS])
+def test_sick(case: Case, dtype: torch.dtype) -> None:
+    assert complaints(case, diagnosis(case.build, dtype)) == []
+
+
+@pytest.mark.parametrize(("build", "dtype"), WELL, ids=[f"{b.__name__}-{name(d)}" for b, d in WELL])
+def test_healthy(build, dtype: torch.dtype) -> None:
+    report = diagnosis(build, dtype)
+    assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in report.findings] == []
+    assert report.is_healthy
+
+
+def test_the_zoo_is_large_enough() -> None:
+    assert len({c.name for c in SICK}) == len(SICK) >= 40
+    assert len(healthy.HEALTHY) >= 10
+    assert {c.verdict for c in SICK} == {
+        "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ["op", "module", "verdict", "phase"])
+def test_a_wrong_expectation_is_seen(field: str) -> None:
+    case = replace(SICK[0], **{field: "something else"})
+    assert [c.split(":")[0] for c in complaints(case, diagnosis(case.build, torch.float16))] == [field]
+
+
+def test_a_healthy_run_of_a_sick_program_is_seen() -> None:
+    case = next(c for c in SICK if c.name == "feed_forward")
+    assert complaints(case, diagnosis(case.build, torch.float32)) == ["no finding"]
