@@ -19,11 +19,13 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
 
     Syncs: no.
 
+    >>> import torch
     >>> from torch.utils.checkpoint import checkpoint
     >>> x = torch.ones(2, 2, requires_grad=True)
     >>> with autocast("cpu", dtype=torch.bfloat16):
     ...     y = checkpoint(torch.mm, x, x, use_reentrant=False, context_fn=checkpoint_contexts)
-    >>> y.sum().backward(); x.grad.dtype
+    >>> y.sum().backward()
+    >>> x.grad.dtype
     torch.float32
     """
     return contextlib.nullcontext(), autocast.current()

@@ -14,7 +14,8 @@ import torch
 from ..errors import RegionError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import Policy
-from ..policy.engine import CacheName, why_engine
+from ..policy.engine import why_engine
+from ..policy.parts import CacheName
 from .cache import RegionCache, ShadowStore, shadows
 from .callables import RuleBook, rule_book
 from .mode import CastMode

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import CastError, RegionError
 from ..policy import Policy
-from ..policy.engine import CacheName
+from ..policy.parts import CacheName
 from .mode import CastMode
 from .plan import PLANS, Plan, Switch, current_switch, device_types, plan_number, set_switch
 from .provenance import traceback_message

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+EngineName = Literal["dispatcher", "mode"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,3 +89,19 @@ class PolicyDiff:
         what, left = (max(len(row[i]) for row in rows) for i in (0, 1))
         lines = [f"{row[0]:<{what}}  {row[1]:<{left}}  {row[2]}" for row in rows]
         return "\n".join([f"left:  {self.left}", f"right: {self.right}", *lines])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice:
+    """The engine of a region on one device.
+
+    Attributes:
+        engine: "dispatcher", torch's own autocast in C++, or "mode", the complete interceptor.
+        reason: why.
+    """
+
+    engine: EngineName
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.engine}: {self.reason}"

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
-from .policy import OpRules, Policy
+from .answer import EngineChoice
+from .parts import CacheName, OpRules
+from .policy import Policy
 from .rule import Rule
 from .table import ALIASES, table
-
-EngineName = Literal["dispatcher", "mode"]
-CacheName = Literal["region", "persistent"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineChoice:
-    """The engine of a region on one device.
-
-    Attributes:
-        engine: "dispatcher", torch's own autocast in C++, or "mode", the complete interceptor.
-        reason: why.
-    """
-
-    engine: EngineName
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.engine}: {self.reason}"
 
 
 def why_engine(policy: Policy, device_type: str, cache: CacheName = "region") -> EngineChoice:

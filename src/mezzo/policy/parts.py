@@ -18,6 +18,7 @@ from .spelling import check_kinds
 OnOverflow = Literal["skip", "retry", "demote"]
 """What a step with non-finite gradients does next."""
 TableName = Literal["torch", "mezzo"]
+CacheName = Literal["region", "persistent"]
 MODULE_RULES = (Rule.LOW, Rule.FP32, Rule.FP32_LOW_OUT)
 """The op rules that a whole module can be given."""
 

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from ..formats import LOW_DTYPES, dtype_name, native_support
-from .answer import PolicyDiff, Why
-from .parts import GuardConfig, ModuleRule, OpRules, ScalingConfig, TableName, check, check_known
+from .answer import EngineChoice, PolicyDiff, Why
+from .parts import CacheName, GuardConfig, ModuleRule, OpRules, ScalingConfig, TableName, check, check_known
 from .spelling import check_kinds
 
 __all__ = ["GuardConfig", "Master", "ModuleRule", "OpRules", "Policy", "ScalingConfig", "TableName"]
@@ -207,6 +207,12 @@ class Policy:
         from .coverage import check_modules
 
         check_modules(self, modules)
+
+    def why_engine(self, device_type: str, cache: CacheName = "region") -> EngineChoice:
+        """Return which engine a region of this policy runs on, and why: see `policy.engine.why_engine`. Syncs: no."""
+        from .engine import why_engine
+
+        return why_engine(self, device_type, cache)
 
     def why(
         self,

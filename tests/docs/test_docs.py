@@ -1,0 +1,54 @@
+"""Every Python block of the documentation runs as it stands, every docstring example gives what it shows."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import mezzo
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")]
+    if "```python" in page.read_text(encoding="utf-8")
+)
+# Optional dependencies, and a program whose import runs it.
+NOT_IMPORTED = ("mezzo.__main__",)
+MODULES = sorted(m.name for m in pkgutil.walk_packages(mezzo.__path__, "mezzo.") if m.name not in NOT_IMPORTED)
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """Return (first line, code) for each fenced Python block."""
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [(text[: m.start(1)].count("\n") + 1, m.group(1)) for m in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__docs__"}
+    for line, code in blocks(page.read_text(encoding="utf-8")):
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+
+
+def test_a_broken_block_is_found() -> None:
+    text = "# page\n\n```python\nx = 1\nassert x == 2\n```\n"
+    ((line, code),) = blocks(text)
+    assert line == 4
+    with pytest.raises(AssertionError):
+        exec(code, {})
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    if "triton" in name:
+        pytest.importorskip("triton", reason="Triton kernels need the optional package triton")
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
