@@ -7,5 +7,6 @@ from .casting import custom_fwd as custom_fwd
 from .policy import Policy as Policy
 from .policy import Rule as Rule
 from .policy import ScalingConfig as ScalingConfig
+from .scaling import GradScaler as GradScaler
 
 __version__ = "0.1.0"

@@ -1,1 +1,10 @@
-"""scaling."""
+"""The loss scale: the rule by which it moves, dividing by it, and the scaler for a training loop of your own."""
+
+from .last_step import LastStep as LastStep
+from .scaler import GradScaler as GradScaler
+from .state import LossScale as LossScale
+from .state import NoScaling as NoScaling
+from .state import next_state as next_state
+from .unscale import has_nonfinite as has_nonfinite
+from .unscale import is_unusable as is_unusable
+from .unscale import unscale_ as unscale_

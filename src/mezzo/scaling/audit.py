@@ -1,0 +1,98 @@
+"""Judges gradients by the ledger, before they are divided and before they are applied."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ..errors import ScalerError
+from . import messages
+from .ledger import Entry, Ledger, Mark, parameters
+from .unscale import real_values
+
+
+def before_unscale(ledger: Ledger, optimizer: Optimizer) -> bool:
+    """Refuse gradients that are not exactly what backward passes of scaled losses left.
+
+    Returns:
+        Whether any gradient of the optimizer is known to be scaled.
+
+    Raises:
+        ScalerError: a gradient was edited while scaled, is divided already, is left over, or was never scaled.
+
+    Syncs: only on the way to an error, to see whether a suspicious gradient is zero and so harmless.
+    """
+    if not ledger.can_judge:
+        return False
+    suspects: dict[str, list[int]] = {}
+    unknown = []
+    is_scaled = False
+    for index, param in enumerate(parameters(optimizer)):
+        if param.grad is None:
+            continue
+        entry = ledger.entry(param)
+        verdict = None if entry is None else _verdict(entry, param.grad, ledger.iteration)
+        if entry is None or (verdict is None and entry.mark is not Mark.SCALED):
+            unknown.append(index)
+        elif verdict is None:
+            is_scaled = True
+        else:
+            suspects.setdefault(verdict, []).append(index)
+    for verdict, indices in suspects.items():
+        _refuse(optimizer, indices, verdict)
+    if unknown and not is_scaled and not ledger.has_loose_ends and (ledger.passes == 0 or ledger.knows(optimizer)):
+        _refuse(optimizer, unknown, messages.UNSEEN)
+    return is_scaled
+
+
+def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
+    if entry.mark is Mark.SCALED:
+        return None if entry.is_intact(grad) else messages.EDITED
+    if entry.mark is Mark.MIXED:
+        return messages.MIXED if entry.speaks_of(grad) else None
+    if entry.iteration == iteration:
+        return messages.TWICE if entry.speaks_of(grad) else None
+    return messages.STALE if entry.is_intact(grad) else None
+
+
+def before_step(ledger: Ledger, optimizer: Optimizer) -> None:
+    """Refuse to apply gradients that were divided and then had scaled ones added.
+
+    Raises:
+        ScalerError: a scaled loss ran backward between `unscale_` and `step`, and reached this optimizer.
+
+    Syncs: only on the way to an error.
+    """
+    if not ledger.can_judge:
+        return
+    added = []
+    for index, param in enumerate(parameters(optimizer)):
+        entry, grad = ledger.entry(param), param.grad
+        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.speaks_of(grad):
+            added.append(index)
+    _refuse(optimizer, added, messages.ADDED)
+
+
+def direct_step(ledger: Ledger, optimizer: Optimizer) -> None:
+    """Refuse a step that was not asked of the scaler, on gradients that are still scaled.
+
+    Raises:
+        ScalerError: `optimizer.step` was called where `scaler.step(optimizer)` was due; nothing was applied.
+
+    Syncs: only on the way to an error.
+    """
+    if ledger.is_stepping or not ledger.can_judge:
+        return
+    scaled = []
+    for index, param in enumerate(parameters(optimizer)):
+        entry, grad = ledger.entry(param), param.grad
+        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.is_intact(grad):
+            scaled.append(index)
+    _refuse(optimizer, scaled, messages.DIRECT)
+
+
+def _refuse(optimizer: Optimizer, indices: list[int], verdict: str) -> None:
+    params = parameters(optimizer)
+    indices = [i for i in indices if (grad := params[i].grad) is not None and bool(real_values(grad).any())]
+    if indices:
+        raise ScalerError(messages.about(optimizer, indices, verdict))

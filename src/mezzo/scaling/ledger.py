@@ -1,0 +1,257 @@
+"""Which gradients are still multiplied by the loss scale: what each backward pass left, and what changed it since."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .live import Captured
+
+
+class Mark(enum.Enum):
+    """What a gradient is, as far as the ledger knows."""
+
+    SCALED = "scaled"
+    """Left by backward passes of scaled losses."""
+    UNSCALED = "unscaled"
+    """Divided by the scale."""
+    MIXED = "mixed"
+    """Divided by the scale, and then a scaled gradient was added."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """What was written down about one parameter's gradient.
+
+    Attributes:
+        grad: the gradient tensor it speaks of; another tensor in its place is another gradient.
+        version: that tensor's version counter when it was written; a later in-place change moves it.
+        mark: what the gradient was then.
+        iteration: how many `update` calls came before.
+    """
+
+    grad: weakref.ref[Tensor]
+    version: int
+    mark: Mark
+    iteration: int
+
+    def speaks_of(self, grad: Tensor) -> bool:
+        """Whether this is the gradient that was written down, changed in place or not."""
+        return self.grad() is grad
+
+    def is_intact(self, grad: Tensor) -> bool:
+        """Whether this is the gradient that was written down, and nobody changed it since."""
+        return self.grad() is grad and self.version == version(grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A parameter as a backward pass found it; the gradient is held so that its identity cannot be reused."""
+
+    param: Tensor
+    grad: Tensor | None
+    version: int
+
+
+class Ledger:
+    """Keeps the book of one scaler's gradients, on the host only: identities and version counters, no values.
+
+    A hook on each scaled loss notes every known gradient when its backward pass starts and compares when it ends.
+    Known are the parameters of optimizers the scaler has met, and, until it has met them all, the leaves of the
+    loss's graph. What is not known is not judged.
+
+    Args:
+        on_step: called with this ledger before any optimizer steps, from the first scaled gradient on.
+
+    Attributes:
+        passes: backward passes of scaled losses since the last `update`.
+        is_blind: gradients of this iteration may have come about unseen (traced code, a scaled seed in place of a
+            scaled loss); nothing is judged in it.
+        has_loose_ends: a pass of this iteration left nothing in any gradient (torch.autograd.grad), and what
+            became of its result is not seen.
+        is_stepping: the scaler itself is calling an optimizer's step.
+        is_off: gradients change unseen for good (replayed CUDA graphs); nothing is judged any more.
+        captured: the scale that gradients marked scaled are multiplied by; None before the first backward pass.
+        iteration: `update` calls so far.
+    """
+
+    def __init__(self, on_step: Callable[[Ledger, Optimizer], None]) -> None:
+        self.passes = 0
+        self.is_blind = False
+        self.has_loose_ends = False
+        self.is_stepping = False
+        self.is_off = False
+        self.captured: Captured | None = None
+        self.iteration = 0
+        self._entries: dict[int, Entry] = {}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._num_optimizers = 0
+        self._leaves: dict[int, Tensor] = {}
+        self._is_exploring = True
+        self._open: dict[int, list[_Before]] = {}
+        self._on_step = on_step
+        self._is_guarding = False
+
+    def watch(self, output: Tensor, captured: Captured) -> None:
+        """Note what the backward passes of a scaled output will do to gradients. Syncs: no."""
+        if torch.compiler.is_compiling():
+            self.is_blind = True
+        elif output.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.is_off = True
+        elif output.grad_fn is None:
+            self.is_blind = True
+        elif not self.is_off:
+            if self._is_exploring:
+                self._leaves.update((id(leaf), leaf) for leaf in leaves(output.grad_fn))
+            output.register_hook(partial(self._begin, captured))  # type: ignore[no-untyped-call]  # torch's
+
+    @property
+    def can_judge(self) -> bool:
+        """Whether what is written down is all that happened."""
+        return not (self.is_blind or self.is_off)
+
+    def entry(self, param: Tensor) -> Entry | None:
+        """Return what is written down about a parameter's gradient."""
+        return self._entries.get(id(param))
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether the parameters of an optimizer are noted at every backward pass."""
+        return optimizer in self._optimizers
+
+    def write(self, optimizer: Optimizer, mark: Mark) -> None:
+        """Note that the gradients of an optimizer, as they are now, are what `mark` says."""
+        self._optimizers.add(optimizer)
+        for param in parameters(optimizer):
+            if param.grad is not None:
+                self._note(param, param.grad, mark)
+
+    def accept(self, optimizer: Optimizer, captured: Captured) -> None:
+        """Note that the gradients of an optimizer carry a scale, whatever was known of them."""
+        if captured is not self.captured:
+            self._carry_over(self._parameters().values(), captured)
+        self.write(optimizer, Mark.SCALED)
+
+    def next_iteration(self) -> None:
+        """Close the iteration: `update` was called."""
+        self.iteration += 1
+        self.passes, self.is_blind, self.has_loose_ends = 0, False, False
+        self._open.clear()
+        self._leaves.clear()
+        self._is_exploring = len(self._optimizers) != self._num_optimizers
+        if self._is_exploring:
+            self._num_optimizers = len(self._optimizers)
+            known = self._parameters()
+            self._entries = {key: entry for key, entry in self._entries.items() if key in known}
+
+    def _parameters(self) -> dict[int, Tensor]:
+        known = dict(self._leaves)
+        for optimizer in self._optimizers:
+            known.update((id(param), param) for param in parameters(optimizer))
+        return known
+
+    def _note(self, param: Tensor, grad: Tensor, mark: Mark) -> None:
+        self._entries[id(param)] = Entry(weakref.ref(grad), version(grad), mark, self.iteration)
+
+    def _begin(self, captured: Captured, _: Tensor) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd traces hooks and takes no callbacks
+            self.is_blind = True
+            return
+        task = torch._C._current_graph_task_id()
+        if task in self._open:
+            return
+        params = self._parameters().values()
+        if captured is not self.captured:
+            self._carry_over(params, captured)
+        self._open[task] = [_Before(param, param.grad, version(param.grad)) for param in params]
+        engine = torch.autograd.Variable._execution_engine
+        # Queued twice to run last: DDP and FSDP queue their own final callbacks during the pass.
+        engine.queue_callback(lambda: engine.queue_callback(partial(self._end, task)))
+
+    @torch.no_grad()
+    def _carry_over(self, params: Iterable[Tensor], captured: Captured) -> None:
+        """Bring scaled gradients of an earlier iteration to the scale of the pass that may add to them."""
+        ratio: Tensor | None = None
+        for param in params:
+            entry, grad = self.entry(param), param.grad
+            if grad is None or entry is None or entry.mark is not Mark.SCALED or not entry.is_intact(grad):
+                continue
+            assert self.captured is not None
+            ratio = captured.scale / self.captured.scale if ratio is None else ratio
+            grad.mul_(ratio.to(grad.device, non_blocking=True))
+            entry.version = version(grad)
+        self.captured = captured
+
+    def _end(self, task: int) -> None:
+        is_touched = False
+        for before in self._open.pop(task, ()):
+            param, grad = before.param, before.param.grad
+            if grad is None or (grad is before.grad and version(grad) == before.version):
+                continue
+            entry = self.entry(param)
+            is_mixed = (
+                entry is not None
+                and entry.mark is not Mark.SCALED
+                and before.grad is not None
+                and entry.speaks_of(before.grad)
+                and entry.version == before.version
+            )
+            self._note(param, grad, Mark.MIXED if is_mixed else Mark.SCALED)
+            is_touched = True
+        self.passes += 1
+        if not is_touched:
+            self.has_loose_ends = True
+        elif not self._is_guarding:
+            self._guard_steps()
+
+    def _guard_steps(self) -> None:
+        """Register torch's global hook: an optimizer that the scaler never met can be met nowhere else."""
+        book = weakref.ref(self)
+
+        def guard(optimizer: Optimizer, args: object, kwargs: object) -> None:
+            ledger = None if torch.compiler.is_compiling() else book()
+            if ledger is not None:
+                ledger._on_step(ledger, optimizer)
+
+        self._is_guarding = True
+        weakref.finalize(self, register_optimizer_step_pre_hook(guard).remove)
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer in the order of its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients an optimizer holds, in the order of its parameters."""
+    return [param.grad for param in parameters(optimizer) if param.grad is not None]
+
+
+def version(grad: Tensor | None) -> int:
+    """Return a tensor's version counter; -1 for none, or for a tensor that keeps no count."""
+    try:
+        return -1 if grad is None else grad._version
+    except RuntimeError:  # made in inference mode
+        return -1
+
+
+def leaves(root: Node) -> Iterator[Tensor]:
+    """Yield the leaf tensors whose gradients a graph accumulates, each once per path that is new."""
+    seen, stack = {root}, [root]
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if type(node).__name__ == "AccumulateGrad":
+                yield cast(Tensor, getattr(node, "variable"))  # noqa: B009  # torch declares it nowhere
+            else:
+                stack.append(node)

@@ -1,0 +1,160 @@
+"""The loss scale as a value, and the one rule by which it moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from ..policy import ScalingConfig
+
+LARGEST_SCALE = 2.0**127
+"""The largest power of two in fp32: growth stops here when a config names no ceiling."""
+
+Flag = Tensor | float | bool
+"""A finding: zero or False for clean; a host number or a 0-d tensor of any dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """The factor that keeps small 16-bit gradients above zero, and the counters that move it.
+
+    The fields are Python numbers or 0-d tensors; `next_state` does the same arithmetic on either.
+
+    Attributes:
+        scale: the factor; a tensor is fp32.
+        growth_tracker: clean steps in a row since the scale last moved; a tensor is int32.
+        skipped_in_a_row: non-finite steps in a row; a tensor is int32.
+    """
+
+    scale: float | Tensor
+    growth_tracker: int | Tensor = 0
+    skipped_in_a_row: int | Tensor = 0
+
+    @classmethod
+    def start(cls, config: ScalingConfig, device: torch.device | str | None = None) -> LossScale:
+        """Return the first state of a run: tensors on `device`, or numbers when it is left out. Syncs: no."""
+        return cls(scale=config.init_scale) if device is None else cls(scale=config.init_scale).to(device)
+
+    def to(self, device: torch.device | str) -> LossScale:
+        """Return the state as fresh 0-d tensors on a device. Syncs: no, from numbers."""
+        return LossScale(
+            scale=torch.full((), float(self.scale), dtype=torch.float32, device=device),
+            growth_tracker=torch.full((), int(self.growth_tracker), dtype=torch.int32, device=device),
+            skipped_in_a_row=torch.full((), int(self.skipped_in_a_row), dtype=torch.int32, device=device),
+        )
+
+    def numbers(self) -> LossScale:
+        """Return the state as Python numbers. Syncs: yes, if it is on an accelerator."""
+        return LossScale(
+            scale=float(self.scale),
+            growth_tracker=int(self.growth_tracker),
+            skipped_in_a_row=int(self.skipped_in_a_row),
+        )
+
+    def multiply(self, output: Tensor) -> Tensor:
+        """Return a loss times the scale, with its graph; any shape and dtype, any device. Syncs: no."""
+        scale = self.scale
+        return output * (scale.to(output.device, non_blocking=True) if isinstance(scale, Tensor) else scale)
+
+    def is_exhausted(self, found_nonfinite: Flag, config: ScalingConfig, patience: int | None) -> bool | Tensor:
+        """Say whether a step that starts from this state shows that no loss scale can help.
+
+        Args:
+            found_nonfinite: whether that step met inf or NaN.
+            config: how the scale moves.
+            patience: non-finite steps in a row that are too many; None: any number is borne.
+
+        Returns:
+            True if the scale should back off but stands at its floor, or patience has run out; a bool,
+            or a 0-d bool tensor if the state or the finding is one.
+
+        Syncs: no.
+        """
+        skipped = self.skipped_in_a_row + 1
+        at_floor = (self.scale <= config.min_scale) & (skipped >= config.hysteresis)
+        return (found_nonfinite != 0) & (at_floor | (skipped >= (math.inf if patience is None else patience)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoScaling:
+    """The loss scale of a run that needs none: it has the interface of `LossScale` and changes nothing."""
+
+    scale: float = field(default=1.0, init=False)
+    growth_tracker: int = field(default=0, init=False)
+    skipped_in_a_row: int = field(default=0, init=False)
+
+    def numbers(self) -> NoScaling:
+        """Return this object."""
+        return self
+
+    def to(self, device: torch.device | str) -> NoScaling:
+        """Return this object: there is nothing to place on a device."""
+        return self
+
+    def multiply(self, output: Tensor) -> Tensor:
+        """Return the output itself."""
+        return output
+
+    def is_exhausted(self, found_nonfinite: Flag, config: ScalingConfig, patience: int | None) -> bool:
+        """Return False: what is not there cannot run out."""
+        return False
+
+
+@overload
+def next_state(state: LossScale, found_nonfinite: Flag, config: ScalingConfig) -> LossScale: ...
+@overload
+def next_state(state: NoScaling, found_nonfinite: Flag, config: ScalingConfig) -> NoScaling: ...
+def next_state(state: LossScale | NoScaling, found_nonfinite: Flag, config: ScalingConfig) -> LossScale | NoScaling:
+    """Return the loss scale after a step: smaller after inf or NaN, larger after enough clean steps.
+
+    A non-finite step multiplies the scale by the backoff factor once `hysteresis` of them stand in a row;
+    `growth_interval` clean steps in a row multiply it by the growth factor. It stays within the floor and
+    the ceiling.
+
+    Args:
+        state: the state before the step; it is not changed.
+        found_nonfinite: whether any gradient of the step was inf or NaN.
+        config: how the scale moves.
+
+    Returns:
+        The state after the step: tensors if the state or the finding is a tensor, else numbers.
+
+    Syncs: no.
+    Source: Micikevicius et al. 2018, section 3.2. Exact for powers of two.
+
+    >>> state = LossScale(scale=8.0, skipped_in_a_row=0)
+    >>> next_state(state, True, ScalingConfig())
+    LossScale(scale=4.0, growth_tracker=0, skipped_in_a_row=1)
+    """
+    if isinstance(state, NoScaling):
+        return state
+    found, clean = found_nonfinite != 0, found_nonfinite == 0
+    skipped = (state.skipped_in_a_row + 1) * found
+    tracker = (state.growth_tracker + 1) * clean
+    grows = clean & (tracker >= config.growth_interval)
+    backs_off = found & (skipped >= config.hysteresis)
+    ceiling = LARGEST_SCALE if config.max_scale is None else config.max_scale
+    larger = _clamp(state.scale * config.growth_factor, high=ceiling)
+    smaller = _clamp(state.scale * config.backoff_factor, low=config.min_scale)
+    return LossScale(
+        scale=_where(grows, larger, _where(backs_off, smaller, state.scale)),
+        growth_tracker=tracker * (grows == 0),
+        skipped_in_a_row=skipped,
+    )
+
+
+def _where(condition: bool | Tensor, yes: float | Tensor, no: float | Tensor) -> float | Tensor:
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def _clamp(value: float | Tensor, low: float | None = None, high: float | None = None) -> float | Tensor:
+    if isinstance(value, Tensor):
+        return value.clamp(low, high)
+    value = value if low is None else max(value, low)
+    return value if high is None else min(value, high)
