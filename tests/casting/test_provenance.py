@@ -12,6 +12,7 @@ from mezzo.errors import CastError
 from mezzo.policy import OpRules
 
 BF16 = torch.bfloat16
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
 
 
 class Mixing(nn.Module):
@@ -79,3 +80,8 @@ def test_user_code_may_catch_it_inside() -> None:
             Net()(torch.randn(2, 4))
         except RuntimeError as error:
             assert not isinstance(error, CastError)
+
+
+def test_a_missing_kernel_asks_for_fp32() -> None:
+    with autocast("cpu", policy=TORCHS), pytest.raises(CastError, match=r"Write op:matmul=fp32 in the policy"):
+        torch.eye(4).to_sparse_csr() @ torch.ones(4, 4)

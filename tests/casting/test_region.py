@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 
 import pytest
@@ -285,3 +287,34 @@ def test_why_engine_names_what_differs() -> None:
 
 def test_public_names() -> None:
     assert mezzo.autocast is autocast
+
+
+def test_copies_and_pickles_are_regions_of_the_same_kind(region: autocast) -> None:
+    for again in (copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
+        assert again.engine == region.engine
+        with region, again:
+            assert product() is BF16
+    with pytest.raises(RegionError, match="belongs to this process"):
+        pickle.dumps(autocast.current())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward_ad scripts its decompositions
+@pytest.mark.parametrize("cache", ["region", "persistent"])
+def test_functional_transforms_and_odd_layouts_under_the_mode(cache: str) -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(5, 2, 4)
+    weights = dict(linear.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(linear, weights, (x,)).float().square().sum()
+
+    with autocast("cpu", policy=MEZZO, cache=cache):  # type: ignore[arg-type]
+        per_sample = torch.vmap(torch.func.grad(loss), (None, 0))(weights, x)["weight"]
+        assert torch.vmap(linear)(x).dtype is BF16
+        one = torch.func.grad(loss)(weights, x[0])["weight"]
+        assert (torch.eye(4).to_sparse() @ x[0].t()).dtype is BF16
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            out = linear(dual) + linear(dual)
+            assert torch.autograd.forward_ad.unpack_dual(out).tangent.dtype is BF16
+    bound = 8 * torch.finfo(BF16).eps * one.abs().max()
+    assert (per_sample[0] - one).abs().max() <= bound

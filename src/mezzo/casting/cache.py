@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -49,6 +50,18 @@ class _Entry:
 def is_weight(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one, and so likely to be cast again. Syncs: no."""
     return isinstance(tensor, Parameter) or (tensor._is_view() and isinstance(tensor._base, Parameter))
+
+
+def _cacheable(tensor: Tensor) -> bool:
+    """Whether a kept cast can be told from a stale one, and handed out again, in what is running now."""
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -183,8 +196,10 @@ class RegionCache:
 
         Syncs: no.
         """
+        if not _cacheable(tensor):
+            return tensor.to(dtype)
         storage = storage_key(tensor)
-        if tensor.is_inference() or storage in self._untracked:
+        if storage in self._untracked:
             return tensor.to(dtype)
         weight = is_weight(tensor)
         key = (id(tensor), dtype)

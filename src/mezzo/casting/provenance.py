@@ -114,10 +114,13 @@ def mismatch_message(error: RuntimeError, op: str, row: Row | None, values: Iter
     got = ", ".join(describe(t) for t in _flat(values))
     path = module_path(_stack(_caller()))
     rule = f"its rule is {row.rule}" if row is not None else "it has no rule, so its inputs came as they were"
-    return (
-        f"{op} got {got}{f' in module {path}' if path else ''}; {rule}. torch says: {_first_line(error)}\n"
-        f"  Write op:{op}=widest (or =low, =fp32) in the policy so that its inputs agree."
+    missing = "not implemented for" in str(error)
+    mend = (
+        f"op:{op}=fp32 in the policy: it has no 16-bit kernel here"
+        if missing
+        else (f"op:{op}=widest (or =low, =fp32) in the policy so that its inputs agree")
     )
+    return f"{op} got {got}{f' in module {path}' if path else ''}; {rule}. torch says: {_first_line(error)}\n  Write {mend}."
 
 
 def _caller() -> FrameType | None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -77,6 +77,7 @@ class autocast:  # the name torch gives it
         devices = device_types(device_type)
         defaults = tuple([torch.get_autocast_dtype(device) for device in devices])
         self._plan = PLANS[plan_number(devices, defaults, dtype, enabled, cache_enabled, policy, cache)]
+        self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache)
         self._frames: list[_Frame] = []
 
     @classmethod
@@ -89,6 +90,14 @@ class autocast:  # the name torch gives it
         Syncs: no.
         """
         return _repeat(_innermost_mode(), enabled)
+
+    def __reduce__(self) -> tuple[Callable[..., autocast], tuple[object, ...]]:
+        """Copy and pickle as what was asked for: a region's state belongs to the thread that is inside it."""
+        if self._asked is None:
+            raise RegionError(
+                "a region that repeats what is in force belongs to this process; build one with autocast()."
+            )
+        return _ask, self._asked
 
     @property
     def engine(self) -> Literal["dispatcher", "mode"]:
@@ -198,6 +207,11 @@ def _innermost_mode() -> CastMode | None:
     return None
 
 
+def _ask(*asked: Any) -> autocast:
+    *positional, policy, cache = asked
+    return autocast(*positional, policy=policy, cache=cache)
+
+
 def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
     acting = mode is not None and not mode.suspended and enabled is not False
     devices = tuple(dict.fromkeys((*device_types(None), *(mode.rows if mode is not None else ()))))
@@ -211,5 +225,6 @@ def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
         caches=mode is not None and mode.cache is not None,
         store=mode.cache.store if mode is not None and mode.cache is not None else None,
     )
+    region._asked = None
     region._frames = []
     return region
