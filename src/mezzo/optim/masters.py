@@ -1,0 +1,113 @@
+"""The fp32 masters of a model's 16-bit parameters, as parameters that another optimizer can step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..formats import LOW_DTYPES
+from ..kernels.rounding import mix, noise_key
+from ..kernels.weights import KEPT, WEIGHT_NOISE, read_master, store_master, write_
+from ..policy import Master
+
+Mode = Literal["fp32", "kahan", "stochastic"]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Masters:
+    """Masters of 16-bit parameters: one fp32 parameter for each, whose memory may exist during a step only.
+
+    Attributes:
+        mode: what is kept between steps: the masters, 16-bit compensations, or nothing.
+        seed: of the chance in mode "stochastic".
+        stand_ins: the fp32 parameter of each 16-bit one; empty between steps unless the mode is "fp32".
+        beside: the compensation of each.
+        count: shape (), fp32: steps taken, the noise's; None before the first and in other modes.
+    """
+
+    mode: Mode
+    seed: int
+    stand_ins: dict[Tensor, torch.nn.Parameter] = field(default_factory=dict)
+    beside: dict[Tensor, Tensor] = field(default_factory=dict)
+    count: Tensor | None = None
+
+    def mode_of(self, param: Tensor) -> Master:
+        """Return how one parameter keeps small updates."""
+        return self.mode if param.dtype in LOW_DTYPES else "none"
+
+    def stand_in(self, param: Tensor) -> torch.nn.Parameter:
+        """Return the fp32 parameter that stands for a 16-bit one; an empty one the first time."""
+        if param not in self.stand_ins:
+            self.stand_ins[param] = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=param.device))
+        return self.stand_ins[param]
+
+    def value(self, param: Tensor) -> Tensor:
+        """Return what a parameter stands for: its shape, fp32; itself if it is not 16 bit. Syncs: no."""
+        kept = self.kept(param).get(KEPT.get(self.mode, ""))
+        return read_master(self.mode_of(param), param.detach(), kept)
+
+    def kept(self, param: Tensor) -> dict[str, Tensor]:
+        """Return what a checkpoint must hold for a parameter, by the names that mezzo's optimizers use."""
+        if param.dtype not in LOW_DTYPES:
+            return {}
+        if self.mode == "fp32" and param in self.stand_ins and self.stand_ins[param].shape == param.shape:
+            return {KEPT["fp32"]: self.stand_ins[param].detach()}
+        if self.mode == "kahan" and param in self.beside:
+            return {KEPT["kahan"]: self.beside[param]}
+        if self.mode == "stochastic" and self.count is not None:
+            return {"rounding_step": self.count.clone()}
+        return {}
+
+    def keep(self, param: Tensor, kept: Mapping[str, Tensor]) -> None:
+        """Take over what `kept` returned, here or from a checkpoint."""
+        if self.mode == "fp32" and KEPT["fp32"] in kept:
+            self.stand_in(param).data = kept[KEPT["fp32"]]
+        if self.mode == "kahan" and KEPT["kahan"] in kept:
+            self.beside[param] = kept[KEPT["kahan"]]
+        if self.mode == "stochastic" and "rounding_step" in kept:
+            self.count = kept["rounding_step"].to(param.device).clone()
+
+    def open(self, param: Tensor) -> None:
+        """Give the stand-in of a parameter its value. Syncs: no."""
+        stand_in, value = self.stand_in(param), self.value(param)
+        if self.mode == "fp32" and stand_in.shape == value.shape:
+            stand_in.data.copy_(value)
+        else:
+            stand_in.data = value
+
+    def close(self, param: Tensor) -> None:
+        """Free what a stand-in needs during a step only."""
+        stand_in = self.stand_in(param)
+        stand_in.grad = None
+        if self.mode != "fp32":
+            stand_in.data = torch.empty(0, dtype=torch.float32, device=param.device)
+
+    def advance(self, device: torch.device, blocked: Tensor | None) -> None:
+        """Count a step, unless it is blocked. Syncs: no."""
+        if self.mode == "stochastic":
+            if self.count is None:
+                self.count = torch.zeros((), dtype=torch.float32, device=device)
+            self.count += 1 if blocked is None else blocked.logical_not().to(self.count.device)
+
+    def write_(self, param: Tensor, place: int, blocked: Tensor | None) -> None:
+        """Write a parameter, and what is kept beside it, as its stand-in says.
+
+        Args:
+            param: the 16-bit parameter, its stand-in open.
+            place: its number among all parameters, which decides its noise.
+            blocked: shape (), bool: write nothing; None: write.
+
+        Writes: `param` and its compensation. Syncs: no.
+        """
+        key = None
+        if self.count is not None:
+            seed = mix((mix(self.seed) + place) & 0xFFFFFFFF)
+            key = noise_key(seed, self.count.to(param.device), WEIGHT_NOISE)
+        weight, kept = store_master(self.mode, self.stand_in(param).detach(), param.dtype, key)
+        write_(param, weight, blocked)
+        if self.mode == "kahan" and kept is not None:
+            write_(self.beside.setdefault(param, torch.zeros_like(param.detach())), kept, blocked)
