@@ -1,5 +1,6 @@
 """Mixed precision for PyTorch that you can see, steer and trust."""
 
+from . import optim as optim
 from .casting import autocast as autocast
 from .casting import checkpoint_contexts as checkpoint_contexts
 from .casting import custom_bwd as custom_bwd
