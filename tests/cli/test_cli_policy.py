@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,19 +146,28 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert capsys.readouterr().err == f"mezzo policy: {message}\n"
 
 
-def test_a_pipe_gets_whole_lines_and_may_close_early() -> None:
-    """Rows longer than 80 columns stay whole, no colour codes are sent, and a reader that leaves is no error."""
-    command = [sys.executable, "-m", "mezzo", "policy", "ops", "--table", "mezzo"]
-    whole = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert max(map(len, whole.stdout.splitlines())) > 80
-    assert "\x1b" not in whole.stdout
+def test_what_is_no_terminal_gets_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows longer than 80 columns stay whole, and no colour codes are sent."""
+    printed = run(capsys, "ops", "--table", "mezzo")
+    assert max(map(len, printed.splitlines())) > 80
+    assert "\x1b" not in printed
+
+
+@pytest.mark.parametrize("words", [["ops", "--table", "mezzo"], ["why", "bf16"]], ids=["long", "short"])
+def test_a_pipe_that_closes_early_is_no_error(words: list[str]) -> None:
+    """A short output stays in a buffer until the end; a long one does not."""
     shown = subprocess.run(
-        [sys.executable, "-c", CLOSED_PIPE, *command], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", CLOSED_PIPE, *COMMAND, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
     )
-    assert shown.stdout == "141\n"
-    assert shown.stderr == ""
+    assert (shown.stdout, shown.stderr) == ("141\n", "")
 
 
+COMMAND = [sys.executable, "-m", "mezzo", "policy"]
 CLOSED_PIPE = """
 import os, subprocess, sys
 read, write = os.pipe()

@@ -12,7 +12,7 @@ from hypothesis import given
 from tests.policy.policies import NO_DEFAULTS, policies
 
 from mezzo.errors import PolicyError
-from mezzo.formats import native_support
+from mezzo.formats import NativeSupport, native_support
 from mezzo.policy import PRESETS, GuardConfig, ModuleRule, OpRules, Policy, Rule, ScalingConfig
 
 
@@ -124,6 +124,21 @@ def test_auto_resolves_to_what_this_cpu_computes_natively() -> None:
     assert resolved.modules == PRESETS["auto"].modules
 
 
+@pytest.mark.parametrize("scaling", [None, ScalingConfig(init_scale=8.0)])
+def test_auto_resolves_to_scaled_fp16_where_only_fp16_has_units(
+    monkeypatch: pytest.MonkeyPatch, scaling: ScalingConfig | None
+) -> None:
+    """Such devices (Volta, Turing) are not here, so what they report is put in their place."""
+
+    def only_fp16(device: object, dtype: torch.dtype) -> NativeSupport:
+        return NativeSupport(native=dtype is torch.float16, reason="as a T4 reports")
+
+    monkeypatch.setattr("mezzo.policy.policy.native_support", only_fp16)
+    resolved = PRESETS["auto"].replace(scaling=scaling).resolve("cpu")
+    assert resolved.compute is torch.float16
+    assert resolved.scaling == (scaling or ScalingConfig())
+
+
 @given(policies())
 def test_resolve_changes_nothing_that_is_decided(policy: Policy) -> None:
     resolved = policy.resolve("cpu")
@@ -152,6 +167,9 @@ class TestModuleRule:
             ("encoder.norm", ("LayerNorm", "Module"), "LayerNorm"),
             ("x", ("FastLayerNorm", "LayerNorm", "Module"), "LayerNorm"),
             ("x", ("layernorm",), None),
+            ("encoder.Norm", (), None),
+            ("HEAD", (), None),
+            ("Decoder.3.norm1", (), "*.norm*"),
             ("head", (), "head"),
             ("model.head", (), None),
             ("decoder.3.norm1", ("LayerNorm",), "decoder.*.norm?"),

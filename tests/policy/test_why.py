@@ -130,6 +130,12 @@ def test_the_answer_is_what_torch_does(op: str) -> None:
     assert observed == predicted
 
 
+def test_the_nearest_module_around_decides() -> None:
+    policy = Policy.parse("bf16, module:a=fp16, a.b=fp32, a.b.c.d=low")
+    asked = ["a", "a.x", "a.b", "a.b.x", "a.b.c.x", "a.b.c.d", "a.b.c.d.x", "b"]
+    assert [policy.why(fqn).precision for fqn in asked] == ["fp16", "fp16", *["fp32"] * 3, "bf16", "bf16", "bf16"]
+
+
 names = st.sampled_from(["", "head", "encoder.norm", "encoder.norm.inner", "a,b.c", "model.encoder"])
 classes = st.lists(st.sampled_from(["LayerNorm", "Linear", "LlamaRMSNorm", "Module"]), max_size=2)
 
