@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -40,7 +40,7 @@ def step_scaled(
     Syncs: no.
     """
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-        return optimizer.step(*args, **kwargs, grad_scaler=scaler)
+        return cast(Any, optimizer).step(*args, **kwargs, grad_scaler=scaler)
     own = getattr(optimizer, "grad_scale", None)
     if grad_scale is None:
         grad_scale = own

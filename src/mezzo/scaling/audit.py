@@ -39,7 +39,8 @@ def before_unscale(ledger: Ledger, optimizer: Optimizer) -> bool:
         else:
             suspects.setdefault(verdict, []).append(index)
     for verdict, indices in suspects.items():
-        _refuse(optimizer, indices, verdict)
+        # Zeroed gradients are harmless beside scaled ones; where none is left, NaN may have been edited to zero.
+        _refuse(optimizer, indices, verdict, zeros_too=verdict is messages.EDITED and not is_scaled)
     if unknown and not is_scaled and not ledger.has_loose_ends and (ledger.passes == 0 or ledger.knows(optimizer)):
         _refuse(optimizer, unknown, messages.UNSEEN)
     return is_scaled
@@ -91,8 +92,9 @@ def direct_step(ledger: Ledger, optimizer: Optimizer) -> None:
     _refuse(optimizer, scaled, messages.DIRECT)
 
 
-def _refuse(optimizer: Optimizer, indices: list[int], verdict: str) -> None:
+def _refuse(optimizer: Optimizer, indices: list[int], verdict: str, zeros_too: bool = False) -> None:
     params = parameters(optimizer)
-    indices = [i for i in indices if (grad := params[i].grad) is not None and bool(real_values(grad).any())]
+    if not zeros_too:
+        indices = [i for i in indices if (grad := params[i].grad) is not None and bool(real_values(grad).any())]
     if indices:
         raise ScalerError(messages.about(optimizer, indices, verdict))

@@ -66,8 +66,8 @@ class Ledger:
     """Keeps the book of one scaler's gradients, on the host only: identities and version counters, no values.
 
     A hook on each scaled loss notes every known gradient when its backward pass starts and compares when it ends.
-    Known are the parameters of optimizers the scaler has met, and, until it has met them all, the leaves of the
-    loss's graph. What is not known is not judged.
+    Known are the parameters of optimizers the scaler has met, and the leaves of the graphs it walked: those of the
+    first iteration, and of any that follows one in which an optimizer came or went. What is not known is not judged.
 
     Args:
         on_step: called with this ledger before any optimizer steps, from the first scaled gradient on.
@@ -95,7 +95,7 @@ class Ledger:
         self._entries: dict[int, Entry] = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._num_optimizers = 0
-        self._leaves: dict[int, Tensor] = {}
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._is_exploring = True
         self._open: dict[int, list[_Before]] = {}
         self._on_step = on_step
@@ -105,13 +105,11 @@ class Ledger:
         """Note what the backward passes of a scaled output will do to gradients. Syncs: no."""
         if torch.compiler.is_compiling():
             self.is_blind = True
-        elif output.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.is_off = True
         elif output.grad_fn is None:
             self.is_blind = True
         elif not self.is_off:
             if self._is_exploring:
-                self._leaves.update((id(leaf), leaf) for leaf in leaves(output.grad_fn))
+                self._leaves.update((id(leaf), weakref.ref(leaf)) for leaf in leaves(output.grad_fn))
             output.register_hook(partial(self._begin, captured))  # type: ignore[no-untyped-call]  # torch's
 
     @property
@@ -145,15 +143,15 @@ class Ledger:
         self.iteration += 1
         self.passes, self.is_blind, self.has_loose_ends = 0, False, False
         self._open.clear()
-        self._leaves.clear()
         self._is_exploring = len(self._optimizers) != self._num_optimizers
         if self._is_exploring:
             self._num_optimizers = len(self._optimizers)
             known = self._parameters()
+            self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in known}
             self._entries = {key: entry for key, entry in self._entries.items() if key in known}
 
     def _parameters(self) -> dict[int, Tensor]:
-        known = dict(self._leaves)
+        known = {key: leaf for key, ref in self._leaves.items() if (leaf := ref()) is not None}
         for optimizer in self._optimizers:
             known.update((id(param), param) for param in parameters(optimizer))
         return known

@@ -10,12 +10,12 @@ from torch import Tensor
 from .state import LossScale
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Captured:
-    """The scale of the losses of one iteration.
+    """The scale that the losses of one iteration are multiplied by, and their gradients divided by.
 
     Attributes:
-        scale: shape (), fp32; the run's own tensor, replaced by a copy when that one moves.
+        scale: shape (), fp32; a copy, which stays when the run's scale moves.
     """
 
     scale: Tensor
@@ -31,34 +31,40 @@ class LiveScale:
 
     Attributes:
         state: the state now.
-        captured: the scale of the losses of this iteration; None until there is a device.
     """
 
     def __init__(self, state: LossScale) -> None:
         self.state = state
-        self.captured: Captured | None = None
+        self._captured: Captured | None = None
 
-    def on(self, device: torch.device) -> Captured:
-        """Return the scale of this iteration's losses; the first call decides the device. Syncs: no."""
-        if self.captured is None:
+    @property
+    def tensor(self) -> Tensor | None:
+        """The scale itself, shape (), fp32, always at the same address; None before there is a device."""
+        return self.state.scale if isinstance(self.state.scale, Tensor) else None
+
+    def place(self, device: torch.device) -> None:
+        """Put the state on a device, unless it is on one. Syncs: no."""
+        if self.tensor is None:
             with torch.inference_mode(False):  # a loss scaled there first must not make the state unwritable
                 self.state = self.state.to(device)
-            assert isinstance(self.state.scale, Tensor)
-            self.captured = Captured(self.state.scale)
-        return self.captured
+
+    def captured(self) -> Captured:
+        """Return the scale of this iteration's losses. Syncs: no."""
+        if self._captured is None:
+            assert self.tensor is not None
+            with torch.inference_mode(False), torch.no_grad():
+                self._captured = Captured(self.tensor.clone())
+        return self._captured
 
     @torch.no_grad()
     def move(self, state: LossScale) -> None:
         """Take a new state, numbers or tensors; losses that were scaled before keep theirs. Syncs: no."""
-        if self.captured is None:
+        self._captured = None
+        if self.tensor is None:
             self.state = state
             return
-        scale = self.captured.scale
-        self.captured.scale = scale.clone()
-        self.captured = Captured(scale)
         for name in ("scale", "growth_tracker", "skipped_in_a_row"):
-            value = getattr(state, name)
-            own: Tensor = getattr(self.state, name)
+            value, own = getattr(state, name), getattr(self.state, name)
             if isinstance(value, Tensor):
                 own.copy_(value)
             else:

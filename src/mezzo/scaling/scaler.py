@@ -114,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:  # type: ignore[override]  # written through LiveScale.move only
-        return None if self._live.captured is None else self._live.captured.scale
+        return self._live.tensor
 
     def get_scale(self) -> float:
         """Return the current scale; 1.0 if disabled. Syncs: yes, if the scale is on an accelerator."""
@@ -161,8 +161,12 @@ class GradScaler(torch.amp.GradScaler):
                 f"scale() got a {type(output).__name__} where a loss belongs. Pass a tensor, or lists, tuples, dicts "
                 "or other iterables that hold nothing but tensors."
             )
-        captured = self._live.on(output.device)
-        scaled = self._live.state.multiply(output)
+        self._live.place(output.device)
+        if output.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._ledger.is_off = True  # replays change gradients unseen, and must read the scale of their own time
+            return self._live.state.multiply(output)
+        captured = self._live.captured()
+        scaled = LossScale(scale=captured.scale).multiply(output)
         self._ledger.watch(scaled, captured)
         return scaled
 
@@ -212,7 +216,8 @@ class GradScaler(torch.amp.GradScaler):
     def _check(self, optimizer: Optimizer) -> Captured:
         """Refuse gradients that are not what scaled losses left, and return the scale they carry."""
         is_scaled = audit.before_unscale(self._ledger, optimizer)
-        return cast(Captured, self._ledger.captured if is_scaled else self._live.captured)
+        captured = self._ledger.captured if is_scaled else None
+        return self._live.captured() if captured is None else captured
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """Note whether gradients that stay scaled are non-finite; optimizers of the older protocol call this too."""
@@ -343,7 +348,8 @@ class GradScaler(torch.amp.GradScaler):
         Syncs: no.
         """
         if self._enabled:
-            self._ledger.accept(optimizer, self._live.on(parameters(optimizer)[0].device))
+            self._live.place(parameters(optimizer)[0].device)
+            self._ledger.accept(optimizer, self._live.captured())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain numbers: torch's five entries and this class's own; {} if disabled.

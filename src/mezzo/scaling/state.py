@@ -57,8 +57,9 @@ class LossScale:
 
     def multiply(self, output: Tensor) -> Tensor:
         """Return a loss times the scale, with its graph; any shape and dtype, any device. Syncs: no."""
-        scale = self.scale
-        return output * (scale.to(output.device, non_blocking=True) if isinstance(scale, Tensor) else scale)
+        return output * (
+            self.scale.to(output.device, non_blocking=True) if isinstance(self.scale, Tensor) else self.scale
+        )
 
     def is_exhausted(self, found_nonfinite: Flag, config: ScalingConfig, patience: int | None) -> bool | Tensor:
         """Say whether a step that starts from this state shows that no loss scale can help.
