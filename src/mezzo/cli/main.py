@@ -12,6 +12,7 @@ from ..errors import MezzoError, did_you_mean
 COMMANDS = {
     "bench": "measure fp32, torch.amp and mezzo side by side",
     "demo": "the recipe, then a text classifier in fp32 and in AMP, in one table",
+    "doctor": "run a training script op by op and name the first fault of its numbers",
     "env": "what this machine computes natively, measured, with advice",
     "policy": "show, explain and compare policies and op tables",
     "predict": "classify lines with a trained model",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -49,8 +49,12 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     Every storage that received non-finite values carries the indices of the events they come from, so a bad
     loss or gradient can name its origin however many ops lie between.
 
-    Attributes:
+    Args:
         scene: where the program stands.
+        on_sink: called after harm was noted.
+
+    Attributes:
+        scene: as given.
         events: how non-finite values came about, in order.
         sinks: where they did harm, in order.
         ops: number of ops seen.
@@ -60,9 +64,10 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     Syncs: at every op. Reads values; writes none, and draws none of the program's random numbers.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, on_sink: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.scene = scene
+        self._on_sink = on_sink
         self.events: list[Event] = []
         self.sinks: list[Sink] = []
         self.ops = 0
@@ -230,6 +235,7 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def _sink(self, sink: Sink) -> None:
         self._harmed_step = sink.step
         self.sinks.append(sink)
+        self._on_sink()
 
     def was_spoiled(self, name: str, buffer: Tensor) -> bool:
         """Say whether a buffer received non-finite values; a mask that held them all along did not."""

@@ -36,7 +36,7 @@ class Finding:
         mend: what to change.
         reached: where it did harm.
         flush: the flush to zero that was divided by, for underflow.
-        times: how often it was found.
+        steps: in which it did harm.
     """
 
     verdict: Verdict
@@ -56,7 +56,7 @@ class Finding:
     mend: Mend
     reached: tuple[str, ...]
     flush: Flush | None
-    times: int
+    steps: tuple[int, ...]
 
     @property
     def is_fault(self) -> bool:
@@ -139,7 +139,7 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
         mend=mend(verdict, event),
         reached=tuple(dict.fromkeys(f"{s.kind} {s.name}".replace("loss loss", "loss") for s in sinks)),
         flush=event.flush if verdict == "underflow" else None,
-        times=1,
+        steps=tuple(sorted({s.step for s in sinks})),
     )
 
 
@@ -172,7 +172,7 @@ def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
         ),
         reached=(),
         flush=None,
-        times=1,
+        steps=(trend.step,),
     )
 
 
@@ -208,7 +208,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
             ),
             reached=tuple(f"parameter {u.name}" for u in same),
             flush=None,
-            times=len({u.site.step for u in worst}),
+            steps=tuple(sorted({u.site.step for u in worst})),
         )
     ]
 
@@ -221,7 +221,7 @@ def _merged(found: list[Finding]) -> tuple[Finding, ...]:
         if key in kept:
             old = kept[key]
             reached = tuple(dict.fromkeys((*old.reached, *f.reached)))
-            kept[key] = replace(old, times=old.times + f.times, reached=reached)
+            kept[key] = replace(old, steps=tuple(sorted({*old.steps, *f.steps})), reached=reached)
         else:
             kept[key] = f
     return tuple(kept.values())

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..formats import LOW_DTYPES, dtype_name, format_of
+from ..policy import ModuleRule, Rule
+from ..policy.rule_text import write_module_rule, write_op_rule
+from ..policy.table import known_ops
 from .records import Event
 from .verdict import Verdict, narrow_dtype, number
 
@@ -25,10 +28,12 @@ class Mend:
 
 
 def policy_edit(event: Event) -> str:
-    """Return the smallest fp32 rule that covers an event: its module, else its op."""
+    """Return the smallest fp32 rule that covers an event: its module, else its op; empty if no rule can name it."""
     site = event.site
-    is_leaf_like = bool(site.module) and "<" not in site.module
-    return f"{site.module}=fp32" if is_leaf_like else f"op:{site.called or site.op}=fp32"
+    if site.module and "<" not in site.module:
+        return write_module_rule(ModuleRule(pattern=site.module, precision=Rule.FP32))
+    known = next((name for name in (site.called, site.op) if name in known_ops()), None)
+    return "" if known is None else f"op:{write_op_rule(known, Rule.FP32)}"
 
 
 _SINGULAR = {
@@ -78,7 +83,9 @@ def _mend_overflow(event: Event) -> Mend:
     widest = next((w.dtype for w in event.wide if w.is_finite), "")
     if event.outputs[0].dtype in _LOW_NAMES and widest in ("fp32", ""):
         return Mend(
-            edit=policy_edit(event), advice="or use bf16, whose range is that of fp32, or scale its inputs down."
+            edit=policy_edit(event),
+            advice="what reads values this large needs fp32 too, up to the next normalisation; or use bf16, whose range "
+            "is that of fp32, or scale the inputs down.",
         )
     return Mend(edit="", advice="no policy mends this: the value does not fit fp32. Bound the argument, or rewrite the "
                 "expression (logsumexp for log of a sum of exp, log-space products).")  # fmt: skip

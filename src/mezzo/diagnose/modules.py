@@ -29,8 +29,12 @@ def tensors_in(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _readable(name: str) -> str:
-    """Return a name without the level torch.compile adds."""
-    return name.replace("_orig_mod.", "")
+    """Return a name without the levels torch.compile adds.
+
+    >>> _readable("layers._orig_mod.0._orig_mod")
+    'layers.0'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _call_arguments(args: tuple[Any, ...]) -> Any:
@@ -106,8 +110,9 @@ class ModuleStack:
     def _learn(self, root: nn.Module) -> None:
         """Name a root's modules. The root is held, so that ids stay its own."""
         self.roots.append(root)
+        cls = type(getattr(root, "_orig_mod", root)).__name__
         for name, module in root.named_modules():
-            self._names.setdefault(id(module), (type(root).__name__, _readable(name)))
+            self._names.setdefault(id(module), (cls, _readable(name)))
         for name, parameter in root.named_parameters():
             self._parameters.setdefault(id(parameter), (parameter, _readable(name)))
 

@@ -65,7 +65,7 @@ class TraceReport(Report):
 
 
 def _finding(f: Finding) -> list[Block]:
-    times = f", found {f.times} times" if f.times > 1 else ""
+    times = f", harm in {len(f.steps)} steps" if len(f.steps) > 1 else ""
     pairs = [("why", f.why)]
     if f.frame is not None:
         pairs.append(("line", f"{f.frame}   {source_line(f.frame)}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -32,6 +32,7 @@ class Trace:
         model: names are given relative to it; None names modules relative to whichever is called from outside.
         step: number of the first step.
         on_harm: called, with the trace, after a non-finite value reached a loss, gradient, parameter, buffer or output.
+        on_root: called, with the number of the step, before each outermost module runs.
 
     Raises:
         RegionError: a trace that already ran is entered again.
@@ -41,11 +42,17 @@ class Trace:
     """
 
     def __init__(
-        self, model: nn.Module | None, *, step: int = 0, on_harm: Callable[[Trace], None] | None = None
+        self,
+        model: nn.Module | None,
+        *,
+        step: int = 0,
+        on_harm: Callable[[Trace], None] | None = None,
+        on_root: Callable[[int], None] | None = None,
     ) -> None:
         self._scene = Scene(model, step, self._on_root, self._on_output)
-        self._collector = Collector(self._scene)
+        self._collector = Collector(self._scene, self._on_sink)
         self._on_harm = on_harm
+        self._tell_step = on_root
         self._model = model
         self._sizes: list[Size] = []
         self._calls: dict[tuple[int, int], int] = {}
@@ -68,9 +75,10 @@ class Trace:
         ]
         if self._model is not None:
             self._follow(*self._model.parameters())
-        if "torch._dynamo" in sys.modules:
-            # compiled models run eagerly, so that their ops are seen one by one
-            self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        self._contexts.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        # compiled models run eagerly, so that their ops are seen one by one
+        self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
         self._contexts.enter_context(self._scene.names)
         self._contexts.enter_context(self._collector)
         return self
@@ -83,16 +91,16 @@ class Trace:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for name, tensor in self._pending:
-            self._harm("output", name, tensor)
-        self._pending.clear()
+        pending, self._pending = self._pending, []
+        for name, tensor in pending:
+            self._collector.sink("output", name, tensor)
 
     @property
     def record(self) -> TraceRecord:
         """What was seen so far."""
         roots = self._scene.modules.roots
         return TraceRecord(
-            model=type(roots[0]).__name__ if roots else "",
+            model=type(getattr(roots[0], "_orig_mod", roots[0])).__name__ if roots else "",
             events=tuple(self._collector.events),
             sinks=tuple(self._collector.sinks),
             sizes=tuple(self._sizes),
@@ -110,12 +118,15 @@ class Trace:
         record = self.record
         return TraceReport(record=record, findings=find(record))
 
-    def _harm(self, kind: Any, name: str, tensor: Tensor) -> None:
-        self._collector.sink(kind, name, tensor)
+    def _on_sink(self) -> None:
+        if self._collector.sinks[-1].kind == "loss":
+            self._pending.clear()
         if self._on_harm is not None:
             self._on_harm(self)
 
     def _on_root(self, module: nn.Module) -> None:
+        if self._tell_step is not None and torch._C._current_autograd_node() is None:
+            self._tell_step(self._scene.step)
         self._follow(*module.parameters(), *(t for _, t in self._scene.modules.inputs))
 
     def _follow(self, *leaves: Tensor) -> None:
@@ -135,7 +146,7 @@ class Trace:
             self._size("gradient", name, "", id(parameter), gradient)
             is_bad = not is_finite(gradient)
         if is_bad:
-            self._harm("gradient", name, gradient)
+            self._collector.sink("gradient", name, gradient)
 
     def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
         if torch._C._current_autograd_node() is not None:
@@ -153,10 +164,10 @@ class Trace:
         # what still leads to a loss is judged there
         self._pending += [(n, t) for n, t, grad in outputs if grad]
         for name, buffer in buffers:
-            self._harm("buffer", name, buffer)
+            self._collector.sink("buffer", name, buffer)
         for name, tensor, grad in outputs:
             if not grad:
-                self._harm("output", name, tensor)
+                self._collector.sink("output", name, tensor)
 
     def _size(self, kind: Any, name: str, cls: str, key: int, tensor: Tensor, root: str = "") -> None:
         call = self._calls.get((key, self._scene.step), 0)
@@ -197,7 +208,7 @@ class Trace:
             self._collector.updates.end(optimizer, names, site)
             bad = [(p, v) for p in parameters if (v := plain(p)) is not None and not is_finite(v)]
         for p, values in bad:
-            self._harm("parameter", names[id(p)], values)
+            self._collector.sink("parameter", names[id(p)], values)
         self._scene.end_step()
 
 

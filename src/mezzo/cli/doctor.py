@@ -1,0 +1,84 @@
+"""`mezzo doctor`: run a training script under the tracer and say what is wrong with its numbers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+
+from ..diagnose.report import text
+from ..diagnose.script import ScriptRun, trace_script
+from ..errors import ConfigError
+
+HEALTHY, SICK, BAD_INPUT = 0, 1, 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mezzo doctor",
+        description="Run an unmodified PyTorch script op by op and name the first fault of its numbers: which op, "
+        "which module, which line, why, and what mends it. Options of mezzo come before the script.",
+        epilog="Exit code: 0 healthy, 1 sick, 2 bad input or a script that failed by itself.",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
+    parser.add_argument("--all", action="store_true", help="go on after the first fault")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one HTML page")
+    parser.add_argument("--json", action="store_true", help="print JSON; what the script prints goes to standard error")
+    parser.add_argument("script", help="path of the script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.steps is not None and options.steps < 1:
+        raise ConfigError(f"--steps {options.steps}: give a number of steps of at least 1, or leave it out.")
+    if options.html is not None and not options.html.resolve().parent.is_dir():
+        raise ConfigError(f"--html {options.html}: its folder does not exist; create it first.")
+
+
+def _code(run: ScriptRun) -> int:
+    if not run.report.is_healthy:
+        return SICK
+    return HEALTHY if run.error is None else BAD_INPUT
+
+
+def _tell(run: ScriptRun, options: argparse.Namespace) -> None:
+    """Print how the script ended, and the diagnosis."""
+    if run.error is not None and not isinstance(run.error, SystemExit):
+        print("".join(traceback.format_exception(run.error)), file=sys.stderr, end="")
+    if run.error is not None:
+        print(f"mezzo doctor: the script ended by itself with {run.error!r}.", file=sys.stderr)
+    if run.stopped:
+        print(f"mezzo doctor: the script was ended {run.stopped}.", file=sys.stderr)
+    if options.json:
+        print(run.report.to_json())
+    else:
+        print(text.render(run.report.document(), colour=sys.stdout.isatty()))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: the words after `mezzo doctor`.
+
+    Returns:
+        0 healthy, 1 sick, 2 bad input.
+
+    Writes: standard output and error, and the page `--html` names.
+    """
+    try:
+        options = _parser().parse_args(list(argv))
+    except SystemExit as end:
+        return HEALTHY if end.code in (None, 0) else BAD_INPUT
+    _check(options)
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        result = trace_script(options.script, options.args, steps=options.steps, stop_at_fault=not options.all)
+    _tell(result, options)
+    if options.html is not None:
+        result.report.to_html(options.html)
+        print(f"mezzo doctor: the page is {options.html}.", file=sys.stderr)
+    return _code(result)

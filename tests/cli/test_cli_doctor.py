@@ -1,0 +1,78 @@
+"""`mezzo doctor`: exit codes, the diagnosis on standard output, the page, JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mezzo.cli import main
+
+SCRIPT = """
+import sys, torch
+model = torch.nn.Linear(4, 4)
+x = torch.ones(2, 4) * (float("nan") if "sick" in sys.argv else 1.0)
+print("from the script")
+model(x).sum().backward()
+if "crash" in sys.argv: raise ValueError("own fault")
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    return str(tmp_path / "train.py")
+
+
+def test_healthy(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", path]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("from the script\nmezzo trace of Linear: 1 step, ")
+    assert "Healthy: no inf or NaN reached" in out
+
+
+def test_sick(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", path, "sick"]) == 1
+    told = capsys.readouterr()
+    assert f"Sick: inherited in mul, forward, module (outside any module) at {path}:4." in " ".join(told.out.split())
+    assert "mezzo doctor: the script was ended at the first fault." in told.err
+
+
+def test_a_fault_of_the_script_itself(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", path, "crash"]) == 2
+    err = capsys.readouterr().err
+    assert "ValueError: own fault" in err
+    assert "mezzo doctor: the script ended by itself with ValueError('own fault')." in err
+
+
+def test_sick_before_it_crashes(path: str) -> None:
+    assert main(["doctor", "--all", path, "sick", "crash"]) == 1
+
+
+def test_json_is_alone_on_standard_output(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", path, "sick"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["findings"][0]["verdict"] == "inherited"
+    assert "from the script" in told.err
+
+
+def test_the_page(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    assert main(["doctor", "--html", str(page), path, "sick"]) == 1
+    assert "<h1>mezzo trace of Linear" in page.read_text(encoding="utf-8")
+    assert f"the page is {page}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["nowhere.py"], "mezzo doctor: no script at 'nowhere.py'; give the path of a Python file."),
+        (["--steps", "0", "x.py"], "mezzo doctor: --steps 0: give a number of steps of at least 1, or leave it out."),
+        (["--html", "no/where/x.html", "x.py"], "mezzo doctor: --html no/where/x.html: its folder does not exist; create it first."),
+        ([], "the following arguments are required: script"),
+    ],
+)  # fmt: skip
+def test_bad_input(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words]) == 2
+    assert complaint in capsys.readouterr().err

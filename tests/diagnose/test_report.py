@@ -1,0 +1,132 @@
+"""One layout, three forms: text, JSON, and a page that opens without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tests.zoo import sick_forward
+
+import mezzo.diagnose as diagnose
+from mezzo.diagnose.report import Chart, Document, Facts, Heading, Note, Report, Series, Source, Table, html, text
+from mezzo.diagnose.report.base import to_plain
+from mezzo.diagnose.report.svg import draw
+
+DOCUMENT = Document(
+    title="a <title>",
+    verdict="Sick: & more",
+    is_good=False,
+    blocks=(
+        Heading(text="heading", tone="bad"),
+        Facts(pairs=(("why", "because"), ("line", "f.py:3"))),
+        Note(text="a note"),
+        Table(title="table", columns=("name", "count"), rows=(("a", 12345), ("b", 2))),
+        Chart(
+            title="chart", kind="lines", labels=("x", "y", "z"), unit="log2",
+            series=(Series(name="s", values=(0.0, math.nan, 7.0)),),
+        ),
+        Chart(title="bars", kind="bars", labels=("x", "y"), unit="%", series=(Series(name="s", values=(0.25, 0.75)),)),
+        Source(file="f.py", lines=((3, "x = 1", "2^3", True), (4, "y < 2", "", False))),
+    ),
+)  # fmt: skip
+
+GOLDEN = """\
+a <title>
+Sick: & more
+
+heading
+  why   because
+  line  f.py:3
+  a note
+  table
+  name   count
+  a     12,345
+  b          2
+  chart
+  s  ▁x█  0 … 7 log2
+  bars
+  s  ▁█  0.25 … 0.75 %
+  f.py
+      3 x = 1 2^3
+      4 y < 2"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample(Report):
+    values: tuple[float, ...]
+    names: frozenset[str]
+    dtype: torch.dtype
+
+    def document(self) -> Document:
+        return DOCUMENT
+
+
+def sample() -> Sample:
+    return Sample(values=(1.5, math.inf, math.nan), names=frozenset({"b", "a"}), dtype=torch.bfloat16)
+
+
+def test_text_is_golden() -> None:
+    assert str(sample()) == GOLDEN
+
+
+def test_colour_is_written_on_request_only() -> None:
+    assert "\x1b[" not in text.render(DOCUMENT)
+    assert "\x1b[" in text.render(DOCUMENT, colour=True)
+
+
+def test_json_is_strict_and_whole() -> None:
+    data = json.loads(sample().to_json(), parse_constant=lambda word: (_ for _ in ()).throw(ValueError(word)))
+    assert data == {"report": "Sample", "values": [1.5, "inf", "nan"], "names": ["a", "b"], "dtype": "bf16"}
+
+
+def test_a_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    page = sample().to_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<script" not in page
+    links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", page)
+    assert links == ["data:,"]
+    assert [w for w in re.findall(r"https?://[^\s\"'<>]+", page) if "www.w3.org/2000/svg" not in w] == []
+
+
+def test_a_page_shows_every_block_escaped() -> None:
+    page = html.render(DOCUMENT)
+    for part in ("a &lt;title&gt;", "Sick: &amp; more", "heading", "because", "12,345", "a note", "y &lt; 2", "2^3"):
+        assert part in page, part
+    assert page.count("<svg ") == 2
+
+
+def test_a_line_breaks_where_a_value_is_missing() -> None:
+    drawn = draw(DOCUMENT.blocks[4])
+    assert re.search(r'd="(M[^"]*)"', drawn)[1].count("M") == 2
+    assert drawn.count("<circle") == 2
+
+
+def test_bars_start_at_zero_and_keep_their_ratio() -> None:
+    heights = [
+        float(h)
+        for h in re.findall(r'<rect x="[^"]*" y="[^"]*" width="[^"]*" height="([^"]*)" fill', draw(DOCUMENT.blocks[5]))
+    ]
+    assert len(heights) >= 2 and math.isclose(heights[1] / heights[0], 3, rel_tol=0.01)
+
+
+def test_a_trace_report_holds_its_record() -> None:
+    with diagnose.trace() as t:
+        sick_forward.feed_forward(torch.float16)()
+    data = json.loads(t.report.to_json())
+    assert data["report"] == "TraceReport"
+    assert data["findings"][0]["verdict"] == "overflow"
+    assert data["record"]["events"][0]["wide"][0]["dtype"] == "fp32"
+    assert len(data["record"]["sizes"]) == len(t.record.sizes) > 0
+    assert to_plain(t.report.findings[0].mend) == data["findings"][0]["mend"]
+
+
+def test_the_annotated_view_marks_the_fault_in_the_users_code() -> None:
+    with diagnose.trace() as t:
+        sick_forward.feed_forward(torch.float16)()
+    [source] = [b for b in t.report.document().blocks if isinstance(b, Source)]
+    [fault] = [line for line in source.lines if line[3]]
+    assert fault[1].strip() == "return self.down(h)  # FAULT"
+    assert re.fullmatch(r"fwd fp16 2\^-?\d+(…2\^\d+)?; bwd fp16/fp32 2\^-?\d+…2\^\d+", fault[2])
