@@ -22,6 +22,8 @@ class Peek:
 
         Syncs: no on CUDA and XPU; elsewhere one read every `interval` calls.
         """
+        if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # a captured graph has no host to tell
         if flag.device.type not in ("cuda", "xpu"):
             self._count += 1
             return self._count % self._interval == 0 and bool(flag)

@@ -62,9 +62,9 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
     scale, floor = float(entries["scale"]), entries.get("min_scale", own.config.min_scale)
     if not (math.isfinite(scale) and scale > 0 and scale >= floor):
         raise CheckpointError(
-            f"load_state_dict() got scale={scale:g}, below the floor min_scale={floor:g}: the run that saved it had "
-            "lost its gradients. Start with a fresh GradScaler, or write GradScaler(min_scale=...) if the small scale "
-            "is meant."
+            f"load_state_dict() got scale={scale:g}, and a scale is finite and at least min_scale={floor:g}. Below it "
+            "the run that saved it had lost its gradients: start with a fresh GradScaler, or write "
+            "GradScaler(min_scale=...) if so small a scale is meant."
         )
     try:
         config = ScalingConfig(

@@ -1,0 +1,42 @@
+"""A flag read without waiting: here the way of devices that have no events; CUDA's is in test_scaler_cuda."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mezzo.errors import LossScaleExhausted
+from mezzo.scaling import GradScaler
+from mezzo.scaling.peek import Peek
+
+
+def test_every_few_flags_one_is_read() -> None:
+    peek = Peek(interval=3)
+    assert [peek.ask(torch.tensor(True)) for _ in range(7)] == [False, False, True, False, False, True, False]
+    assert [Peek(interval=1).ask(torch.tensor(flag)) for flag in (True, False)] == [True, False]
+
+
+def overflow(scaler: GradScaler, factor: float = math.inf) -> Tensor:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5, fused=True)
+    scaler.scale((param * factor).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return param.detach()
+
+
+def test_exhaustion_nobody_read_is_raised_late_and_not_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S6 for optimizers that skip on an accelerator, imitated by never taking the way that reads at once."""
+    monkeypatch.setattr(GradScaler, "_reads", lambda scaler, states, verdict: scaler._peek.ask(verdict))
+    scaler = GradScaler("cpu", patience=2)
+    scaler._peek = Peek(interval=8)
+    for _ in range(7):
+        assert overflow(scaler).tolist() == [1.0, 1.0]
+    with pytest.raises(LossScaleExhausted, match="8 steps in a row"):
+        overflow(scaler)
+    for number in range(8):
+        overflow(scaler, math.inf if number < 7 else 1.0)
+    assert scaler.skipped_in_a_row == 0
