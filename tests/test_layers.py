@@ -7,7 +7,7 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 ORDER = [
-    "errors", "formats", "policy", "casting", "scaling", "kernels", "optim", "step", "dist", "diagnose",
+    "errors", "formats", "policy", "casting", "scaling", "kernels", "optim", "dist", "step", "diagnose",
     "tune", "integrations", "train", "bench", "cli",
 ]  # fmt: skip
 

@@ -1,0 +1,3 @@
+"""The same decisions on every rank, over torch.distributed."""
+
+from .agree import Agreement as Agreement
