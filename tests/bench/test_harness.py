@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from mezzo.bench import Plan, Result, measure
 from mezzo.bench.harness import Worker, schedule
+from mezzo.bench.plan import CEILINGS
 from mezzo.bench.recipe import Recipe
 from mezzo.bench.result import from_json
-from mezzo.bench.worker import CEILINGS
 from mezzo.errors import BenchError
 
 SMALL = Recipe(batch_size=8, in_size=16, out_size=4, num_layers=3, num_batches=2, epochs=2)

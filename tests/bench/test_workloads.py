@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from mezzo.bench.inference import DecoderLayer, Inference
 from mezzo.bench.lora import Lora, LoraLinear
 from mezzo.bench.overhead import Overhead
 from mezzo.bench.recipe import Recipe
+from mezzo.bench.reviews import Reviews
 from mezzo.bench.scaling import Scaling
-from mezzo.bench.step import MATRIX, Step, make_parameters
+from mezzo.bench.step import MATRIX, GivenGradients, Step
+from mezzo.bench.text import Text, review_batches
 from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.workload import WORKLOADS, Point, Setting, Workload, find_workload
 from mezzo.errors import BenchError
+from mezzo.train.config import TrainConfig
+from mezzo.train.data import Corpus, load_corpus
 
 CPU = torch.device("cpu")
 SETTING = Setting(device=CPU, dtype=torch.bfloat16)
@@ -32,9 +38,15 @@ SMALL: dict[str, Workload] = {
         width=16, batch=4, depth=2, widths=(8, 16), batches=(4, 8), depths=(2, 3), parameter_widths=(8, 16), steps=1
     ),
     "step": Step(parameters=(1000, 2 * MATRIX * MATRIX + 5), steps=2),
+    "text": Text(layers=1, width=64, batch_size=2, tokens=8, num_batches=2, steps=2, vocabulary=6000),
 }
 POINTS = [pytest.param(point, id=f"{name}: {point.label}") for name, small in SMALL.items() for point in small.points()]
 MULTIPLYING = [param for param in POINTS if not param.id.startswith("step")]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return load_corpus(TrainConfig())
 
 
 def loss(workload: Workload, variant: Variant, rounds: int = 2) -> float:
@@ -46,7 +58,7 @@ def loss(workload: Workload, variant: Variant, rounds: int = 2) -> float:
 
 
 def test_every_workload_is_tried() -> None:
-    assert set(SMALL) == set(WORKLOADS) - {"text"}
+    assert set(SMALL) | {"reviews"} == set(WORKLOADS)
     assert {name: type(small) for name, small in SMALL.items()} == {name: find_workload(name) for name in SMALL}
 
 
@@ -80,6 +92,13 @@ def test_mezzos_drop_in_is_torchs_bit_for_bit(point: Point) -> None:
         assert loss(point.workload, VARIANTS[f"mezzo-{kind}"]) == loss(point.workload, VARIANTS[f"torch-{kind}"])
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_default_variants_run(name: str) -> None:
+    small = SMALL[name]
+    for variant in small.default_variants(CPU):
+        assert math.isfinite(loss(small.points()[0].workload, VARIANTS[variant], rounds=1))
+
+
 @pytest.mark.parametrize("point", [p for p in POINTS if p.id.startswith(("lora", "inference"))])
 def test_copies_that_last_change_no_bit(point: Point) -> None:
     assert loss(point.workload, VARIANTS["mezzo-persistent"]) == loss(point.workload, VARIANTS["mezzo-autocast"])
@@ -99,7 +118,51 @@ def test_unscaling_and_clipping_at_one_leave_the_step_as_it_is(point: Point) -> 
 
 @pytest.mark.parametrize("count", [5, MATRIX * MATRIX, 2 * MATRIX * MATRIX + 5])
 def test_parameters_are_as_many_as_asked(count: int) -> None:
-    assert sum(p.numel() for p in make_parameters(count, CPU)) == count
+    model = GivenGradients(count)
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_given_gradients_are_handed_over_without_a_copy() -> None:
+    model = GivenGradients(2 * MATRIX * MATRIX)
+    for _ in range(2):
+        model().backward()
+        assert [p.grad.data_ptr() for p in model.parameters()] == [g.data_ptr() for g in model._gradients]
+        model.zero_grad()
+    model.to(torch.bfloat16)
+    assert GivenGradients(5).to(torch.bfloat16)().dtype is torch.float32
+
+
+def test_batches_are_the_reviews(corpus: Corpus) -> None:
+    size = SMALL["text"].size
+    batches = review_batches(size, 3, 16, 2, CPU)
+    assert [[part.shape for part in batch] for batch in batches] == [[(3, 16), (3, 16), (3,)]] * 2
+    labels = [label for batch in batches for label in batch[2].tolist()]
+    assert labels == [corpus.labels.index(row.label) for row in corpus.train[:6]]
+    for ids, mask, _ in batches:
+        assert torch.equal(mask.bool(), ids != 0)
+        assert int(ids.max()) < size.vocabulary
+        assert bool((mask.diff(dim=1) <= 0).all())
+
+
+def test_a_whole_training(tmp_path: Path) -> None:
+    words = {"good": "pos", "bad": "neg"}
+    rows = [f"a {word} thing number {n}\t{label}" for n in range(60) for word, label in words.items()]
+    (tmp_path / "data.tsv").write_text("\n".join(["text\tlabel", *rows]), encoding="utf-8")
+    small = Reviews(data=str(tmp_path / "data.tsv"), folder=str(tmp_path / "runs"), epochs=1)
+    found = {}
+    for name in ("fp32", "mezzo-amp"):
+        session = small.build(VARIANTS[name], SETTING)
+        session.warm_up()
+        assert session.run().item() > 0
+        assert session.own_seconds() > 0
+        found[name] = session.measures()
+        assert (tmp_path / "runs" / name / "curves.png").exists()
+    assert all(0 <= one["accuracy"] <= 1 and one["skipped steps"] == 0 for one in found.values())
+
+
+def test_the_training_system_has_two_variants() -> None:
+    with pytest.raises(BenchError, match="runs as fp32 or mezzo-amp, not as torch-amp; name one of them"):
+        Reviews().build(VARIANTS["torch-amp"], SETTING)
 
 
 def test_only_the_adapters_train() -> None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import BenchError
 from .floor import Phase
+
+IMPORTS = ("transformers.models.bert.modeling_bert",)
+"""What a workload with a BERT loads ahead of its memory's baseline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,17 +69,12 @@ class BertLogits(nn.Module):
 
     Args:
         size: its numbers; weights are drawn from torch's random state.
-
-    Raises:
-        BenchError: the transformers library is missing.
     """
 
     def __init__(self, size: BertSize) -> None:
         super().__init__()
-        try:
-            from transformers import BertConfig, BertForSequenceClassification
-        except ImportError:
-            raise BenchError("this workload needs the transformers library; pip install 'mezzo[text]'.") from None
+        from transformers import BertConfig, BertForSequenceClassification
+
         config = BertConfig(
             vocab_size=size.vocabulary, hidden_size=size.width, num_hidden_layers=size.layers,
             num_attention_heads=size.heads, intermediate_size=size.forward_width,
@@ -96,3 +93,9 @@ def random_tokens(size: BertSize, batch: int, tokens: int, device: torch.device)
     """Return random token numbers and a mask of ones, both int64 [batch, tokens]."""
     ids = torch.randint(size.vocabulary, (batch, tokens), device=device)
     return ids, torch.ones_like(ids)
+
+
+def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return the cross entropy of token numbers, mask and labels, shape ()."""
+    ids, mask, labels = batch
+    return nn.functional.cross_entropy(model(ids, mask).float(), labels)

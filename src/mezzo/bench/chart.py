@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .floor import floor_seconds
 from .result import Measurement, Result
 from .table import in_bytes, in_seconds, points_of, title
 
@@ -19,6 +20,7 @@ COLOURS = {
     "torch-16bit": "#9467bd",
     "accelerate": "#98df8a", "fabric": "#2ca02c",
 }  # fmt: skip
+FLOOR_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c")
 
 
 def _colour(variant: str) -> str:
@@ -74,21 +76,20 @@ def _lines(axes: Axes, result: Result, labels: Sequence[str], axis: str) -> None
     sizes = [result.floors[label].value for label in labels]
     for variant in dict.fromkeys(m.variant for m in result.measurements):
         found = [result.at(label)[variant] for label in labels]
-        dash = ":" if variant.endswith("+compile") else "-"
-        axes.plot(
-            sizes, [m.median / m.units for m in found], dash, marker="o", ms=4, color=_colour(variant), label=variant
-        )
-        axes.fill_between(
-            sizes,
-            [m.low / m.units for m in found],
-            [m.high / m.units for m in found],
-            color=_colour(variant),
-            alpha=0.15,
-        )
+        mark, colour = ("s:" if variant.endswith("+compile") else "o-"), _colour(variant)
+        axes.plot(sizes, [m.median / m.units for m in found], mark, ms=4, color=colour, label=variant)
+        low, high = [m.low / m.units for m in found], [m.high / m.units for m in found]
+        axes.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
+    for name, colour in zip(result.floors[labels[0]].phases, FLOOR_COLOURS, strict=False):
+        least = [floor_seconds(result.floors[label].phases[name], result.ceilings, name) for label in labels]
+        axes.plot(sizes, least, "--", lw=1, color=colour, label=f"floor, {name}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.yaxis.set_major_formatter(lambda seconds, _: in_seconds(seconds))
+    axes.yaxis.set_minor_formatter(lambda *_: "")
     axes.set_xlabel(axis)
-    axes.set_ylabel(f"seconds a {result.unit}")
+    axes.set_ylabel(f"time a {result.unit}")
     axes.grid(alpha=0.3)
 
 

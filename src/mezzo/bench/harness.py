@@ -19,10 +19,9 @@ from typing import Any
 from ..errors import BenchError
 from .floor import Ceilings
 from .machine import describe_machine
-from .plan import Plan
+from .plan import CEILINGS, Plan
 from .result import Measurement, PointFloor, Result
 from .variant import find_variant
-from .worker import CEILINGS
 from .workload import WORKLOADS, Point, Workload
 
 Progress = Callable[[str, int, int], None]
@@ -45,21 +44,23 @@ class Worker:
 
     Args:
         job: what `mezzo.bench.worker` is to serve.
+        talks: its standard error is this process's own; otherwise it goes to a log that is kept after an error.
 
     Raises:
         BenchError: from `ask`, if the process reports an error or dies.
     """
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, job: Mapping[str, Any], *, talks: bool = False) -> None:
         self.variant: str = job["variant"]
         self._file = tempfile.NamedTemporaryFile(
             "w+", prefix=f"mezzo-bench-{self.variant}-", suffix=".log", delete=False
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mezzo.bench.worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._file, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if talks else self._file, text=True,
         )  # fmt: skip
         self.pid, self.log = self._process.pid, Path(self._file.name)
+        self._talks = talks
         self._failed = False
         self.send(json.dumps(job))
 
@@ -72,7 +73,7 @@ class Worker:
         self._process.kill()
         self._process.communicate()
         self._file.close()
-        if not self._failed:
+        if self._talks or not self._failed:
             self.log.unlink()
 
     def send(self, line: str) -> None:
@@ -93,7 +94,8 @@ class Worker:
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._cause_of_death()}
         if "error" in answer:
             self._failed = True
-            raise BenchError(f"variant {self.variant} failed: {answer['error']} (full log: {self.log})")
+            log = "" if self._talks else f" (full log: {self.log})"
+            raise BenchError(f"variant {self.variant} failed: {answer['error']}{log}")
         return answer
 
     def ask(self, line: str) -> dict[str, Any]:
@@ -166,7 +168,10 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with contextlib.ExitStack() as stack:
         # They start side by side, untimed; nothing runs beside a sample.
-        workers = [stack.enter_context(Worker({**job, "variant": name})) for name in (*plan.variants, CEILINGS)]
+        workers = [
+            stack.enter_context(Worker({**job, "variant": name}, talks=workload.talks))
+            for name in (*plan.variants, CEILINGS)
+        ]
         threads = {worker.variant: worker.receive()["threads"] for worker in workers}
         asked = {worker.variant: worker for worker in workers}
         for done, (point, _, variant) in enumerate(order):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .bert import BertLogits, BertSize, random_tokens
+from .bert import IMPORTS, BertLogits, BertSize, random_tokens
 from .floor import Phase
 from .training import forward
 from .variant import Variant, those_that_run
@@ -66,6 +66,7 @@ class Inference(Workload):
     """
 
     unit: ClassVar[str] = "forward"
+    imports: ClassVar[tuple[str, ...]] = IMPORTS
     tests: ClassVar[tuple[str, ...]] = ("tests/casting",)
 
     models: tuple[str, ...] = MODELS
@@ -85,7 +86,15 @@ class Inference(Workload):
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the regions, and what a model converted by hand would take."""
-        names = ("fp32", "tf32", "torch-autocast", "mezzo-autocast", "mezzo-persistent", "torch-16bit")
+        names = (
+            "fp32",
+            "tf32",
+            "torch-autocast",
+            "mezzo-autocast",
+            "mezzo-persistent",
+            "mezzo-prepared",
+            "torch-16bit",
+        )
         return those_that_run(names, device)
 
     def check(self) -> None:

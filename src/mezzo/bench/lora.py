@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .floor import Phase
 from .recipe import Batch, mean_squared_error
-from .training import training_step
+from .training import Training, training_step
 from .variant import Variant, those_that_run
 from .workload import Point, Session, Setting, Workload
 
@@ -54,7 +54,7 @@ class Lora(Workload):
         lr: learning rate of AdamW.
     """
 
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting",)
+    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
 
     width: int = 4096
     layers: int = 4
@@ -71,7 +71,8 @@ class Lora(Workload):
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the regions with and without copies that last."""
-        return those_that_run(("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-amp", "mezzo-persistent"), device)
+        names = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-amp", "mezzo-persistent", "mezzo-prepared")
+        return those_that_run(names, device)
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each batch size."""
@@ -89,9 +90,8 @@ class Lora(Workload):
             torch.randn(self.batches[0], self.width, device=setting.device),
             torch.randn(self.batches[0], self.width, device=setting.device),
         )
-        step = training_step(
-            variant, setting, model, lambda w: torch.optim.AdamW(w, lr=self.lr, fused=True), mean_squared_error
-        )
+        training = Training(optimizer="AdamW", lr=self.lr, cache="persistent")
+        step = training_step(variant, setting, model, mean_squared_error, training)
 
         def run(times: int) -> Tensor:
             for _ in range(times):

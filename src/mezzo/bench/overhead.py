@@ -9,21 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from .bert import BertLogits, BertSize, random_tokens
+from .bert import IMPORTS, BertLogits, BertSize, classification_loss, random_tokens
 from .floor import Phase
-from .training import forward, training_step
+from .training import Training, forward, training_step
 from .variant import Variant, those_that_run
 from .workload import Point, Session, Setting, Workload
 
 WARM_UP_STEPS = 5
 MODES = ("train", "eval")
-Batch = tuple[Tensor, Tensor, Tensor]
-
-
-def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the cross entropy of token numbers, mask and labels, shape ()."""
-    ids, mask, labels = batch
-    return nn.functional.cross_entropy(model(ids, mask), labels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +33,8 @@ class Overhead(Workload):
         modes: train, eval, or both.
     """
 
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting",)
+    imports: ClassVar[tuple[str, ...]] = IMPORTS
+    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
 
     layers: int = 12
     width: int = 64
@@ -58,7 +52,8 @@ class Overhead(Workload):
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the regions and steps whose overhead counts."""
-        return those_that_run(("fp32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp"), device)
+        names = ("fp32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp", "mezzo-prepared")
+        return those_that_run(names, device)
 
     def check(self) -> None:
         """Refuse numbers that make no BERT, and modes that do not exist."""
@@ -87,9 +82,8 @@ class Overhead(Workload):
             def one() -> Tensor:
                 return nn.functional.cross_entropy(call(ids, mask).float(), labels)
         else:
-            step = training_step(
-                variant, setting, model, lambda w: torch.optim.AdamW(w, lr=3e-5, fused=True), classification_loss
-            )
+            training = Training(optimizer="AdamW", lr=3e-5, weight_decay=0.01)
+            step = training_step(variant, setting, model, classification_loss, training)
 
             def one() -> Tensor:
                 return step((ids, mask, labels))

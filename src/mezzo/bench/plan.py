@@ -11,6 +11,9 @@ from ..formats import LOW_DTYPES, parse_dtype
 from .variant import find_variant
 from .workload import Setting
 
+CEILINGS = "ceilings"
+"""Stands where a variant stands, for the process that measures the machine instead."""
+
 
 def parse_device(name: str) -> torch.device:
     """Return the device a name stands for.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .floor import Phase
-from .training import training_step
+from .training import Training, training_step
 from .variant import Variant, those_that_run
 from .workload import Point, Session, Setting, Workload
 
@@ -48,7 +48,7 @@ class Recipe(Workload):
     Source: PyTorch Recipes, Automatic Mixed Precision, for the network and its numbers.
     """
 
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting",)
+    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
 
     batch_size: int = 512
     in_size: int = 4096
@@ -67,8 +67,8 @@ class Recipe(Workload):
 
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return default precision, region alone, and region with scaler, torch's and mezzo's."""
-        names = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp")
+        """Return default precision, region alone, region with scaler, torch's and mezzo's, and prepared."""
+        names = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp", "mezzo-prepared")
         return those_that_run(names, device)
 
     def points(self) -> tuple[Point, ...]:
@@ -97,13 +97,8 @@ class Recipe(Workload):
             )
             for _ in range(self.num_batches)
         ]
-        step = training_step(
-            variant,
-            setting,
-            model,
-            lambda weights: torch.optim.SGD(weights, lr=self.lr, fused=True),
-            mean_squared_error,
-        )
+        training = Training(optimizer="SGD", lr=self.lr)
+        step = training_step(variant, setting, model, mean_squared_error, training)
 
         def run() -> Tensor:
             for _ in range(self.epochs):

@@ -31,7 +31,7 @@ class Scaling(Workload):
         steps: steps in a round.
     """
 
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting",)
+    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
 
     width: int = 2048
     batch: int = 512
@@ -54,8 +54,8 @@ class Scaling(Workload):
 
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return default precision, torch.amp and mezzo's drop-in."""
-        return those_that_run(("fp32", "tf32", "torch-amp", "mezzo-amp"), device)
+        """Return default precision, torch.amp, mezzo's drop-in and prepared."""
+        return those_that_run(("fp32", "tf32", "torch-amp", "mezzo-amp", "mezzo-prepared"), device)
 
     def _at(self, width: int, batch: int, depth: int) -> Scaling:
         return dataclasses.replace(self, width=width, batch=batch, depth=depth)

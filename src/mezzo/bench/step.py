@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..scaling import GradScaler
 from .floor import Phase
-from .training import scaler_of
+from .training import Training, training_step
 from .variant import Variant, those_that_run
 from .workload import Point, Session, Setting, Workload
 
@@ -23,12 +22,40 @@ MATRIX = 1024
 NEVER_CLIPPED = 1e6
 
 
-def make_parameters(count: int, device: torch.device) -> nn.ParameterList:
-    """Return fp32 parameters of `count` elements in all: square matrices, and one vector for what is left."""
-    square = MATRIX * MATRIX
-    shapes: list[tuple[int, ...]] = [(MATRIX, MATRIX)] * (count // square)
-    shapes += [(count % square,)] if count % square else []
-    return nn.ParameterList(nn.Parameter(torch.randn(shape, device=device).mul_(0.02)) for shape in shapes)
+class _Given(torch.autograd.Function):
+    """A loss whose gradients are given: its backward hands out tensors over their memory and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return weights[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(gradient.detach() for gradient in ctx.gradients))
+
+
+class GivenGradients(nn.Module):
+    """Square linear layers, and one for what is left, whose gradients are drawn once and never change.
+
+    Args:
+        count: number of weights in all.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        square = MATRIX * MATRIX
+        shapes = [(MATRIX, MATRIX)] * (count // square) + [(count % square, 1)] * (count % square > 0)
+        self.layers = nn.ModuleList(nn.Linear(wide, out, bias=False) for wide, out in shapes)
+        self._gradients: list[Tensor] = []
+
+    def forward(self) -> Tensor:
+        """Return a loss of 0 with its gradients, in the dtype the weights are stored in; shape (), fp32."""
+        weights = list(self.parameters())
+        if not self._gradients:
+            self._gradients = [(torch.randn_like(w, dtype=torch.float32) * 1e-3).to(w.dtype) for w in weights]
+        loss: Tensor = _Given.apply(self._gradients, *weights)  # type: ignore[no-untyped-call]  # torch's own
+        return loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +68,7 @@ class Step(Workload):
     """
 
     resident: ClassVar[bool] = False
-    tests: ClassVar[tuple[str, ...]] = ("tests/optim", "tests/kernels")
+    tests: ClassVar[tuple[str, ...]] = ("tests/scaling", "tests/optim", "tests/kernels", "tests/step")
 
     parameters: tuple[int, ...] = (10**7, 10**8, 10**9)
     steps: int = 20
@@ -53,8 +80,8 @@ class Step(Workload):
 
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return the step without scaling, and with either GradScaler."""
-        return those_that_run(("fp32", "torch-amp", "mezzo-amp"), device)
+        """Return the step without scaling, with either GradScaler, and prepared."""
+        return those_that_run(("fp32", "torch-amp", "mezzo-amp", "mezzo-prepared"), device)
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each number of parameters."""
@@ -69,43 +96,19 @@ class Step(Workload):
         )
 
     def build(self, variant: Variant, setting: Setting) -> Session:
-        """Return seeded parameters with gradients, and their step. Writes: torch's random state."""
+        """Return seeded weights with gradients, and their step. Writes: torch's random state."""
         torch.manual_seed(setting.seed)
-        weights = make_parameters(self.parameters[0], setting.device)
-        gradients = [torch.randn_like(weight).mul_(1e-3) for weight in weights]
-        one = self._step(variant, setting, weights)
+        model = GivenGradients(self.parameters[0]).to(setting.device)
+        training = Training(optimizer="AdamW", lr=1e-4, weight_decay=0.01, max_norm=NEVER_CLIPPED, init_scale=1.0)
+        step = training_step(variant, setting, model, lambda given, _: given(), training)
 
         def run(times: int) -> Tensor:
             for _ in range(times):
-                for weight, gradient in zip(weights, gradients, strict=True):
-                    weight.grad = gradient.detach()  # a new tensor over the same memory, as if from a new backward
-                one()
-            first: Tensor = weights[0].detach()[:1].float()
+                step(None)
+            first: Tensor = next(model.parameters()).detach()[:1].float()
             return first.square().mean()
 
         return Session(warm_up=lambda: run(WARM_UP_STEPS), run=lambda: run(self.steps), units=self.steps)
-
-    def _step(self, variant: Variant, setting: Setting, weights: nn.ParameterList) -> Callable[[], object]:
-        optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=True)
-        scaler = scaler_of(variant, setting, init_scale=1.0)
-
-        def plain() -> None:
-            nn.utils.clip_grad_norm_(weights, NEVER_CLIPPED)
-            optimizer.step()
-
-        def scaled() -> None:
-            assert scaler is not None
-            if isinstance(scaler, GradScaler):
-                scaler.mark_scaled(optimizer)  # no backward pass of a scaled loss left these gradients
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(weights, NEVER_CLIPPED)
-            scaler.step(optimizer)
-            scaler.update()
-
-        if scaler is None:
-            return plain
-        scaler.scale(torch.zeros((), device=setting.device))  # the first call puts the scale on the device
-        return scaled
 
     def floor(self, number_format: str) -> tuple[Phase, ...]:
         """Return one pass for the norm and one for the update; nothing smaller knows the norm before it clips.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from .result import Measurement, Result
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 MISSING = "-"
@@ -130,16 +131,21 @@ def rich_table(result: Result) -> Table:
     return table
 
 
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table however narrow the terminal: a figure cut off is worse than a line too long. Writes: the console."""
+    from rich.measure import Measurement as Width
+
+    needed = Width.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
+
+
 def print_result(result: Result, file: TextIO | None = None) -> None:
     """Print the table of a result with its footnotes: coloured on a terminal, plain in a pipe. Writes: `file`."""
     from rich.console import Console
-    from rich.measure import Measurement as Width
 
     console = Console(file=file or sys.stdout)
-    table = rich_table(result)
-    needed = Width.get(console, console.options.update(max_width=1000), table).maximum
-    console.width = max(console.width, needed)  # a figure cut off is worse than a line too long
-    console.print(table)
+    print_whole(console, rich_table(result))
     for note in footnotes(result):
         console.print(note, highlight=False, soft_wrap=True)
 

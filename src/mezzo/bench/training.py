@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .. import optim
 from ..casting import autocast
+from ..formats import dtype_name
+from ..policy import Policy
+from ..policy.parts import CacheName
 from ..scaling import GradScaler
+from ..step import prepare
 from .variant import Variant
 from .workload import Setting
 
 Batch = TypeVar("Batch")
-Parameters = list[nn.Parameter]
+StepOf = Callable[[Batch], Tensor]
+LossOf = Callable[[nn.Module, Batch], Tensor]
+INIT_SCALE = 2.0**16
 
 
 class Scaler(Protocol):
@@ -34,6 +42,41 @@ class Scaler(Protocol):
         """Move the scale."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """How a workload trains, whatever the variant.
+
+    Attributes:
+        optimizer: AdamW or SGD.
+        lr: its learning rate.
+        weight_decay: on matrices; vectors are not decayed.
+        max_norm: gradients are clipped to this norm; not at all when None.
+        init_scale: first loss scale of the variants that have one.
+        cache: how long a prepared model keeps 16-bit copies of fp32 weights.
+    """
+
+    optimizer: Literal["AdamW", "SGD"]
+    lr: float
+    weight_decay: float = 0.0
+    max_norm: float | None = None
+    init_scale: float = INIT_SCALE
+    cache: CacheName = "region"
+
+    def make_optimizer(self, model: nn.Module, policy: Policy | None) -> torch.optim.Optimizer:
+        """Return torch's fused optimizer; mezzo's for a policy with 16-bit weights."""
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        if policy is not None and policy.master != "none":
+            own = optim.AdamW if self.optimizer == "AdamW" else optim.SGD
+            return own(groups, lr=self.lr, master=policy.master)
+        torchs = torch.optim.AdamW if self.optimizer == "AdamW" else torch.optim.SGD
+        return torchs(groups, lr=self.lr, fused=True)
+
+
 def region_of(variant: Variant, setting: Setting) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """Return what makes the region of a variant, anew for each step as a training loop does."""
     kind = setting.device.type
@@ -44,8 +87,8 @@ def region_of(variant: Variant, setting: Setting) -> Callable[[], contextlib.Abs
     return contextlib.nullcontext
 
 
-def scaler_of(variant: Variant, setting: Setting, init_scale: float = 2.0**16) -> Scaler | None:
-    """Return the loss scaler of a variant, or None. An initial scale of 1 never grows within a benchmark."""
+def scaler_of(variant: Variant, setting: Setting, init_scale: float = INIT_SCALE) -> Scaler | None:
+    """Return the loss scaler of a variant, or None."""
     kind = setting.device.type
     if variant.scaler == "torch":
         return torch.amp.GradScaler(kind, init_scale, enabled=variant.enabled)
@@ -55,23 +98,16 @@ def scaler_of(variant: Variant, setting: Setting, init_scale: float = 2.0**16) -
 
 
 def training_step(
-    variant: Variant,
-    setting: Setting,
-    model: nn.Module,
-    make_optimizer: Callable[[Parameters], torch.optim.Optimizer],
-    loss_of: Callable[[nn.Module, Batch], Tensor],
-    *,
-    max_norm: float | None = None,
-) -> Callable[[Batch], Tensor]:
+    variant: Variant, setting: Setting, model: nn.Module, loss_of: LossOf[Batch], training: Training
+) -> StepOf[Batch]:
     """Return the training step of a variant.
 
     Args:
         variant: how to train.
         setting: device and 16-bit dtype.
         model: fp32, on the device; trained in place.
-        make_optimizer: makes the optimizer of the trainable parameters.
         loss_of: forward and loss of one batch.
-        max_norm: gradients are clipped to this norm; not at all when None.
+        training: optimizer and clipping.
 
     Returns:
         A function of a batch that steps once and returns the detached loss, shape (), unread.
@@ -80,39 +116,81 @@ def training_step(
     """
     if variant.pure:
         model.to(setting.dtype)
+    if variant.prepared:
+        return _prepared(variant, setting, model, loss_of, training)
+    if variant.wrapper != "none":
+        from . import peers
+
+        optimizer = training.make_optimizer(model, None)
+        return peers.STEPS[variant.wrapper](setting, model, optimizer, loss_of, training.max_norm)
     if variant.compiled:
         model.compile()
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trainable)
-    region, scaler = region_of(variant, setting), scaler_of(variant, setting)
+    optimizer = training.make_optimizer(model, None)
+    region, scaler = region_of(variant, setting), scaler_of(variant, setting, training.init_scale)
+    if scaler is None:
+        return _plain(model, optimizer, loss_of, region, training.max_norm)
+    return _scaled(model, optimizer, loss_of, region, scaler, training.max_norm)
 
-    def clip() -> None:
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(trainable, max_norm)
 
-    def plain(batch: Batch) -> Tensor:
+def _prepared(
+    variant: Variant, setting: Setting, model: nn.Module, loss_of: LossOf[Batch], training: Training
+) -> StepOf[Batch]:
+    policy = Policy.parse(f"{dtype_name(setting.dtype)}-master")
+    amp = prepare(model, training.make_optimizer(model, policy), policy, cache=training.cache)
+    if variant.compiled:
+        model.compile()
+
+    def step(batch: Batch) -> Tensor:
+        loss = loss_of(model, batch)
+        amp.backward(loss)
+        amp.step(max_norm=training.max_norm)
+        amp.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: LossOf[Batch],
+    region: Callable[[], contextlib.AbstractContextManager[object]],
+    max_norm: float | None,
+) -> StepOf[Batch]:
+    def step(batch: Batch) -> Tensor:
         with region():
             loss = loss_of(model, batch)
         torch.autograd.backward(loss)
-        clip()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def scaled(batch: Batch) -> Tensor:
-        assert scaler is not None
+    return step
+
+
+def _scaled(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: LossOf[Batch],
+    region: Callable[[], contextlib.AbstractContextManager[object]],
+    scaler: Scaler,
+    max_norm: float | None,
+) -> StepOf[Batch]:
+    def step(batch: Batch) -> Tensor:
         with region():
             loss = loss_of(model, batch)
         torch.autograd.backward(scaler.scale(loss))
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            clip()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return scaled if scaler is not None else plain
+    return step
 
 
 def forward(variant: Variant, setting: Setting, model: nn.Module) -> Callable[..., Tensor]:
@@ -128,6 +206,8 @@ def forward(variant: Variant, setting: Setting, model: nn.Module) -> Callable[..
     model.eval()
     if variant.pure:
         model.to(setting.dtype)
+    if variant.prepared:
+        prepare(model, None, dtype_name(setting.dtype), cache="persistent")
     if variant.compiled:
         model.compile()
     region = region_of(variant, setting)

@@ -13,19 +13,17 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any, TextIO
 
 import torch
 
-from ..errors import MezzoError
+from ..errors import BenchError, MezzoError
 from .ceilings import measure_ceilings, synchronize
 from .memory import PeakMemory, load_code
-from .plan import Plan
+from .plan import CEILINGS, Plan
 from .variant import find_variant
 from .workload import Point, Session, Workload, find_workload
-
-CEILINGS = "ceilings"
-"""The job that measures the machine instead of a variant."""
 
 
 def seconds_of_rounds(session: Session, device: torch.device) -> Iterator[tuple[float, float]]:
@@ -37,7 +35,8 @@ def seconds_of_rounds(session: Session, device: torch.device) -> Iterator[tuple[
         start = time.perf_counter()
         loss = session.run()
         synchronize(device)
-        yield time.perf_counter() - start, loss.item()
+        seconds = time.perf_counter() - start
+        yield session.own_seconds() if session.own_seconds else seconds, loss.item()
 
 
 class VariantWorker:
@@ -47,6 +46,9 @@ class VariantWorker:
         plan: the setting.
         workload: the workload with its numbers.
         variant: name of the variant.
+
+    Raises:
+        BenchError: a library the workload needs is missing.
     """
 
     def __init__(self, plan: Plan, workload: Workload, variant: str) -> None:
@@ -55,6 +57,11 @@ class VariantWorker:
         self._resident = workload.resident
         self._points: dict[str, Point] = {point.label: point for point in workload.points()}
         self._drop()
+        for module in workload.imports:
+            try:
+                import_module(module)
+            except ImportError:
+                raise BenchError(f"this workload needs {module.split('.')[0]}; pip install 'mezzo[text]'.") from None
         load_code(self._setting.device, self._setting.dtype)
 
     def _drop(self) -> None:

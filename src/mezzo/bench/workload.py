@@ -18,11 +18,13 @@ from .variant import Variant
 
 WORKLOADS = {
     "recipe": ("Recipe", "linear layers trained as in the published AMP recipe"),
+    "text": ("Text", "fine-tuning steps of a BERT classifier on real texts"),
     "inference": ("Inference", "forwards of a decoder layer or BERT with fp32 weights, by batch size"),
     "lora": ("Lora", "training low-rank adapters on frozen layers"),
     "step": ("Step", "unscaling, clipping and AdamW alone, by number of parameters"),
     "overhead": ("Overhead", "a model so small that only launching its ops costs time"),
     "scaling": ("Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
+    "reviews": ("Reviews", "a whole training of the text classifier, with its accuracy"),
 }
 
 
@@ -50,6 +52,7 @@ class Session:
         run: the timed unit; returns the last loss, shape (), without reading it.
         units: how many steps or forwards one `run` does.
         data_bytes: bytes of the batches kept on the device.
+        own_seconds: what counts of the last `run`, where not all of it does.
         measures: called once after all rounds of timing; what else there is to report, by name.
     """
 
@@ -57,6 +60,7 @@ class Session:
     run: Callable[[], Tensor]
     units: int = 1
     data_bytes: int = 0
+    own_seconds: Callable[[], float] | None = None
     measures: Callable[[], dict[str, float]] = field(default=dict)
 
 
@@ -85,6 +89,10 @@ class Workload(abc.ABC):
     """What one of `Session.units` is."""
     resident: ClassVar[bool] = True
     """Whether every variant may stay in memory while another is timed."""
+    imports: ClassVar[tuple[str, ...]] = ()
+    """Modules loaded before the memory of a variant is watched."""
+    talks: ClassVar[bool] = False
+    """Whether its processes show their own progress on standard error."""
     tests: ClassVar[tuple[str, ...]] = ()
     """Test paths that must be green before the workload is timed."""
 

@@ -114,7 +114,7 @@ def _progress_bar() -> Bar:
 
 def measured(workload: Workload, plan: Plan, tests: str) -> Result:
     """Return the result of a workload, with a progress bar on a terminal. Writes: standard error."""
-    bar = _progress_bar() if sys.stderr.isatty() else None
+    bar = _progress_bar() if sys.stderr.isatty() and not workload.talks else None
     with bar or nullcontext():
         progress: Progress | None = None
         if bar is not None:

@@ -1,0 +1,122 @@
+"""`mezzo demo`: the recipe, then a text classifier in fp32 and in mixed precision, then one table of both."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..bench.plan import Plan, default_device, parse_device
+from ..bench.recipe import Recipe
+from ..bench.result import Measurement, Result
+from ..bench.reviews import VARIANTS, Reviews
+from ..bench.table import footnotes, header, machine_name, print_whole, row
+from ..formats import dtype_name, native_support
+from ..policy import Policy
+from .bench import measured, save
+
+NOT_TESTED = "not run: a demonstration"
+COLUMNS = ("time", "faster than fp32", "peak memory", "of fp32's", "loss")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of `mezzo demo`.
+
+    Attributes:
+        out: folder for runs, figures and pictures.
+        device: cpu or cuda.
+        rounds: how often the recipe is timed.
+        rows: training rows of the text classifier at most.
+        json: print the results as JSON instead of the table.
+    """
+
+    out: Path = Path("runs/demo")
+    device: str = "cpu"
+    rounds: int = 3
+    rows: int = 100_000
+    json: bool = False
+
+
+def low_dtype(device: torch.device) -> torch.dtype:
+    """Return the 16-bit dtype that mixed precision takes on a device: that of policy auto, else bf16. Syncs: no."""
+    chosen = Policy.parse("auto").resolve(device).compute
+    return torch.bfloat16 if chosen in (None, torch.float32) else chosen
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure_both(options: Options) -> tuple[Result, Result]:
+    """Return the recipe and the whole training, fp32 beside mixed precision. Writes: `options.out`, standard error."""
+    device = parse_device(options.device)
+    plan = Plan(
+        variants=Recipe.default_variants(device), rounds=options.rounds, device=options.device,
+        dtype=dtype_name(low_dtype(device)),
+    )  # fmt: skip
+    _say("1/2  the recipe: linear layers, random batches")
+    recipe = measured(Recipe.for_device(device), plan, NOT_TESTED)
+    _say("2/2  a text classifier on Chinese reviews, in fp32, then in mixed precision")
+    reviews = Reviews(folder=str(options.out / "reviews"), rows=options.rows)
+    return recipe, measured(reviews, replace(plan, variants=VARIANTS, rounds=1), NOT_TESTED)
+
+
+def _cells(result: Result, measurement: Measurement) -> tuple[str, ...]:
+    said = dict(zip(header(result), row(result, measurement), strict=True))
+    accuracy = measurement.measures.get("accuracy")
+    shown = "-" if accuracy is None else f"{accuracy:.4f}"
+    return (result.workload, measurement.variant, *(said[name] for name in COLUMNS), shown)
+
+
+def _print(results: Sequence[Result], pictures: Sequence[Path], device: torch.device) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(title=f"on {machine_name(results[0])}", box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("job", "variant", *COLUMNS, "test accuracy"):
+        table.add_column(name, justify="left" if name in ("job", "variant") else "right", no_wrap=True)
+    for result in results:
+        for measurement in result.measurements:
+            table.add_row(*_cells(result, measurement))
+        table.add_section()
+    print_whole(console, table)
+    console.print(footnotes(results[0])[2], soft_wrap=True)
+    native = native_support(device, low_dtype(device))
+    if not native.native:
+        console.print(
+            f"This device has no fast units for {dtype_name(low_dtype(device))} ({native.reason}), so mixed precision "
+            "saves memory here, not time; `mezzo env` measures it.", soft_wrap=True,
+        )  # fmt: skip
+    for path in pictures:
+        console.print(str(path), soft_wrap=True)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `mezzo demo` with the words after it.
+
+    Returns:
+        0: done.
+
+    Raises:
+        BenchError: a device that is not there, or a variant that failed.
+
+    Writes: the folder of the demo, standard output and error. Syncs: yes.
+    """
+    import tyro
+
+    options = tyro.cli(Options, prog="mezzo demo", args=list(argv), default=Options(device=default_device()))
+    results = measure_both(options)
+    pictures = [save(result, options.out)[1] for result in results]
+    pictures += [options.out / "reviews" / name / "curves.png" for name in VARIANTS]
+    if options.json:
+        print(json.dumps({result.workload: json.loads(result.to_json()) for result in results}, indent=1))
+    else:
+        _print(results, pictures, parse_device(options.device))
+    return 0
