@@ -14,8 +14,6 @@ from .answer import EngineChoice, PolicyDiff, Why
 from .parts import CacheName, GuardConfig, ModuleRule, OpRules, ScalingConfig, TableName, check, check_known
 from .spelling import check_kinds
 
-__all__ = ["GuardConfig", "Master", "ModuleRule", "OpRules", "Policy", "ScalingConfig", "TableName"]
-
 Master = Literal["none", "split", "fp32", "kahan", "stochastic"]
 """How 16-bit weights keep updates that are smaller than their own spacing."""
 

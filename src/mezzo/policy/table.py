@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from .families import FAMILIES, Family
-from .policy import TableName
+from .parts import TableName
 from .rule import Rule
 
 DISPATCH_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
