@@ -99,7 +99,17 @@ def test_an_overflow_of_fp32_has_no_edit() -> None:
 
 def record(events: list[Event], *sinks: Sink) -> TraceRecord:
     return TraceRecord(
-        model="Net", events=tuple(events), sinks=sinks, sizes=(), lost=(), lines=(), ops=1, steps=1, rank=0, torch="2"
+        model="Net",
+        events=tuple(events),
+        sinks=sinks,
+        sizes=(),
+        lost=(),
+        lints=(),
+        lines=(),
+        ops=1,
+        steps=1,
+        rank=0,
+        torch="2",
     )
 
 

@@ -281,7 +281,7 @@ def logarithmic_mask(dtype: torch.dtype) -> Run:
     def compute(x: Tensor) -> Tensor:
         return (x @ x.transpose(-1, -2) + keep.log()).softmax(-1) @ x
 
-    return functional(compute, dtype, torch.randn(4, 4))
+    return functional(compute, dtype, torch.randn(4, 4), scale=256.0)
 
 
 def twice_masked_with_the_lowest_number(dtype: torch.dtype) -> Run:
@@ -291,14 +291,14 @@ def twice_masked_with_the_lowest_number(dtype: torch.dtype) -> Run:
         padding = torch.zeros_like(x).masked_fill(torch.tensor([False, False, False, True]), lowest)
         return (x + causal + padding).softmax(-1)
 
-    return functional(compute, dtype, torch.randn(4, 4))
+    return functional(compute, dtype, torch.randn(4, 4), scale=256.0)
 
 
 def saturating_cube(dtype: torch.dtype) -> Run:
     def compute(x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * x**3)))
 
-    return functional(compute, dtype, torch.linspace(-60, 60, 16))
+    return functional(compute, dtype, torch.linspace(-60, 60, 16), scale=256.0)
 
 
 def properly_guarded_logarithm(dtype: torch.dtype) -> Run:
@@ -306,7 +306,7 @@ def properly_guarded_logarithm(dtype: torch.dtype) -> Run:
         safe = torch.where(x > 0, x, 1.0)
         return torch.where(x > 0, safe.log(), 0.0)
 
-    return functional(compute, dtype, torch.randn(16))
+    return functional(compute, dtype, torch.randn(16), scale=256.0)
 
 
 def best_so_far(dtype: torch.dtype) -> Run:

@@ -17,12 +17,12 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 ALL = (FP16, BF16, FP32)
 
 
-def train(model: nn.Module, dtype: torch.dtype, *inputs: Tensor, **named: Tensor) -> Run:
-    """One training step: forward and loss in a region, backward outside."""
+def train(model: nn.Module, dtype: torch.dtype, *inputs: Tensor, scale: float = 1.0, **named: Tensor) -> Run:
+    """One training step: forward and loss in a region, backward outside, of the loss times a scale."""
 
     def run() -> None:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not FP32):
-            loss = total(model(*inputs, **named))
+            loss = total(model(*inputs, **named)) * scale
         loss.backward()
 
     return run
@@ -54,7 +54,7 @@ class Wrapped(nn.Module):
         return self.after(self.sick(self.before(x)))
 
 
-def functional(compute: Callable[[Tensor], Tensor], dtype: torch.dtype, x: Tensor) -> Run:
+def functional(compute: Callable[[Tensor], Tensor], dtype: torch.dtype, x: Tensor, scale: float = 1.0) -> Run:
     """A model whose only module calls a function on a leaf of a compute dtype."""
 
     class Body(nn.Module):
@@ -70,7 +70,7 @@ def functional(compute: Callable[[Tensor], Tensor], dtype: torch.dtype, x: Tenso
             return self.body(x)
 
     leaf = x.to(dtype).requires_grad_()
-    return train(Net(), dtype, leaf)
+    return train(Net(), dtype, leaf, scale=scale)
 
 
 def attention_scores(dtype: torch.dtype) -> Run:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
-from tests.zoo import healthy, sick_backward, sick_forward, sick_state
+from tests.zoo import habits, healthy, sick_backward, sick_forward, sick_state
 from tests.zoo.case import Case
+from tests.zoo.habits import Habit
 
 import mezzo.diagnose as diagnose
+from mezzo.diagnose.lint_text import explain_lint
+from mezzo.diagnose.records import LintRule
 
 SICK = [*sick_forward.CASES, *sick_backward.CASES, *sick_state.CASES]
 ROWS = [(case, dtype) for case in SICK for dtype in case.dtypes]
+HABITS = [(habit, dtype) for habit in habits.HABITS for dtype in habit.dtypes]
 WELL = [(build, dtype) for build in healthy.HEALTHY for dtype in healthy.dtypes_of(build)]
 
 pytestmark = [
@@ -61,7 +66,21 @@ def test_sick(case: Case, dtype: torch.dtype) -> None:
 def test_healthy(build, dtype: torch.dtype) -> None:
     report = diagnosis(build, dtype)
     assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in report.findings] == []
+    assert [f"{x.rule} {x.site.path} {x.site.frame}" for x in report.record.lints] == []
     assert report.is_healthy
+
+
+@pytest.mark.parametrize(("case", "dtype"), HABITS, ids=[f"{c.name}-{name(d)}" for c, d in HABITS])
+def test_habit(case: Habit, dtype: torch.dtype) -> None:
+    found = diagnosis(case.build, dtype).record.lints
+    places = [(x.rule, x.site.module, (x.site.frame.file, x.site.frame.line)) for x in found if x.site.frame]
+    assert places == [(case.verdict, case.module, case.line)]
+    why = explain_lint(found[0]).why
+    assert [word for word in case.names if word not in why] == []
+
+
+def test_every_rule_has_a_habit() -> None:
+    assert {h.verdict for h in habits.HABITS} == set(get_args(LintRule))
 
 
 def test_the_zoo_is_large_enough() -> None:

@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_map
 
 from .call import Call
 from .flush import FlushWatch
+from .frames import is_called_from
 from .ledger import Ledger
 from .lines import LineWatch
+from .lintwatch import LintWatch
 from .measure import (
     amax,
     full_rows,
@@ -37,6 +39,7 @@ from .updates import UpdateWatch
 
 Causes = frozenset[int]
 NO_CAUSE: Causes = frozenset()
+_CLIPS = "torch/nn/utils/clip_grad.py"
 
 
 def _has_nan(tensors: Iterable[Tensor]) -> bool:
@@ -58,6 +61,7 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         events: how non-finite values came about, in order.
         sinks: where they did harm, in order.
         ops: number of ops seen.
+        lints: habits that lose numbers.
         updates: 16-bit weights whose updates were lost.
         lines: magnitudes by source line.
 
@@ -72,12 +76,14 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.sinks: list[Sink] = []
         self.ops = 0
         self.updates = UpdateWatch()
+        self.lints = LintWatch()
         self.lines = LineWatch()
         self._flushes = FlushWatch()
         self._shadow = Shadow()
         self._causes: Ledger[Causes] = Ledger()
         self._harmed_step = -1
         self._is_aside = False
+        self._has_scaled_grads = False
 
     def __torch_dispatch__(
         self,
@@ -98,14 +104,19 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._shadow.view(func, args, kwargs, out)
             return out
         if facts.name == "ones_like" and self.scene.is_backward_root():
-            self._on_loss(args[0])
+            self._on_loss(args[0], site)
         call = Call(func, facts, args, kwargs)
         out = call.run(args, kwargs)
-        if facts.name == "amp_update_scale":
-            self.scene.end_step()
+        if facts.name.startswith("amp_"):
+            self._on_scaler(facts.name)
         else:
             self._judge(call, site)
         return out
+
+    def _on_scaler(self, op: str) -> None:
+        self._has_scaled_grads = False
+        if op == "amp_update_scale":
+            self.scene.end_step()
 
     def _judge(self, call: Call, site: Site) -> None:
         tops = [amax(t) for t in call.out]
@@ -113,9 +124,13 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if len(self._causes) or bad:
             self._follow(call, site, bad)
         self.lines.see(site, call.out, tops)
+        self.lints.see(call, site)
         self._flushes.see(call, site)
         if site.phase == "optimizer":
             self.updates.see(call)
+        elif self._has_scaled_grads and not site.root and site.phase == "forward" and is_called_from(_CLIPS):
+            self.lints.add("clip-before-unscale", site, call.out[0].dtype if call.out else torch.float32,
+                           "gradients", self.scene.loss_scale)  # fmt: skip
 
     def _follow(self, call: Call, site: Site, bad: list[Tensor]) -> None:
         """Take in an op while non-finite values are about."""
@@ -215,6 +230,8 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             leaf=leaf or (given if kind == "constant" else ""),
         )
         self.events.append(event)
+        if event.full_rows:
+            self.lints.softmax(site, bad[0].dtype, event.full_rows, call.facts.kernel)
         return frozenset((index,))
 
     @contextmanager
@@ -242,7 +259,9 @@ class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         events = [self.events[i] for i in self._causes.get(buffer) or ()]
         return any(e.kind != "constant" and e.leaf != f"buffer {name}" for e in events)
 
-    def _on_loss(self, loss: Tensor) -> None:
+    def _on_loss(self, loss: Tensor, site: Site) -> None:
         self.scene.enter_backward(loss)
+        self._has_scaled_grads = self.scene.loss_scale > 1
+        self.lints.loss(loss, site, self.scene.loss_scale, self.scene.names.backward_dtype)
         if loss.is_floating_point() and not is_finite(loss):
             self.sink("loss", "loss", loss)

@@ -108,6 +108,16 @@ def locate(in_backward: bool) -> Location:
     return Location(user, library, is_recompute)
 
 
+def is_called_from(ending: str) -> bool:
+    """Say whether a file whose path ends so is on the Python stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(ending):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def source_line(frame: Frame) -> str:
     """Return the text of the line a frame points at, stripped; empty where the source is not at hand."""
     return linecache.getline(frame.file, frame.line).strip()

@@ -244,6 +244,33 @@ class LostUpdate:
     site: Site
 
 
+LintRule = Literal[
+    "integers-in-16-bit", "constant-lost", "squares-near-overflow", "masked-row", "buffer-in-16-bit", "half-accumulator",
+    "backward-in-region", "half-weights-in-region", "loss-in-16-bit", "clip-before-unscale", "no-loss-scale",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lint:
+    """A habit that loses numbers, seen in a program that may still be finite.
+
+    Attributes:
+        rule: which habit.
+        site: where.
+        kernel: the op, as torch calls it; empty where it is none.
+        dtype: the 16-bit format at work.
+        what: the tensor, buffer, parameter or constant, in words.
+        value: the number the rule is about.
+    """
+
+    rule: LintRule
+    site: Site
+    kernel: str
+    dtype: str
+    what: str
+    value: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineRange:
     """Magnitudes of what one line of source computed.
@@ -277,6 +304,7 @@ class TraceRecord:
         sinks: in order.
         sizes: in order.
         lost: lost updates.
+        lints: habits that lose numbers.
         lines: magnitudes by line.
         ops: number of ops seen.
         steps: number of steps begun.
@@ -289,6 +317,7 @@ class TraceRecord:
     sinks: tuple[Sink, ...]
     sizes: tuple[Size, ...]
     lost: tuple[LostUpdate, ...]
+    lints: tuple[Lint, ...]
     lines: tuple[LineRange, ...]
     ops: int
     steps: int

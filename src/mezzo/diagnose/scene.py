@@ -21,21 +21,30 @@ _SITES_KEPT = 400_000
 
 
 class Names(TorchFunctionMode):
-    """Keeps the public name of the torch function that runs, which the dispatcher does not see."""
+    """Keeps what the dispatcher does not see: the public name of the torch function that runs, and the region.
+
+    Attributes:
+        current: name of the function that runs; empty where torch calls itself.
+        backward_dtype: what the region around the running `backward` casts to; None outside regions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.current = ""
+        self.backward_dtype: torch.dtype | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function under its own name."""
         above, self.current = self.current, public_name(getattr(func, "__name__", ""))
+        if self.current == "backward":
+            device = args[0].device.type
+            self.backward_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.current = above
+            self.current, self.backward_dtype = above, None
 
 
 def public_name(name: str) -> str:

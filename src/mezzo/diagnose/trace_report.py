@@ -10,7 +10,8 @@ from pathlib import Path
 
 from .findings import Finding
 from .frames import source_line
-from .records import Frame, LineRange, Size, TensorFacts, TraceRecord
+from .lint_text import explain_lint
+from .records import Frame, LineRange, Lint, Size, TensorFacts, TraceRecord
 from .report import Chart, Document, Facts, Heading, Note, Report, Series, Source, Table
 from .report.document import Block
 
@@ -49,6 +50,7 @@ class TraceReport(Report):
         for finding in self.findings[:1]:
             blocks += _finding(finding)
         blocks += _others(self.findings[1:])
+        blocks += _warnings(r.lints)
         step = self.findings[0].step if self.findings else min((s.step for s in r.sizes), default=0)
         blocks += _charts(r.sizes, step)
         blocks += _annotated(r.lines, self.findings)
@@ -109,6 +111,21 @@ def _others(findings: tuple[Finding, ...]) -> list[Block]:
     table = Table(title="After it", columns=("verdict", "op", "phase", "module", "line", "policy edit"), rows=rows)
     rest = len(findings) - _SHOWN
     return [table, Note(text=f"… and {rest} more, in the JSON form.")] if rest > 0 else [table]
+
+
+def _warnings(lints: tuple[Lint, ...]) -> list[Block]:
+    """List habits that lose numbers beside the faults."""
+    if not lints:
+        return []
+    rows = tuple(
+        (
+            x.rule,
+            "" if x.site.frame is None else f"{Path(x.site.frame.file).name}:{x.site.frame.line}",
+            explain_lint(x).why,
+        )
+        for x in lints[:_SHOWN]
+    )
+    return [Heading(text="Habits that lose numbers"), Table(title="", columns=("rule", "line", "why"), rows=rows)]
 
 
 def _tensors(tensors: list[tuple[str, TensorFacts]]) -> Table:

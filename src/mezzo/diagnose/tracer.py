@@ -105,6 +105,7 @@ class Trace:
             sinks=tuple(self._collector.sinks),
             sizes=tuple(self._sizes),
             lost=tuple(self._collector.updates.lost),
+            lints=self._collector.lints.records(),
             lines=self._collector.lines.records(),
             ops=self._collector.ops,
             steps=self._scene.step + 1,
@@ -127,6 +128,8 @@ class Trace:
     def _on_root(self, module: nn.Module) -> None:
         if self._tell_step is not None and torch._C._current_autograd_node() is None:
             self._tell_step(self._scene.step)
+        with self._collector.aside():
+            self._collector.lints.model(module, self._scene.site("call"), _in_region(module))
         self._follow(*module.parameters(), *(t for _, t in self._scene.modules.inputs))
 
     def _follow(self, *leaves: Tensor) -> None:
@@ -210,6 +213,11 @@ class Trace:
         for p, values in bad:
             self._collector.sink("parameter", names[id(p)], values)
         self._scene.end_step()
+
+
+def _in_region(model: nn.Module) -> bool:
+    first = next(model.parameters(), None)
+    return first is not None and torch.is_autocast_enabled(first.device.type)
 
 
 def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
