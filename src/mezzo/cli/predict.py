@@ -1,0 +1,96 @@
+"""`mezzo predict`: classify lines with a trained model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import tyro
+
+from ..errors import ConfigError, DataError
+from ..train.predictor import Prediction, Predictor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Print the label of each line and its probability, tab-separated; an empty line gives an empty line.
+
+    Attributes:
+        file: text file, one text a line, UTF-8; "-" reads standard input.
+        model: folder of a training run or of a transformers classifier, or a hub name.
+        json: print a JSON object a line, with the text.
+        batch_size: lines classified together; 1 answers each line as it comes.
+        max_length: tokens read of a line; 0 is what the model was trained with.
+        policy: precision of the forward pass: "auto", "fp32", "bf16", ...
+        device: "auto", "cpu", "cuda", ...
+    """
+
+    file: tyro.conf.Positional[str] = "-"
+    model: str
+    json: bool = False
+    batch_size: int = 32
+    max_length: int = 0
+    policy: str = "auto"
+    device: str = "auto"
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    if file == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        stream = open(file, "rb")
+    except OSError as error:
+        raise DataError(f"the file {file} cannot be read: {error.strerror}. Write a path, or - for standard input.") from None  # fmt: skip
+    with stream:
+        yield stream
+
+
+def _batches(stream: BinaryIO, file: str, size: int) -> Iterator[list[str]]:
+    """Yield lines in batches; those before a line that cannot be read come before its error."""
+    batch: list[str] = []
+    for number, raw in enumerate(stream, start=1):
+        try:
+            batch.append(raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
+        except UnicodeDecodeError as error:
+            yield batch
+            name = "standard input" if file == "-" else file
+            raise DataError(f"line {number} of {name} is not UTF-8: byte 0x{raw[error.start]:02x}.") from None
+        if len(batch) == size:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _line(text: str, found: Prediction | None, as_json: bool) -> str:
+    if as_json:
+        label, probability = (None, None) if found is None else (found.label, found.probability)
+        return json.dumps({"text": text, "label": label, "probability": probability}, ensure_ascii=False)
+    return "" if found is None else f"{found.label}\t{found.probability:.4f}"
+
+
+def _print_all(options: Options) -> None:
+    predict = Predictor(options.model, policy=options.policy, device=options.device, max_length=options.max_length)
+    with _opened(options.file) as stream:
+        for batch in _batches(stream, options.file, options.batch_size):
+            for text, found in zip(batch, predict(batch), strict=True):
+                print(_line(text, found, options.json))
+            sys.stdout.flush()
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `mezzo predict` with the words after it. Returns: 0 done. Writes: standard output."""
+    options = tyro.cli(Options, prog="mezzo predict", args=list(argv))
+    if options.batch_size < 1:
+        raise ConfigError(f"batch_size={options.batch_size} must be at least 1.")
+    try:
+        _print_all(options)
+    except BrokenPipeError:  # the reader, `head` perhaps, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

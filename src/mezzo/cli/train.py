@@ -1,0 +1,85 @@
+"""`mezzo train`: train a BERT text classifier."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import field, make_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tyro
+
+from ..train import TrainConfig, TrainResult
+from ..train import run as train
+from ..train.result import RunFolder
+
+DESCRIPTION = "Train a BERT text classifier, in mixed precision unless --no-amp, and test the best model."
+
+
+def _resumed_folder(argv: Sequence[str]) -> Path | None:
+    """Return the folder of the run that a command line goes on with, None if it starts one."""
+    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ahead.add_argument("--resume", action="store_true")
+    ahead.add_argument("--out", type=Path, default=TrainConfig().out)
+    known, _ = ahead.parse_known_args(argv)
+    out: Path = known.out
+    return out if known.resume else None
+
+
+def _options(default: TrainConfig) -> Any:
+    """Return a dataclass with the fields of a config and those of the command, which checks nothing.
+
+    tyro would dress up the error of a config that checks itself; unchecked, the error is the config's own sentence.
+    """
+    kinds = get_type_hints(TrainConfig)
+    fields: list[Any] = [
+        (f.name, kinds[f.name], field(default=getattr(default, f.name))) for f in dataclasses.fields(default)
+    ]
+    made = make_dataclass("Options", [*fields, ("json", bool, False)], frozen=True, kw_only=True)
+    made.__doc__ = (TrainConfig.__doc__ or "").replace(
+        "Attributes:", "Attributes:\n        json: print the result as JSON."
+    )
+    return made
+
+
+def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
+    """Return the run that a command line asks for, and whether its result is printed as JSON.
+
+    With --resume, options left out are those of the run that goes on.
+
+    Raises:
+        ConfigError: an option that cannot be honoured.
+        SystemExit: an option that does not exist, or --help.
+    """
+    resumed = _resumed_folder(argv)
+    default = TrainConfig()
+    if resumed is not None and RunFolder(path=resumed).config.exists():
+        default = TrainConfig.load(RunFolder(path=resumed).config).replace(overwrite=False)
+    options = tyro.cli(_options(default), prog="mezzo train", description=DESCRIPTION, args=list(argv))
+    return TrainConfig(**{f.name: getattr(options, f.name) for f in dataclasses.fields(default)}), options.json
+
+
+def _print(result: TrainResult) -> None:
+    folder = result.folder
+    print(result.report_text)
+    print(f"test accuracy   {result.accuracy:.4f}")
+    print(f"best model      update {result.best_step}, dev accuracy {result.dev_accuracy:.4f}")
+    print(f"training        {result.applied_steps} updates, {result.skipped_steps} skipped, {result.seconds:.1f} s")
+    print(f"peak memory     {result.peak_memory_bytes / 2**20:.0f} MiB")
+    print(f"precision       {result.policy} on {result.device}")
+    for name in ("best", "curves", "metrics", "result"):
+        print(f"{name:<15} {getattr(folder, name)}")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `mezzo train` with the words after it. Returns: 0 done. Writes: the run's folder, standard output."""
+    config, as_json = parse(argv)
+    result = train(config)
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        _print(result)
+    return 0

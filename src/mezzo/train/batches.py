@@ -1,0 +1,102 @@
+"""Which rows make up which batch, as pure functions of seed and epoch, and the padding of a batch."""
+
+# B batch, T tokens
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+POOL_BATCHES = 50
+"""Batches that are sorted by length together: padding falls to a few percent, and the order stays random."""
+MULTIPLE = 8
+"""Padded lengths are multiples of this: 16-bit matrix units work on tiles of 8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Padded token numbers.
+
+    Attributes:
+        ids_BT: int64.
+        mask_BT: int64, 1 for a token, 0 for padding.
+        labels_B: int64, or None where nobody knows them.
+    """
+
+    ids_BT: Tensor
+    mask_BT: Tensor
+    labels_B: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device. Syncs: no."""
+        labels_B = None if self.labels_B is None else self.labels_B.to(device)
+        return Batch(ids_BT=self.ids_BT.to(device), mask_BT=self.mask_BT.to(device), labels_B=labels_B)
+
+
+def _chunks(order: Sequence[int], size: int) -> list[list[int]]:
+    return [list(order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+    """Return the batches of an epoch, each row in exactly one, texts of like length together.
+
+    Args:
+        lengths: tokens of each row.
+        batch_size: rows a batch; the last may be smaller.
+        seed: of the run.
+        epoch: counted from 0.
+
+    Returns:
+        Row numbers; a pure function of the arguments, so that a resumed run finds its place again.
+    """
+    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    batches = []
+    for pool in _chunks(order, batch_size * POOL_BATCHES):
+        batches += _chunks(sorted(pool, key=lengths.__getitem__), batch_size)
+    return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Return batches for evaluation, shortest rows first, each row in exactly one."""
+    return _chunks(sorted(range(len(lengths)), key=lengths.__getitem__), batch_size)
+
+
+def collate(tokens: Sequence[Sequence[int]], labels: Sequence[int] | None, *, pad_id: int, max_length: int) -> Batch:
+    """Pad rows to the longest of them, rounded up to a multiple of 8 where `max_length` allows.
+
+    Args:
+        tokens: token numbers of each row, at most `max_length`.
+        labels: class of each row, or None.
+        pad_id: number of the padding token.
+        max_length: the most the model takes.
+
+    Returns:
+        A batch on the CPU.
+    """
+    longest = max(map(len, tokens))
+    width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, max_length))
+    return Batch(
+        ids_BT=torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in tokens]),
+        mask_BT=torch.tensor([[*[1] * len(row), *[0] * (width - len(row))] for row in tokens]),
+        labels_B=None if labels is None else torch.tensor(labels),
+    )
+
+
+def hide_tokens(batch: Batch, share: float, mask_id: int, keep: Sequence[int]) -> Batch:
+    """Return a batch in which a random share of the tokens is replaced by the mask token.
+
+    Args:
+        batch: of texts.
+        share: of the tokens to hide; 0 returns the batch itself and draws no random number.
+        mask_id: number of the mask token.
+        keep: token numbers that are never hidden: padding and the marks around a text.
+    """
+    if share == 0.0:
+        return batch
+    drawn = torch.rand(batch.ids_BT.shape) < share
+    hidden = drawn & ~torch.isin(batch.ids_BT, torch.tensor(keep))
+    return Batch(ids_BT=batch.ids_BT.masked_fill(hidden, mask_id), mask_BT=batch.mask_BT, labels_B=batch.labels_B)

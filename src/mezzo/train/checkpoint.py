@@ -1,0 +1,176 @@
+"""Files that are whole or not there: a run's checkpoint and its best model survive a kill and a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from .config import TrainConfig
+from .hub import quiet
+
+FORMAT = 1
+"""Rises when older checkpoints can no longer be read."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failed write into one sentence that says what is still whole.
+
+    Raises:
+        CheckpointError: the disk is full, the folder cannot be written, ...
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
+        cause = error if isinstance(error, OSError) else error.__context__
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error).split("\n", 1)[0]
+        kept = "; the one before it is kept" if path.exists() else ""
+        raise CheckpointError(
+            f"cannot write {path}: {reason}{kept}. Make room or choose another --out, then go on with --resume."
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file aside, bring it to the disk, and put it in its place in one move.
+
+    Args:
+        path: the file.
+        write: writes the content.
+
+    Raises:
+        CheckpointError: it could not be written; the file is what it was.
+
+    Writes: the file; while at it, a file beside it that ends in ".partial".
+    """
+    aside = path.with_name(f"{path.name}.partial")
+    with writing(path):
+        try:
+            with open(aside, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+            _sync(path.parent)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a value as JSON, whole or not at all. Writes: the file. Raises: CheckpointError."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Save the state of a run.
+
+    Args:
+        path: the file.
+        state: tensors and plain values, so that `torch.load(weights_only=True)` reads it.
+
+    Raises:
+        CheckpointError: it could not be written; the file is what it was.
+
+    Writes: the file. Syncs: yes.
+    """
+    write_whole(path, lambda file: torch.save({"format": FORMAT, **state}, file))
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Return what `save_checkpoint` saved, on the CPU.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or another version of mezzo wrote it.
+    """
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path} to go on from. Leave --resume out to start, or name the run's folder with --out.")  # fmt: skip
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        written = state["format"]
+    except Exception as error:  # torch.load raises many kinds
+        reason = str(error).split("\n", 1)[0]
+        raise CheckpointError(f"{path} is not a checkpoint that can be read: {reason}.") from None
+    if written != FORMAT:
+        raise CheckpointError(f"{path} has checkpoint format {written}; this version of mezzo reads format {FORMAT}.")
+    return dict(state)
+
+
+def check_same_run(state: dict[str, Any], config: TrainConfig, labels: tuple[str, ...], fingerprint: str) -> None:
+    """Refuse to go on with a run as if it were another.
+
+    Raises:
+        CheckpointError: other labels, other data, or other options than the checkpoint's.
+    """
+    theirs = tuple(state["labels"])
+    if theirs != labels:
+        raise CheckpointError(
+            f"the checkpoint was trained for the labels {', '.join(theirs)}, and the data has {', '.join(labels)}. "
+            f"Start a run in another --out; --model {config.out / 'best'} takes over its encoder."
+        )
+    changed = TrainConfig.from_dict(state["config"]).differences(config)
+    if changed:
+        words = ", ".join(f"{name}={now} (was {was})" for name, (was, now) in changed.items())
+        raise CheckpointError(
+            f"--resume goes on with the same run, and these options are not the same: {words}. "
+            f"Leave them as they were, or start a run in another --out; --model {config.out / 'best'} takes over its weights."
+        )
+    if state["fingerprint"] != fingerprint:
+        raise CheckpointError(
+            f"the rows of {config.data} have changed since the checkpoint was written, so the run cannot go on as it "
+            "was. Bring the old data back, or start a run in another --out."
+        )
+
+
+def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
+    """Save a model and its tokenizer as the transformers library has it, each file whole or not at all.
+
+    Files that are there already keep their content until the new ones are on the disk; the weights are one file and
+    move last, so a kill leaves the old model or the new one.
+
+    Args:
+        folder: where `predict` and `from_pretrained` find it.
+        model: a transformers model.
+        tokenizer: a transformers tokenizer.
+
+    Raises:
+        CheckpointError: it could not be written; the model that was there still is.
+
+    Writes: the folder. Syncs: yes.
+    """
+    from safetensors import SafetensorError
+
+    aside = folder.with_name(f"{folder.name}.partial")
+    with writing(folder):
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            with quiet():
+                model.save_pretrained(aside, max_shard_size="1000TB")  # type: ignore[operator]  # transformers' own
+                tokenizer.save_pretrained(aside)
+            for file in aside.iterdir():
+                _sync(file)
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in sorted(aside.iterdir(), key=lambda file: file.suffix == ".safetensors"):
+                os.replace(file, folder / file.name)
+            _sync(folder)
+        except SafetensorError as error:  # its full disk is no OSError
+            raise OSError(str(error)) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)

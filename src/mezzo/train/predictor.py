@@ -1,0 +1,97 @@
+"""Classifies texts with a saved model."""
+
+# B batch, C classes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..casting import autocast
+from ..errors import ConfigError
+from ..policy import as_policy
+from .batches import collate
+from .device import choose_device
+from .evaluate import logits_of
+from .model import check_length, load_model
+from .result import RunFolder
+from .tokens import encode, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """The most likely label of a text.
+
+    Attributes:
+        label: its name.
+        probability: that the model gives it.
+    """
+
+    label: str
+    probability: float
+
+
+class Predictor:
+    """A saved classifier, ready to be asked; it keeps 16-bit copies of its weights where the policy casts them.
+
+    Args:
+        model: folder of a run, whose best model is meant, folder of a transformers classifier, or hub name.
+        policy: precision of the forward pass, as text.
+        device: "auto", "cpu", "cuda", ...
+        max_length: tokens read of a text; 0 is what the model was trained with.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or has fewer positions than `max_length`.
+        PolicyError: the policy cannot be read.
+    """
+
+    def __init__(self, model: str, *, policy: str = "auto", device: str = "auto", max_length: int = 0) -> None:
+        chosen = as_policy(policy)
+        self._device = choose_device(device)
+        name = _model_folder(model)
+        self._tokenizer, self._model = load_tokenizer(name), load_model(name).to(self._device).eval()
+        config: Any = self._model.config
+        self._names = {int(index): str(label) for index, label in config.id2label.items()}
+        most = getattr(config, "max_position_embeddings", self._tokenizer.model_max_length)
+        self._max_length = max_length or min(self._tokenizer.model_max_length, most)
+        check_length(self._model, self._max_length)
+        self._region = autocast(self._device, policy=chosen.resolve(self._device), cache="persistent")
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[str]) -> list[Prediction | None]:
+        """Classify texts.
+
+        Args:
+            texts: any number; whitespace around a text does not count.
+
+        Returns:
+            A prediction for each text, None for one that is empty.
+
+        Syncs: yes.
+        """
+        places = [place for place, text in enumerate(texts) if text.strip()]
+        found: list[Prediction | None] = [None] * len(texts)
+        if not places:
+            return found
+        tokens = encode(self._tokenizer, [texts[place].strip() for place in places], self._max_length)
+        pad_id = self._tokenizer.pad_token_id or 0
+        batch = collate(tokens, None, pad_id=pad_id, max_length=self._max_length).to(self._device)
+        with self._region:
+            logits_BC = logits_of(self._model, batch)
+        best_B = logits_BC.softmax(-1).max(-1)
+        for place, value, index in zip(places, best_B.values.tolist(), best_B.indices.tolist(), strict=True):
+            found[place] = Prediction(label=self._names[index], probability=value)
+        return found
+
+
+def _model_folder(model: str) -> str:
+    best = RunFolder(path=Path(model)).best
+    if best.is_dir():
+        return str(best)
+    if RunFolder(path=Path(model)).checkpoint.exists():
+        raise ConfigError(f"the run in {model} has no model yet: none of its evaluations is done.")
+    return model

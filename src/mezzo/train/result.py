@@ -1,0 +1,111 @@
+"""What a training run came to, and the memory it took."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """Where the files of a run lie.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The options, JSON."""
+        return self.path / "config.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """What `--resume` goes on from."""
+        return self.path / "checkpoint.pt"
+
+    @property
+    def best(self) -> Path:
+        """The model with the best dev accuracy and its tokenizer, as the transformers library has them."""
+        return self.path / "best"
+
+    @property
+    def metrics(self) -> Path:
+        """A JSON object a line, for every update and evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curves(self) -> Path:
+        """The picture of loss, accuracy and scale."""
+        return self.path / "curves.png"
+
+    @property
+    def result(self) -> Path:
+        """The `TrainResult`, JSON."""
+        return self.path / "result.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What a training run came to.
+
+    Attributes:
+        accuracy: of the best model on the test rows.
+        dev_accuracy: of the best model on the dev rows.
+        best_step: update after which the best model was saved.
+        seconds: of training with its evaluations, over all resumes.
+        peak_memory_bytes: most memory held: allocated on CUDA, the process's resident set elsewhere.
+        final_loss: mean training loss of the last epoch.
+        applied_steps: updates that changed the weights.
+        skipped_steps: updates left out because gradients held inf or NaN.
+        policy: the policy's text, with what "auto" became on the device.
+        device: where it ran.
+        rows: rows in train, dev and test, and dropped by cleaning.
+        report: precision, recall, F1 and support by class, on the test rows.
+        report_text: the same as a table.
+        out: the run's folder.
+    """
+
+    accuracy: float
+    dev_accuracy: float
+    best_step: int
+    seconds: float
+    peak_memory_bytes: int
+    final_loss: float
+    applied_steps: int
+    skipped_steps: int
+    policy: str
+    device: str
+    rows: dict[str, int]
+    report: dict[str, Any]
+    report_text: str
+    out: Path
+
+    @property
+    def folder(self) -> RunFolder:
+        """The files of the run."""
+        return RunFolder(path=self.out)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
+        return {**asdict(self), "out": str(self.out)}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory held so far: allocated on CUDA, this process's resident set elsewhere. Syncs: no."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if _STATUS.exists():  # unlike ru_maxrss, not inherited from the process that started this one
+        lines = _STATUS.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,179 @@
+"""The training of one model: the loop, its evaluations, and everything that a checkpoint must hold."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .batches import epoch_batches, hide_tokens
+from .checkpoint import save_checkpoint, save_model
+from .config import TrainConfig
+from .evaluate import Encoded, evaluate, logits_of
+from .metrics import MetricsLog
+from .progress import Progress
+from .result import RunFolder
+from .update import Updater
+
+
+@dataclass(kw_only=True, slots=True)
+class Position:
+    """Where a run is.
+
+    Attributes:
+        step: updates done or skipped.
+        skipped: updates skipped.
+        best_accuracy: the best on the dev rows so far; -1 before the first evaluation.
+        best_step: when that was.
+        epoch_loss: sum of the losses of this epoch's applied updates.
+        epoch_applied: how many those are.
+        final_loss: mean loss of the last whole epoch.
+        seconds: spent on training and its evaluations.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    best_accuracy: float = -1.0
+    best_step: int = 0
+    epoch_loss: float = 0.0
+    epoch_applied: int = 0
+    final_loss: float = math.nan
+    seconds: float = 0.0
+
+
+def updates_per_epoch(rows: int, batch_size: int) -> int:
+    """Return how many batches hold all rows, the last one perhaps not full."""
+    return -(-rows // batch_size)
+
+
+class Trainer:
+    """Trains a model on encoded rows.
+
+    Args:
+        config: of the run.
+        model: on `device`.
+        updater: of that model.
+        tokenizer: saved beside the model; knows the marks.
+        train: rows to learn from.
+        dev: rows for evaluation.
+        folder: of the run.
+        device: where to run.
+        identity: what a checkpoint says about its run besides its state.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        updater: Updater,
+        tokenizer: Any,
+        *,
+        train: Encoded,
+        dev: Encoded,
+        folder: RunFolder,
+        device: torch.device,
+        identity: dict[str, Any],
+    ) -> None:
+        self.position = Position()
+        self._config, self._model, self._updater, self._tokenizer = config, model, updater, tokenizer
+        self._train, self._dev, self._folder, self._device, self._identity = train, dev, folder, device, identity
+        self._per_epoch = updates_per_epoch(len(train.tokens), config.batch_size)
+        self.total = config.epochs * self._per_epoch
+        self._eval_every = config.eval_every or self._per_epoch
+
+    def train(self, progress: Progress) -> None:
+        """Train from where the run is to its end, with an evaluation and a checkpoint every so often.
+
+        Raises:
+            CheckpointError: a file of the run could not be written.
+            NonFiniteStep, LossScaleExhausted: too many updates in a row were skipped.
+
+        Writes: model, files of the run, torch's global random state. Syncs: yes.
+        """
+        self._log = MetricsLog(self._folder.metrics, self.position.step)
+        self._started = time.perf_counter() - self.position.seconds
+        self._model.train()
+        if self.position.step == 0:
+            self.save()
+        while self.position.step < self.total:
+            epoch, done = divmod(self.position.step, self._per_epoch)
+            batches = epoch_batches(self._train.lengths, self._config.batch_size, seed=self._config.seed, epoch=epoch)
+            for rows in batches[done:]:
+                self._update(rows, progress)
+                if self.position.step % self._eval_every == 0 or self.position.step == self.total:
+                    self._evaluate(progress)
+
+    def _update(self, rows: list[int], progress: Progress) -> None:
+        marks = self._tokenizer
+        batch = hide_tokens(
+            self._train.batch(rows), self._config.token_dropout, marks.mask_token_id, marks.all_special_ids
+        ).to(self._device)
+        with self._updater.region():
+            loss = F.cross_entropy(logits_of(self._model, batch), cast(Tensor, batch.labels_B))
+        update = self._updater.step(loss)
+        at, value = self.position, loss.item()
+        at.step += 1
+        if update.applied:
+            at.epoch_loss += value
+            at.epoch_applied += 1
+        at.skipped += not update.applied
+        if at.step % self._per_epoch == 0:
+            at.final_loss = at.epoch_loss / max(at.epoch_applied, 1)
+            at.epoch_loss, at.epoch_applied = 0.0, 0
+        finite = {"loss": value, "grad_norm": update.grad_norm}
+        self._log.add(
+            kind="update",
+            step=at.step,
+            **{name: number if math.isfinite(number) else None for name, number in finite.items()},
+            lr=update.lr,
+            scale=update.scale,
+            applied=update.applied,
+        )
+        progress.update(at.step, loss=value, scale=update.scale, skipped=at.skipped)
+
+    def _evaluate(self, progress: Progress) -> None:
+        found = evaluate(
+            self._model, self._dev, self._updater.region, batch_size=self._config.batch_size, device=self._device
+        )
+        at = self.position
+        at.seconds = time.perf_counter() - self._started
+        self._log.add(
+            kind="evaluation", step=at.step, loss=found.loss, accuracy=found.accuracy, seconds=round(at.seconds, 3)
+        )
+        if found.accuracy > at.best_accuracy:
+            at.best_accuracy, at.best_step = found.accuracy, at.step
+            save_model(self._folder.best, self._model, self._tokenizer)
+        self.save()
+        progress.note(
+            f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
+            f"{at.skipped} skipped, {at.seconds:.0f} s"
+        )
+
+    def save(self) -> None:
+        """Write the checkpoint. Raises: CheckpointError. Writes: metrics and checkpoint. Syncs: yes."""
+        self._log.flush()
+        state = {
+            **self._identity,
+            "position": asdict(self.position),
+            "model": self._model.state_dict(),
+            "updater": self._updater.state_dict(),
+            "random": {"cpu": torch.get_rng_state(), "cuda": self._cuda_random()},
+        }
+        save_checkpoint(self._folder.checkpoint, state)
+
+    def _cuda_random(self) -> torch.Tensor | None:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `save` wrote. Writes: model, optimizer, torch's global random state. Syncs: yes."""
+        self.position = Position(**state["position"])
+        self._model.load_state_dict(state["model"])
+        self._updater.load_state_dict(state["updater"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if self._device.type == "cuda" and state["random"]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["random"]["cuda"], self._device)

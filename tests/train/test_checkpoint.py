@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.train.small import tiny
+from tests.train.test_tokens import TEXTS
+
+from mezzo.errors import CheckpointError
+from mezzo.train import checkpoint as saving
+from mezzo.train.model import build_model
+from mezzo.train.tokens import train_tokenizer
+
+STATE = {"weights": torch.arange(1 << 16, dtype=torch.float32), "best": -1.0, "labels": ["a", "b"], "none": None}
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mezzo.train.checkpoint import write_whole
+def half(file):
+    file.write(b"half"); file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+write_whole(Path(sys.argv[1]), half)
+"""
+
+
+@contextmanager
+def full_disk(room_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond some bytes, as a disk without room does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    saving.save_checkpoint(path, STATE)
+    read = torch.load(path, weights_only=True)
+    assert read["format"] == saving.FORMAT
+    loaded = saving.load_checkpoint(path)
+    assert torch.equal(loaded["weights"], STATE["weights"])
+    assert {k: v for k, v in loaded.items() if k not in ("weights", "format")} == {
+        k: v for k, v in STATE.items() if k != "weights"
+    }
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    saving.save_checkpoint(path, STATE)
+    before = path.read_bytes()
+    with full_disk(len(before) // 2), pytest.raises(CheckpointError) as refusal:
+        saving.save_checkpoint(path, {**STATE, "best": 1.0})
+    assert str(refusal.value) == (
+        f"cannot write {path}: File too large; the one before it is kept. "
+        "Make room or choose another --out, then go on with --resume."
+    )
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_the_previous_file(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    saving.save_checkpoint(path, STATE)
+    before = path.read_bytes()
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert path.read_bytes() == before
+    assert (tmp_path / "checkpoint.pt.partial").read_bytes() == b"half"
+    saving.save_checkpoint(path, {**STATE, "best": 1.0})  # what the killed one left behind is in nobody's way
+    assert saving.load_checkpoint(path)["best"] == 1.0
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
+def test_the_content_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order that a power cut cannot break: write, fsync the file, move, fsync the folder."""
+    calls: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))
+    )
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(("replace", str(b))), replace(a, b)))
+    path = tmp_path / "x"
+    saving.write_whole(path, lambda file: file.write(b"content"))
+    assert calls == [("fsync", f"{path}.partial"), ("replace", str(path)), ("fsync", str(tmp_path))]
+
+
+def test_an_error_of_the_writer_itself_is_not_disguised(tmp_path: Path) -> None:
+    def broken(file: BinaryIO) -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        saving.write_whole(tmp_path / "x", broken)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "there is no checkpoint"),
+        (b"", "is not a checkpoint that can be read"),
+        (b"PK\x03\x04 cut off", "is not a checkpoint that can be read"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(content: bytes | None, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=words):
+        saving.load_checkpoint(path)
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"format": 99}, path)
+    with pytest.raises(CheckpointError, match="has checkpoint format 99; this version of mezzo reads format 1"):
+        saving.load_checkpoint(path)
+
+
+def test_a_checkpoint_that_runs_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"format": 1, "evil": Path("x")}, tmp_path / "checkpoint.pt")
+    with pytest.raises(CheckpointError, match="is not a checkpoint that can be read"):
+        saving.load_checkpoint(tmp_path / "checkpoint.pt")
+
+
+def same_run(**changes: Any) -> None:
+    config = tiny(Path("a.tsv"), Path("out"))
+    state = {"config": config.to_dict(), "labels": ["a", "b"], "fingerprint": "f"}
+    asked = {"config": config, "labels": ("a", "b"), "fingerprint": "f", **changes}
+    saving.check_same_run(state, **asked)
+
+
+def test_only_the_same_run_is_resumed() -> None:
+    config = tiny(Path("a.tsv"), Path("out"))
+    same_run()
+    same_run(config=config.replace(out=Path("moved"), policy="fp16", resume=True))
+    with pytest.raises(CheckpointError, match="was trained for the labels a, b, and the data has a, c"):
+        same_run(labels=("a", "c"))
+    with pytest.raises(CheckpointError, match=r"these options are not the same: batch_size=8 \(was 16\)"):
+        same_run(config=config.replace(batch_size=8))
+    with pytest.raises(CheckpointError, match=r"the rows of a\.tsv have changed"):
+        same_run(fingerprint="g")
+
+
+def test_a_saved_model_is_old_or_new_and_never_half(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(TEXTS, 300, 24)
+    old, new = (build_model(tiny(Path("x.tsv"), tmp_path), ("a", "b"), tokenizer) for _ in range(2))
+    saving.save_model(tmp_path / "best", old, tokenizer)
+    weights = tmp_path / "best" / "model.safetensors"
+    before = weights.read_bytes()
+    with full_disk(len(before) // 2), pytest.raises(CheckpointError, match="the one before it is kept"):
+        saving.save_model(tmp_path / "best", new, tokenizer)
+    assert weights.read_bytes() == before
+    assert os.listdir(tmp_path) == ["best"]
+    saving.save_model(tmp_path / "best", new, tokenizer)
+    wanted = new.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in load_file(weights).items())
+    assert json.loads((tmp_path / "best" / "config.json").read_text())["model_type"] == "bert"

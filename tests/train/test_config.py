@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mezzo.errors import ConfigError, PolicyError
+from mezzo.train import TrainConfig
+
+OTHER = {
+    "data": "x.tsv", "dev_data": Path("d.tsv"), "test_data": Path("t.csv"), "text_column": "t", "label_column": "l", "limit": 7,
+    "model": "bert", "vocab_size": 11, "layers": 3, "hidden": 12, "heads": 3, "intermediate": 5, "dropout": 0.5,
+    "token_dropout": 0.25, "max_length": 9, "batch_size": 2, "epochs": 4, "lr": 0.5, "warmup": 0.5, "weight_decay": 0.5,
+    "max_norm": 2.0, "amp": False, "policy": "bf16", "device": "cpu", "eval_every": 3, "seed": 5, "out": Path("o"),
+    "resume": True, "overwrite": False,
+}  # fmt: skip
+
+
+def test_every_field_survives_the_json_file(tmp_path: Path) -> None:
+    config = TrainConfig(**OTHER)  # type: ignore[arg-type]
+    same = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) == getattr(TrainConfig(), f.name)}
+    assert same == {"overwrite"}  # resume excludes it
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict()))
+    assert TrainConfig.load(path) == config
+    overwriting = config.replace(resume=False, overwrite=True)
+    assert TrainConfig.from_dict(json.loads(json.dumps(overwriting.to_dict()))) == overwriting
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("epochs", 0, "epochs=0 must be at least 1"),
+        ("limit", -1, "limit=-1 must not be negative"),
+        ("dropout", 1.0, "dropout=1.0 must be at least 0 and below 1"),
+        ("lr", 0.0, "learning_rate=0.0 must be positive"),
+        ("lr", float("nan"), "learning_rate=nan must be positive"),
+        ("max_norm", float("inf"), "max_norm=inf must be positive"),
+        ("weight_decay", -0.1, "weight_decay=-0.1 must not be negative"),
+        ("max_length", 2, "leaves no token"),
+        ("heads", 3, "hidden=256 is not a multiple of heads=3"),
+    ],
+)
+def test_values_outside_their_range_are_refused(name: str, value: float, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        TrainConfig().replace(**{name: value})
+    assert words in str(refusal.value)
+
+
+def test_resume_and_overwrite_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="contradict each other"):
+        TrainConfig(resume=True, overwrite=True)
+
+
+def test_unknown_option_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no option 'epoch'\. Did you mean 'epochs'\?"):
+        TrainConfig().replace(epoch=3)
+
+
+def test_unknown_policy_is_refused_before_anything_starts() -> None:
+    with pytest.raises(PolicyError, match="Did you mean 'bf16'"):
+        TrainConfig(policy="bf61")
+
+
+def test_the_learning_rate_depends_on_where_the_weights_come_from() -> None:
+    assert TrainConfig().learning_rate == 1e-3
+    assert TrainConfig(model="bert").learning_rate == 3e-5
+    assert TrainConfig(model="bert", lr=2e-5).learning_rate == 2e-5
+
+
+def test_no_amp_is_fp32_whatever_the_policy_says() -> None:
+    assert not TrainConfig(amp=False, policy="fp16").chosen_policy.is_low
+    assert TrainConfig(amp=True, policy="fp16").chosen_policy.scaling is not None
+
+
+@pytest.mark.parametrize("name", sorted(set(OTHER) - {"hidden", "heads"}))
+def test_a_resumed_run_may_differ_in_place_and_precision_only(name: str) -> None:
+    changed = TrainConfig().replace(**{name: OTHER[name] if name != "overwrite" else True})
+    allowed = name in {"resume", "overwrite", "out", "amp", "policy", "device"}
+    assert (TrainConfig().differences(changed) == {}) is allowed

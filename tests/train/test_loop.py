@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import accuracy_score
+from tests.train.small import emotion_rows, metrics, tiny, write_tsv
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from mezzo.errors import CheckpointError, ConfigError
+from mezzo.train import TrainConfig, TrainResult, run
+from mezzo.train.data import load_corpus
+from mezzo.train.device import choose_device
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tsv(tmp_path_factory.mktemp("data") / "emotions.tsv", emotion_rows(360))
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16", "fp16"])
+def learned(
+    request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainConfig, TrainResult]:
+    config = tiny(
+        data, tmp_path_factory.mktemp("run") / "out", policy=request.param, amp=request.param != "fp32", epochs=8,
+        hidden=64, lr=3e-3, eval_every=40,
+    )  # fmt: skip
+    return config, run(config)
+
+
+def test_six_emotions_are_learned_in_every_precision(learned: tuple[TrainConfig, TrainResult]) -> None:
+    config, result = learned
+    assert result.accuracy > 0.9
+    assert result.report["accuracy"] == result.accuracy
+    assert set(result.report) >= {"anger", "fear", "joy", "love", "sadness", "surprise"}
+    assert result.policy.startswith(config.policy)
+    assert result.applied_steps + result.skipped_steps == len([r for r in metrics(config.out) if r["kind"] == "update"])
+    assert result.final_loss < 0.5
+    assert result.seconds > 0
+    assert result.peak_memory_bytes > 50 * 2**20  # torch alone is more
+
+
+def test_the_files_of_a_run_say_what_the_result_says(learned: tuple[TrainConfig, TrainResult]) -> None:
+    config, result = learned
+    assert json.loads((config.out / "result.json").read_text()) == json.loads(json.dumps(result.to_dict()))
+    assert TrainConfig.load(config.out / "config.json") == config
+    assert (config.out / "curves.png").stat().st_size > 10_000
+    evaluations = [record for record in metrics(config.out) if record["kind"] == "evaluation"]
+    assert [record["step"] for record in evaluations] == [40, 80, 120, 144]
+    best = max(evaluations, key=lambda record: record["accuracy"])  # the first of equals
+    assert (best["step"], best["accuracy"]) == (result.best_step, result.dev_accuracy)
+    updates = [record for record in metrics(config.out) if record["kind"] == "update"]
+    assert max(record["lr"] for record in updates) <= config.learning_rate
+    assert {record["scale"] for record in updates} == ({65536.0} if config.policy == "fp16" else {1.0})
+
+
+def test_transformers_reads_the_best_model_and_scores_the_same(learned: tuple[TrainConfig, TrainResult]) -> None:
+    config, result = learned
+    model = AutoModelForSequenceClassification.from_pretrained(config.out / "best")
+    tokenizer = AutoTokenizer.from_pretrained(config.out / "best")
+    rows = load_corpus(config).test
+    batch = tokenizer(
+        [row.text for row in rows], padding=True, truncation=True, max_length=config.max_length, return_tensors="pt"
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=config.policy == "bf16"):
+        found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(-1)
+    names = [model.config.id2label[index] for index in found.tolist()]
+    assert abs(accuracy_score([row.label for row in rows], names) - result.accuracy) <= (
+        0 if config.policy != "fp16" else 1 / len(rows)
+    )
+
+
+def test_the_same_config_gives_the_same_run_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    first, second, other = (tiny(data, tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    results = [run(config) for config in (first, second, other)]
+    assert metrics(first.out) == metrics(second.out) != metrics(other.out)
+    weights = [(config.out / "best" / "model.safetensors").read_bytes() for config in (first, second, other)]
+    assert weights[0] == weights[1] != weights[2]
+    assert results[0].accuracy == results[1].accuracy
+
+
+def test_a_run_starts_from_the_model_of_another_with_other_labels(data: Path, tmp_path: Path) -> None:
+    base = tiny(data, tmp_path / "base", epochs=1)
+    run(base)
+    halves = [
+        (text, "dark" if label in ("anger", "fear", "sadness") else "bright") for text, label in emotion_rows(200)
+    ]
+    tuned = base.replace(
+        data=str(write_tsv(tmp_path / "two.tsv", halves)), model=str(base.out / "best"), out=tmp_path / "tuned"
+    )
+    assert tuned.learning_rate == 3e-5
+    result = run(tuned)
+    assert set(result.report) >= {"bright", "dark"}
+    before, after = (
+        AutoModelForSequenceClassification.from_pretrained(config.out / "best") for config in (base, tuned)
+    )
+    moved = (after.bert.pooler.dense.weight - before.bert.pooler.dense.weight).detach().abs().max()
+    assert 0 < float(moved) < 20 * 2 * 3e-5  # AdamW moves a weight by at most about lr an update
+
+
+def test_a_run_is_not_overwritten_by_accident(data: Path, tmp_path: Path) -> None:
+    config = tiny(data, tmp_path / "out", epochs=1)
+    run(config)
+    before = {path: path.read_bytes() for path in sorted(config.out.rglob("*")) if path.is_file()}
+    with pytest.raises(
+        ConfigError, match=r"holds a run already\. Write --resume to go on with it, --overwrite to give it up"
+    ):
+        run(config)
+    bad = config.replace(overwrite=True, model=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError):
+        run(bad)  # a request that fails costs nothing either
+    assert {path: path.read_bytes() for path in sorted(config.out.rglob("*")) if path.is_file()} == before
+    run(config.replace(overwrite=True, seed=3))
+    assert (config.out / "best" / "model.safetensors").read_bytes() != before[config.out / "best" / "model.safetensors"]
+
+
+def test_a_finished_run_resumes_to_the_same_result(data: Path, tmp_path: Path) -> None:
+    config = tiny(data, tmp_path / "out", epochs=1)
+    first = run(config)
+    second = run(config.replace(resume=True))
+    assert (second.accuracy, second.seconds, second.final_loss) == (first.accuracy, first.seconds, first.final_loss)
+
+
+def test_resume_needs_a_checkpoint_and_the_same_labels(data: Path, tmp_path: Path) -> None:
+    config = tiny(data, tmp_path / "out", epochs=1)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        run(config.replace(resume=True))
+    run(config)
+    other = write_tsv(
+        tmp_path / "other.tsv",
+        [(f"{text} {i}", "yes" if i % 2 else "no") for i, (text, _) in enumerate(emotion_rows(60))],
+    )
+    before = (config.out / "checkpoint.pt").read_bytes()
+    with pytest.raises(
+        CheckpointError,
+        match="was trained for the labels anger, fear, joy, love, sadness, surprise, and the data has no, yes",
+    ):
+        run(config.replace(resume=True, data=str(other)))
+    assert (config.out / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="device='gpu' cannot be used here"):
+        choose_device("gpu")
+    missing = "mps" if not torch.backends.mps.is_available() else "cuda"
+    with pytest.raises(ConfigError, match=f"device='{missing}' cannot be used here.*Write cpu or auto"):
+        choose_device(missing)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from tests.train.test_checkpoint import full_disk
+
+from mezzo.errors import CheckpointError
+from mezzo.train.curves import SMOOTHING, save_curves, smooth
+from mezzo.train.metrics import MetricsLog, read_metrics
+
+
+def update(step: int, **changes: object) -> dict[str, object]:
+    return {"kind": "update", "step": step, "loss": 1.0 / step, "scale": 2.0**step, "applied": True, **changes}
+
+
+def test_records_reach_the_file_at_a_flush(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    log.add(**update(1))
+    assert read_metrics(path) == []
+    log.flush()
+    log.add(**update(2, label="好"))
+    log.flush()
+    log.flush()
+    assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == [update(1), update(2, label="好")]
+
+
+def test_a_resumed_run_takes_out_what_it_does_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(update(step)) + "\n" for step in (1, 2, 3)) + '{"kind": "upd', encoding="utf-8")
+    assert read_metrics(path) == [update(1), update(2), update(3)]
+    log = MetricsLog(path, 2)
+    log.add(**update(3, loss=0.5))
+    log.flush()
+    assert read_metrics(path) == [update(1), update(2), update(3, loss=0.5)]
+
+
+def test_a_new_run_starts_an_empty_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(update(1)) + "\n")
+    MetricsLog(path, 0)
+    assert read_metrics(path) == []
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for step in range(1, 200):
+        log.add(**update(step))
+    with full_disk(1000), pytest.raises(CheckpointError, match=r"cannot write .*metrics\.jsonl: File too large"):
+        log.flush()
+
+
+def test_smoothing_is_the_weighted_mean_of_the_past() -> None:
+    values = [3.0, 1.0, 4.0, 1.0, 5.0]
+    for end in range(1, 6):
+        weights = [SMOOTHING ** (end - 1 - i) for i in range(end)]
+        wanted = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert smooth(values)[end - 1] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_picture_shows_the_records(tmp_path: Path) -> None:
+    path, picture = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
+    log = MetricsLog(path, 0)
+    for step in range(1, 30):
+        log.add(**update(step))
+    log.add(**update(30, loss=None, applied=False))
+    log.add(kind="evaluation", step=30, loss=0.5, accuracy=0.75)
+    log.flush()
+    save_curves(path, picture)
+    drawn = imread(picture)
+    assert drawn.shape[:2] == (800, 700)
+    colours = {tuple(round(float(c) * 255) for c in pixel[:3]) for row in drawn for pixel in row}
+    assert {(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40)} <= colours  # loss, dev, accuracy, scale, skip
+    save_curves(path, tmp_path / "again.png")
+    assert picture.read_bytes() == (tmp_path / "again.png").read_bytes()

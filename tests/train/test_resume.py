@@ -1,0 +1,122 @@
+"""A killed run goes on as if it had never been stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.small import metrics, tiny, write_tsv
+from tests.train.test_checkpoint import full_disk
+
+from mezzo.cli import main
+from mezzo.train import TrainConfig, run
+from mezzo.train.checkpoint import load_checkpoint
+from mezzo.train.files import read_reviews
+
+POLICY = "fp16, scaling.growth_interval=7, scaling.init_scale=1024"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = {row.text.strip(): row.label for row in read_reviews()[::40] if row.text.strip() and "\t" not in row.text}
+    return write_tsv(tmp_path_factory.mktemp("data") / "reviews.tsv", list(rows.items()))
+
+
+def long_run(data: Path, out: Path) -> TrainConfig:
+    return tiny(data, out, policy=POLICY, epochs=3, eval_every=8, vocab_size=1000, limit=300, lr=1e-3)
+
+
+def words(config: TrainConfig) -> list[str]:
+    """Return the command line that asks for a config."""
+    changed = {name: value for name, value in config.to_dict().items() if value != TrainConfig().to_dict()[name]}
+    return [word for name, value in changed.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "mezzo", "train", *arguments]
+
+
+def kill_in_the_middle(config: TrainConfig, wanted: int) -> None:
+    """Start the run in a process of its own and kill it some updates after a checkpoint is written."""
+    path = config.out / "metrics.jsonl"
+    process = subprocess.Popen(command(*words(config)), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    try:
+        while not (path.exists() and path.read_text().count("\n") >= wanted):
+            assert process.poll() is None, "the run ended before it could be killed"
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def assert_same_end(config: TrainConfig, undisturbed: TrainConfig) -> None:
+    assert metrics(config.out) == metrics(undisturbed.out)
+    one, other = (load_checkpoint(c.out / "checkpoint.pt") for c in (config, undisturbed))
+    assert one["model"].keys() == other["model"].keys()
+    assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
+    assert repr(one["updater"]) == repr(other["updater"])
+    assert torch.equal(one["random"]["cpu"], other["random"]["cpu"])
+    best = [(c.out / "best" / "model.safetensors").read_bytes() for c in (config, undisturbed)]
+    assert best[0] == best[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(reviews: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    config = long_run(reviews, tmp_path_factory.mktemp("whole") / "out")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    run(config)
+    torch.set_num_threads(threads)
+    return config
+
+
+def test_killed_and_resumed_it_ends_with_the_same_bits(reviews: Path, undisturbed: TrainConfig, tmp_path: Path) -> None:
+    killed = long_run(reviews, tmp_path / "killed")
+    scales = {record["scale"] for record in metrics(undisturbed.out) if record["kind"] == "update"}
+    assert len(scales) > 3  # the scale moves, so its counter must survive as well
+    kill_in_the_middle(killed, wanted=20)
+    done = load_checkpoint(killed.out / "checkpoint.pt")["position"]["step"]
+    assert 0 < done < len(metrics(undisturbed.out))
+    assert not (killed.out / "result.json").exists()
+    resumed = subprocess.run(
+        command("--resume", "--out", str(killed.out), "--json"),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["report"] == json.loads((undisturbed.out / "result.json").read_text())["report"]
+    assert_same_end(killed, undisturbed)
+
+
+def test_a_disk_that_fills_up_costs_nothing_but_time(
+    reviews: Path, undisturbed: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = long_run(reviews, tmp_path / "filled")
+    weights = (undisturbed.out / "best" / "model.safetensors").stat().st_size
+    with full_disk(2 * weights):  # room for the first checkpoint, not for one with the optimizer's two moments
+        assert main(["train", *words(filled)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"mezzo train: cannot write {filled.out / 'checkpoint.pt'}: File too large; the one before it is kept. "
+        "Make room or choose another --out, then go on with --resume."
+    )
+    assert load_checkpoint(filled.out / "checkpoint.pt")["position"]["step"] == 0
+    assert main(["train", "--resume", "--out", str(filled.out)]) == 0
+    assert_same_end(filled, undisturbed)
