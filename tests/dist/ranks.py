@@ -1,10 +1,12 @@
-"""Runs a function on several ranks. A rank that fails says so and ends; the others lose it, so none hangs."""
+"""Runs a function on several ranks. Failures are returned, never raised over there, and who then waits is ended: no hangs."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
+import multiprocessing.connection
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -12,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 LIMIT_S = 90.0
-"""No test of a few ranks takes this long; what does, hangs."""
+"""No function of these tests takes this long; what does, hangs."""
+PATIENCE_S = 5.0
+"""How long ranks may go on after one has failed."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -29,61 +34,98 @@ _context.set_forkserver_preload(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one rank returned, or how it ended."""
+    """What one rank returned, or how it failed."""
 
     value: Any = None
     error: str | None = None
 
 
-def _work(rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any) -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def _answer(task: Callable[[], Any]) -> bytes:
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT_S / 3)
-        )
-        answer = {"value": fn(rank, world, *args)}
+        answer = {"value": task()}
     except BaseException:
         answer = {"error": traceback.format_exc()}
     packed = io.BytesIO()
     torch.save(answer, packed)
-    pipe.send_bytes(packed.getvalue())
-    pipe.close()
-    os._exit(0)  # at once, so that ranks that wait for this one notice
+    return packed.getvalue()
 
 
-def outcomes(world: int, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
-    """Return what `fn(rank, world, *args)` did on each of `world` fresh gloo ranks."""
-    deadline = time.monotonic() + LIMIT_S
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = []
+def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT_S / 3)
+    )
+    while True:
+        fn, args = pickle.loads(pipe.recv_bytes())
+        torch.manual_seed(0)
+        pipe.send_bytes(_answer(partial(fn, rank, world, *args)))
+
+
+class Ranks:
+    """Processes that form one gloo group and run functions together."""
+
+    def __init__(self, world: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._members = []
         for rank in range(world):
-            receiver, sender = _context.Pipe(duplex=False)
-            task = (rank, world, str(Path(folder) / "store"), fn, args, sender)
-            process = _context.Process(target=_work, args=task, daemon=True)
+            ours, theirs = _context.Pipe()
+            args = (rank, world, str(Path(self._folder.name) / "store"), theirs)
+            process = _context.Process(target=_serve, args=args, daemon=True)
             process.start()
-            sender.close()
-            ranks.append((process, receiver))
-        found = [_receive(receiver, deadline) for _, receiver in ranks]
-        for process, _ in ranks:
+            theirs.close()
+            self._members.append((process, ours))
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
+        """Return what `fn(rank, world, *args)` did on each rank."""
+        task = pickle.dumps((fn, args))
+        for _, pipe in self._members:
+            pipe.send_bytes(task)
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + LIMIT_S
+        while len(found) < len(self._members) and time.monotonic() < deadline:
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._members) if rank not in found}
+            for pipe in multiprocessing.connection.wait(list(waiting), timeout=0.5):
+                outcome = found[waiting[pipe]] = _receive(pipe)
+                if outcome.error:
+                    deadline = min(deadline, time.monotonic() + PATIENCE_S)
+        return [found.get(rank, Outcome(error="still waits")) for rank in range(len(self._members))]
+
+    def end(self) -> None:
+        """End the processes."""
+        for process, _ in self._members:
             process.kill()
             process.join()
-    return found
+        self._folder.cleanup()
 
 
-def _receive(receiver: Any, deadline: float) -> Outcome:
-    if not receiver.poll(max(0.0, deadline - time.monotonic())):
-        return Outcome(error="hangs")
+def _receive(pipe: Any) -> Outcome:
     try:
-        return Outcome(**torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False))
-    except EOFError:
+        return Outcome(**torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+    except (EOFError, ConnectionResetError):
         return Outcome(error="ended without an answer")
 
 
+_standing: dict[tuple[int, int], Ranks] = {}
+
+
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what each rank returned; fails with every rank's error if any failed."""
-    found = outcomes(world, fn, *args)
+    """Return what each rank returned; fails with every rank's error if any failed. Healthy ranks serve again."""
+    key = (os.getpid(), world)
+    if key not in _standing:
+        _standing[key] = Ranks(world)
+    found = _standing[key].call(fn, *args)
     errors = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(found) if outcome.error]
+    if errors:
+        _standing.pop(key).end()
     assert not errors, "\n".join(errors)
     return [outcome.value for outcome in found]
+
+
+def outcomes(world: int, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
+    """Return what each of `world` fresh ranks did, for functions that leave their group broken."""
+    ranks = Ranks(world)
+    try:
+        return ranks.call(fn, *args)
+    finally:
+        ranks.end()

@@ -27,17 +27,24 @@ class Agreement:
         group: the process group of all ranks that hold any part of the model; None is the default group.
         timeout: how long to wait for the others before saying who is missing.
         every: steps from one comparison to the next; 0 compares nothing.
+        before: called before each agreement; raises if the step must not be taken.
 
     Raises:
         DistributedError: torch.distributed is not initialised.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, timeout: timedelta = TIMEOUT, every: int = 100
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta = TIMEOUT,
+        every: int = 100,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self.group = Group(group, timeout=timeout)
         self.every = every
         self.num_steps = 0
+        self._before = before
 
     def combine(self, flags: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         """Agree on what was found and add up what each rank holds a part of.
@@ -54,6 +61,8 @@ class Agreement:
 
         Syncs: on the CPU, with the slowest rank; else no.
         """
+        if self._before is not None:
+            self._before()
         self.num_steps += 1
         both = self.group.place(torch.cat([(flags != 0).to(torch.float32), squares]))
         summed = self.group.sum_(both).to(flags.device)
