@@ -1,6 +1,8 @@
 """Which op, which layer, why, and the edit that mends it."""
 
 from .findings import Finding as Finding
+from .footprint import MemoryReport as MemoryReport
+from .footprint import memory as memory
 from .linter import LintReport as LintReport
 from .linter import lint as lint
 from .report import Report as Report

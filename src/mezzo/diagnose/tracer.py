@@ -60,6 +60,7 @@ class Trace:
         self._handles: list[RemovableHandle] = []
         self._pending: list[tuple[str, Tensor]] = []
         self._contexts = ExitStack()
+        self._updates_running = 0
         self._is_spent = False
 
     def __enter__(self) -> Trace:
@@ -192,6 +193,10 @@ class Trace:
         )
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates_running += 1
+        if self._updates_running > 1:
+            # an optimizer inside another, as in MasterWeights, is part of its step
+            return
         if optimizer not in self._scene.optimizers:
             self._scene.optimizers.append(optimizer)
         late = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._followed]
@@ -203,6 +208,9 @@ class Trace:
             self._collector.updates.begin(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates_running -= 1
+        if self._updates_running:
+            return
         site = self._scene.site("step")
         self._scene.is_optimizer_running = False
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
