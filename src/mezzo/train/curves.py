@@ -14,8 +14,8 @@ SMOOTHING = 0.95
 def smooth(values: list[float]) -> list[float]:
     """Return the exponential moving average of values, without the bias of its start.
 
-    >>> smooth([2.0, 2.0])
-    [2.0, 2.0]
+    >>> [round(value, 3) for value in smooth([1.0, 3.0])]
+    [1.0, 2.026]
     """
     found, mean = [], 0.0
     for count, value in enumerate(values, start=1):
