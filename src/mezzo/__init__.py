@@ -9,5 +9,8 @@ from .policy import Policy as Policy
 from .policy import Rule as Rule
 from .policy import ScalingConfig as ScalingConfig
 from .scaling import GradScaler as GradScaler
+from .step import Stepper as Stepper
+from .step import StepResult as StepResult
+from .step import prepare as prepare
 
 __version__ = "0.1.0"

@@ -1,1 +1,5 @@
-"""step."""
+"""One optimizer step that cannot silently go wrong."""
+
+from .prepare import prepare as prepare
+from .result import StepResult as StepResult
+from .stepper import Stepper as Stepper

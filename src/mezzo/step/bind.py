@@ -1,0 +1,294 @@
+"""Binding: a policy made part of a model, so that it holds wherever and however its modules are called."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..casting import autocast
+from ..errors import PolicyError
+from ..policy import Policy
+from ..policy.parts import CacheName
+from .rules import FP32_RULES, Precision, cast_floating, run_ruled
+
+RECORD = "_mezzo_bound"
+"""Where a bound module keeps its record: beside its parameters, not in its state dict."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Binding:
+    """A policy as it is bound to the modules of one model.
+
+    Attributes:
+        policy: with its compute dtype decided.
+        device_type: of the model's tensors; None for several: the CPU and the accelerator.
+        cache: where casts of weights are kept.
+        before_forward: called before each forward of the root outside torch.compile. It belongs to one stepper and is
+            not copied with the model.
+    """
+
+    policy: Policy
+    device_type: str | None
+    cache: CacheName = "region"
+    before_forward: Callable[[], None] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._op_rules = self.policy.replace(modules=())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "before_forward": None}
+
+    def region(self, precision: Precision, traced: bool) -> autocast:
+        """Return the region in which a precision holds.
+
+        Args:
+            precision: None for the policy's own compute dtype.
+            traced: functorch is at work, under which torch's dispatcher does not cast; the function mode does,
+                without a cache, since what it would keep are the tracers of one call.
+        """
+        if precision in FP32_RULES or not self.policy.is_low:
+            return autocast(self.device_type, enabled=False)
+        dtype = precision if isinstance(precision, torch.dtype) else self.policy.compute
+        if traced:
+            return autocast(self.device_type, dtype, cache_enabled=False, policy=self._op_rules, cache="persistent")
+        return autocast(self.device_type, dtype, policy=self._op_rules, cache=self.cache)
+
+    def resumed(self) -> autocast:
+        """Return a region that leaves torch's autocast as it is now and brings the policy's op rules back."""
+        low = self.low_dtype()
+        return autocast(self.device_type, enabled=False) if low is None else self.region(low, traced=False)
+
+    def low_dtype(self) -> torch.dtype | None:
+        """Return the dtype low ops run in just here; None where casting is off."""
+        device = self.device_type or "cpu"
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def follow(self, module: nn.Module) -> None:
+        """Notice that the model was moved to another device since it was bound."""
+        first = next(module.parameters(), None)
+        if first is not None and self.device_type is not None and first.device.type != self.device_type:
+            self.device_type = None
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Bound:
+    """What one module knows of the policy it is bound to.
+
+    Attributes:
+        binding: shared by all modules of the model.
+        own: the precision its own rule gives it; None without a rule.
+        around: the precision of the nearest module above it that has a rule; None where none has.
+        is_root: whether it is the module that was prepared.
+        inner: a forward of its own that the module had in place of its class's.
+    """
+
+    binding: Binding
+    own: Precision = None
+    around: Precision = None
+    is_root: bool = False
+    inner: Callable[..., Any] | None = None
+
+
+class _Here(threading.local):
+    """Which binding's region this thread is in, and whether functorch was at work when it was entered."""
+
+    binding: Binding | None = None
+    traced: bool = False
+
+
+_here = _Here()
+
+
+def _is_traced() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_recompute() -> bool:
+    """Whether a checkpointed part is run again inside a backward pass, under torch's autocast state of its first run.
+
+    torch's checkpoint enters that state, which shows in the nesting of autocast; a module called in a hook does not.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return False
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting() > 0)
+
+
+def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    traced = _is_traced()
+    if _here.binding is not bound.binding or traced is not _here.traced:
+        return _enter(bound, module, forward, args, kwargs, traced)
+    if bound.own is None:
+        return forward(module, *args, **kwargs)
+    return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
+
+
+def _enter(
+    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> Any:
+    binding, outer, outer_traced = bound.binding, _here.binding, _here.traced
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager:
+        binding.follow(module)
+        if bound.is_root and binding.before_forward is not None:
+            binding.before_forward()
+    if bound.around in FP32_RULES and bound.own is None and not _is_recompute():
+        args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+    region = binding.resumed() if _is_recompute() else binding.region(bound.around, traced)
+    _here.binding, _here.traced = binding, traced
+    try:
+        with region:
+            out = _run(bound, module, forward, args, kwargs)
+    finally:
+        _here.binding, _here.traced = outer, outer_traced
+    output = binding.policy.output
+    return cast_floating(out, output) if bound.is_root and output is not None else out
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def bound_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass whose forward enters the region of the record that an instance carries.
+
+    An instance without a record behaves as one of `original`.
+    """
+    if original not in _classes:
+        _classes[original] = _make_class(original)
+    return _classes[original]
+
+
+def _make_class(original: type[nn.Module]) -> type[nn.Module]:
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound: Bound | None = self.__dict__.get(RECORD)
+        if bound is None:
+            return original.forward(self, *args, **kwargs)
+        return _run(bound, self, original.forward if bound.inner is None else bound.inner, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, protocol)
+        if type(self) is subclass and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # undocumented
+            return (_new_bound, (original,), *reduced[2:])
+        return reduced
+
+    kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    make: Any = type(original)
+    subclass: type[nn.Module] = make(
+        original.__name__, (original,), {**kept, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
+    )
+    return subclass
+
+
+def _new_bound(original: type[nn.Module]) -> nn.Module:
+    """Make the empty instance that unpickling and copying fill."""
+    subclass = bound_class(original)
+    return subclass.__new__(subclass)
+
+
+@dataclass(eq=False, slots=True)
+class _Own:
+    """A module's own forward, called as its class's would be: with the module first."""
+
+    forward: Callable[..., Any]
+
+    def __call__(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class a module had before it was bound; its class if it is not bound."""
+    original: type[nn.Module] = getattr(type(module), "_mezzo_class", type(module))
+    return original
+
+
+def record(module: nn.Module) -> Bound | None:
+    """Return what a module knows of its policy; None if it is not bound."""
+    found: Bound | None = module.__dict__.get(RECORD)
+    return found
+
+
+def class_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's class and of the classes above it, as patterns of a policy see them."""
+    return tuple(cls.__name__ for cls in original_class(module).__mro__ if issubclass(cls, nn.Module))
+
+
+def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Binding:
+    """Make a policy part of a model; a model bound before follows the new policy from now on.
+
+    Args:
+        model: the root; its modules keep their identity, names and state dict.
+        policy: with its compute dtype decided.
+        cache: where casts of weights are kept.
+
+    Raises:
+        PolicyError: a required module rule matches nothing, or a module that stands in two places of the model has
+            different rules there.
+
+    Writes: the class and the record of every module.
+    Syncs: no.
+    """
+    places: dict[nn.Module, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(fqn)
+    policy.check_modules((fqn, class_names(module)) for module, fqns in places.items() for fqn in fqns)
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    binding = Binding(policy=policy, device_type=kinds.pop() if len(kinds) == 1 else None, cache=cache)
+    own = {fqn: _own_precision(policy, fqn, module) for module, fqns in places.items() for fqn in fqns}
+    for module, fqns in places.items():
+        precisions = {fqn: (own[fqn], _around(own, fqn)) for fqn in fqns}
+        _refuse_conflict(module, precisions)
+        _bind_one(module, binding, *precisions[fqns[0]], is_root=module is model)
+    return binding
+
+
+def _own_precision(policy: Policy, fqn: str, module: nn.Module) -> Precision:
+    rule = policy.module_rule(fqn, class_names(module))
+    return None if rule is None else rule.precision
+
+
+def _around(own: dict[str, Precision], fqn: str) -> Precision:
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        precision = own.get(fqn)
+        if precision is not None:
+            return precision
+    return None
+
+
+def _refuse_conflict(module: nn.Module, precisions: dict[str, tuple[Precision, Precision]]) -> None:
+    (first, precision), *others = precisions.items()
+    for other, different in others:
+        if different != precision:
+            raise PolicyError(
+                f"'{first}' and '{other}' are one {class_names(module)[0]} in two places, and the policy gives it "
+                f"{_spell(precision)} in one and {_spell(different)} in the other. Give both places the same rule."
+            )
+
+
+def _spell(precisions: tuple[Precision, Precision]) -> str:
+    precision = next((p for p in precisions if p is not None), None)
+    return "the compute dtype" if precision is None else str(precision).removeprefix("torch.")
+
+
+def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Precision, *, is_root: bool) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        if own is not None or is_root:
+            raise PolicyError(
+                f"a policy cannot be bound to a ScriptModule ({class_names(module)[0]}): its forward is compiled "
+                "already. Prepare the module before torch.jit.script, or use torch.compile."
+            )
+        return
+    before, forward = record(module), module.__dict__.pop("forward", None)
+    inner = _Own(forward) if forward is not None else None if before is None else before.inner
+    module.__dict__[RECORD] = Bound(binding=binding, own=own, around=around, is_root=is_root, inner=inner)
+    if not hasattr(type(module), "_mezzo_class"):
+        module.__class__ = bound_class(type(module))

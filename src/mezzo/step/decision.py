@@ -1,0 +1,132 @@
+"""The decision of a step: who skips, and what the loss scale makes of it, without a branch on the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.gradients import norm_and_finite
+from ..policy import ScalingConfig
+from ..scaling.state import LossScale, NoScaling, next_state
+from .pending import Pending
+from .update import Share, Skip, move, norm_of
+from .verdict import Evidence, Verdict
+
+Agreement = Callable[[Tensor], Tensor]
+"""Makes findings the same on all ranks: fp32 flags in, the largest of each over the ranks out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Decision:
+    """What a step found and what each optimizer is to do.
+
+    Attributes:
+        gradients_bad: shape (), bool.
+        loss_bad: shape (), bool.
+        buffers_bad: shape (), bool.
+        norm: shape (), fp32: of all true gradients.
+        skips: shape (number of shares,), fp32: 1 where an optimizer must leave everything as it is.
+        scale: shape (), fp32: that the gradients carry; None without scaling.
+    """
+
+    gradients_bad: Tensor
+    loss_bad: Tensor
+    buffers_bad: Tensor
+    norm: Tensor
+    skips: Tensor
+    scale: Tensor | None
+
+    @property
+    def is_void(self) -> Tensor:
+        """Whether any optimizer skips: shape (), bool."""
+        return self.skips.max() != 0
+
+    def verdict(self, shares: Sequence[Share], names: Mapping[Tensor, str], count: bool) -> Verdict:
+        """Send the findings on their way to the host.
+
+        Args:
+            shares: the optimizers' parts.
+            names: of parameters.
+            count: count inf and NaN in each gradient now; a second pass over the gradients.
+
+        Syncs: no.
+        """
+        one = torch.ones((), device=self.norm.device)
+        scalars = (
+            self.gradients_bad,
+            self.loss_bad,
+            self.buffers_bad,
+            one if self.scale is None else self.scale,
+            self.norm,
+        )
+        flags = torch.cat([torch.stack([scalar.to(torch.float32) for scalar in scalars]), self.skips])
+        return Verdict(flags, _evidence(shares, names, count))
+
+
+def _evidence(shares: Sequence[Share], names: Mapping[Tensor, str], count: bool) -> Evidence:
+    home = shares[0].check.norm.device
+    norms = [move(share.check.tensor_norms, home) for share in shares]
+    counts = [move(share.check.count_nonfinite(), home) for share in shares] if count else []
+    return Evidence(
+        names=tuple(names.get(p, "a parameter") for share in shares for p in share.params),
+        norms=torch.cat(norms),
+        counts=torch.cat(counts) if counts else None,
+        grads=tuple((weakref.ref(grad), grad._version) for share in shares for grad in share.grads),
+    )
+
+
+@torch.no_grad()
+def decide(
+    shares: Sequence[Share], pending: Pending, written: Sequence[Tensor], skip: Skip, agree: Agreement | None
+) -> Decision:
+    """Say which optimizers may step.
+
+    Args:
+        shares: the parts of optimizers with gradients; at least one.
+        pending: the step in the making.
+        written: floating buffers that the forward wrote.
+        skip: what several optimizers do when one has bad gradients.
+        agree: makes the findings the same on all ranks; None on one rank.
+
+    Syncs: no.
+    """
+    home = pending.loss_bad.device
+    found = torch.stack([move(share.check.found_nonfinite, home) for share in shares])
+    early = pending.gradients_bad | pending.penalty_bad
+    if pending.scale is not None:
+        early = early | ~pending.scale.reciprocal().isfinite()
+    loss = pending.loss_bad & ~pending.penalty_bad
+    buffers = move(norm_and_finite(written).found_nonfinite, home) if written else torch.zeros((), device=home)
+    findings = torch.cat([torch.stack([early.float(), loss.float(), buffers]), found])
+    findings = findings if agree is None else agree(findings)
+    early, loss, buffers = (flag != 0 for flag in findings[:3].unbind())
+    found = findings[3:] != 0
+    gradients = early | found.any()
+    if skip == "together":
+        skips = (gradients | loss | buffers).expand(len(shares))
+    else:
+        # A bad loss belongs to the optimizers whose gradients it spoilt; if it spoilt none, to all.
+        skips = found | early | buffers | (loss & ~gradients)
+    return Decision(
+        gradients_bad=gradients,
+        loss_bad=loss,
+        buffers_bad=buffers,
+        norm=norm_of(shares, home),
+        skips=skips.to(torch.float32),
+        scale=pending.scale,
+    )
+
+
+def move_scale(state: LossScale | NoScaling, decision: Decision, config: ScalingConfig | None) -> LossScale | NoScaling:
+    """Return the loss scale after a step; as it was where the scale was not to blame. Syncs: no."""
+    if config is None or isinstance(state, NoScaling):
+        return state
+    moved = next_state(state, decision.gradients_bad, config)
+    blameless = decision.loss_bad | (decision.buffers_bad & ~decision.gradients_bad)
+    names = ("scale", "growth_tracker", "skipped_in_a_row")
+    pairs = {name: (getattr(state, name), getattr(moved, name)) for name in names}
+    return LossScale(**{name: torch.where(blameless, before, after) for name, (before, after) in pairs.items()})

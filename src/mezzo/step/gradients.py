@@ -1,0 +1,203 @@
+"""The gradients of a step, from its first backward pass to its update: nobody else touches them unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import StepError
+from ..kernels.gradients import norm_and_finite
+from .causes import why_no_gradients
+from .edit import true_gradients
+from .marks import Marks, first
+from .pending import Pending, check_loss
+from .update import Share, move, parameters, shares_of
+
+
+class Gradients:
+    """Keeps the scale that gradients carry, what was seen of inf and NaN, and the order of calls.
+
+    Args:
+        model: for messages.
+        optimizers: whose parameters' gradients these are.
+        names: of parameters.
+        loss_dtype: the narrowest dtype a loss may have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[Tensor, str],
+        loss_dtype: torch.dtype,
+    ) -> None:
+        self.home = next((p.device for p in names), torch.device("cpu"))
+        self._model = model
+        self._optimizers = optimizers
+        self._names = names
+        self._loss_dtype = loss_dtype
+        self._marks = Marks(names)
+        self._pending: Pending | None = None
+        self._penalty_bad: Tensor | None = None
+        self._is_shown = False
+
+    def backward(
+        self,
+        loss: Tensor,
+        scale: Tensor | None,
+        *,
+        retain_graph: bool | None,
+        create_graph: bool,
+        inputs: Sequence[Tensor] | None,
+    ) -> None:
+        """Add the gradients of a loss times the scale that the first loss captured; see `Stepper.backward`."""
+        self._refuse_while_shown("backward(loss)")
+        check_loss(loss, self._loss_dtype)
+        params = self.parameters()
+        pending = self._pending
+        if pending is not None and all(p.grad is None for p in params):
+            pending = None  # somebody dropped the gradients, and with them the step
+        if pending is None:
+            self._marks.check_fresh(params)
+            pending = self._pending = self._open(scale)
+        else:
+            self._refuse_broken(pending, "backward(loss)")
+            self._refuse_edits(params)
+        scaled = pending.take(loss)
+        pending.is_broken = True
+        scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
+            retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+        pending.is_broken = False
+        self._marks.note(params)
+
+    def grad(
+        self,
+        outputs: Tensor,
+        inputs: Sequence[Tensor],
+        scale: Tensor | None,
+        *,
+        create_graph: bool,
+        retain_graph: bool | None,
+        allow_unused: bool,
+    ) -> tuple[Tensor, ...]:
+        """Return true gradients, computed scaled; see `Stepper.grad`."""
+        check_loss(outputs, self._loss_dtype)
+        scale = scale if self._pending is None else self._pending.scale
+        scaled = outputs if scale is None else outputs * move(scale, outputs.device)
+        found = torch.autograd.grad(
+            scaled, inputs, create_graph=create_graph, retain_graph=retain_graph, materialize_grads=allow_unused
+        )
+        self._note_penalty(outputs, found)
+        if scale is None:
+            return found
+        wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
+        return tuple(g * move(scale, g.device).reciprocal() for g in wide)
+
+    @contextmanager
+    def unscaled(self) -> Iterator[dict[str, Tensor]]:
+        """Show true gradients; see `Stepper.unscaled_grads`."""
+        self._refuse_while_shown("unscaled_grads()")
+        pending = self.require("unscaled_grads()")
+        params = self.parameters()
+        self._refuse_edits(params)
+        pending.gradients_bad = pending.gradients_bad | self._is_bad([p.grad for p in params if p.grad is not None])
+        self._is_shown = True
+        try:
+            with true_gradients(params, pending.scale):
+                yield {self._names.get(p, "a parameter"): p.grad for p in params if p.grad is not None}
+        finally:
+            self._is_shown = False
+            self._marks.note(params)
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop the gradients and the step in the making. Syncs: no."""
+        self._refuse_while_shown("zero_grad()")
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none)
+        self._model.zero_grad(set_to_none)
+        self._pending = self._penalty_bad = None
+        self._marks.note_zeros(self.parameters())
+
+    def require(self, call: str) -> Pending:
+        """Return the step in the making.
+
+        Raises:
+            StepError: there is none, or its gradients are not whole.
+        """
+        self._refuse_while_shown(call)
+        if not self._optimizers:
+            raise StepError(
+                f"{call} was called on a model prepared without an optimizer, for inference. "
+                "Write mezzo.prepare(model, optimizer, policy)."
+            )
+        if self._pending is None:
+            raise StepError(f"{call} was called before backward(loss). Write amp.backward(loss), then amp.step().")
+        self._refuse_broken(self._pending, call)
+        return self._pending
+
+    def shares(self, optimizer: Optimizer | None) -> list[Share]:
+        """Return the parts of the optimizers, or of one of them, that have gradients. Syncs: no.
+
+        Raises:
+            StepError: no gradients, or gradients that somebody else changed.
+        """
+        pending = self.require("step()")
+        self._refuse_edits(self.parameters())
+        if optimizer is not None and all(optimizer is not known for known in self._optimizers):
+            raise StepError("step(optimizer=...) was given an optimizer that prepare(model, optimizer) was not given.")
+        chosen = self._optimizers if optimizer is None else (optimizer,)
+        shares = shares_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
+        if not shares:
+            raise StepError(why_no_gradients(self._model, chosen, self._names))
+        return shares
+
+    def close(self) -> None:
+        """End the step: what gradients are left are spent. Syncs: no."""
+        self._pending = None
+        self._marks.note(self.parameters())
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of all optimizers, each once."""
+        return list({p: None for optimizer in self._optimizers for p in parameters(optimizer)})
+
+    def _open(self, scale: Tensor | None) -> Pending:
+        pending = Pending.start(scale, self.home)
+        if self._penalty_bad is not None:
+            pending.penalty_bad, self._penalty_bad = self._penalty_bad, None
+        return pending
+
+    def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
+        """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""
+        bad = self._is_bad(found) & move(outputs.detach().isfinite().all(), self.home)
+        if self._pending is not None:
+            self._pending.penalty_bad = self._pending.penalty_bad | bad
+        else:
+            self._penalty_bad = bad if self._penalty_bad is None else self._penalty_bad | bad
+
+    def _is_bad(self, grads: Iterable[Tensor]) -> Tensor:
+        return move(norm_and_finite(list(grads)).found_nonfinite, self.home) != 0
+
+    def _refuse_broken(self, pending: Pending, call: str) -> None:
+        if pending.is_broken:
+            raise StepError(
+                f"{call} was called after a backward(loss) that failed halfway, so the gradients are part of a sum. "
+                "Call amp.zero_grad() and compute the loss again."
+            )
+
+    def _refuse_edits(self, params: Iterable[Tensor]) -> None:
+        edited = self._marks.edited(params)
+        if edited:
+            raise StepError(
+                f"the gradients of {first(edited)} were changed since backward(loss), while they carry the loss scale. "
+                "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
+                "amp.backward(loss) for every loss.backward()."
+            )
+
+    def _refuse_while_shown(self, call: str) -> None:
+        if self._is_shown:
+            raise StepError(f"{call} was called inside `with amp.unscaled_grads():`. Leave the block first.")

@@ -1,0 +1,79 @@
+"""Marks on gradients: what the last backward pass left, so that a change by anybody else is seen. Host only."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from ..errors import StepError
+
+
+class Marks:
+    """Identity and version of each gradient, as the stepper last left it.
+
+    Args:
+        names: of parameters, for messages.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str]) -> None:
+        self._names = names
+        self._marks: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+
+    def note(self, params: Iterable[Tensor]) -> None:
+        """Write down the gradients as they are now. Syncs: no."""
+        self._marks = {p: (weakref.ref(p.grad), p.grad._version) for p in params if p.grad is not None}
+
+    def note_zeros(self, params: Iterable[Tensor]) -> None:
+        """Write down that what gradients there are hold zeros, and may be added to. Syncs: no."""
+        self._marks = {p: (weakref.ref(p.grad), -1) for p in params if p.grad is not None}
+
+    def edited(self, params: Iterable[Tensor]) -> list[str]:
+        """Return the names of parameters whose gradient is not the one written down. A dropped one is no edit."""
+        return [self._name(p) for p in params if p.grad is not None and not self._is_intact(p, p.grad)]
+
+    def check_fresh(self, params: Iterable[Tensor]) -> None:
+        """Refuse gradients that the first backward pass of a step would be added to.
+
+        A gradient of the last step that was written since is taken for one that was set to zero.
+
+        Raises:
+            StepError: gradients of the last step, or gradients that came about elsewhere.
+        """
+        stale, foreign = [], []
+        for p in params:
+            if p.grad is None:
+                continue
+            mark = self._marks.get(p)
+            if mark is None or mark[0]() is not p.grad:
+                foreign.append(self._name(p))
+            elif mark[1] == p.grad._version:
+                stale.append(self._name(p))
+        if stale:
+            raise StepError(
+                f"backward(loss) would add to the gradients of the last step, which {first(stale)} still have. "
+                "Call amp.zero_grad() between step() and the next backward(loss)."
+            )
+        if foreign:
+            raise StepError(
+                f"{first(foreign)} have gradients that amp.backward did not make, so they carry no loss scale. "
+                "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
+            )
+
+    def _is_intact(self, param: Tensor, grad: Tensor) -> bool:
+        mark = self._marks.get(param)
+        return mark is not None and mark[0]() is grad and mark[1] == grad._version
+
+    def _name(self, param: Tensor) -> str:
+        return self._names.get(param, "a parameter")
+
+
+def first(names: list[str], count: int = 3) -> str:
+    """Return the first few names of a list, and how many there are beyond them.
+
+    >>> first(["a", "b", "c", "d"], 2)
+    'a, b and 2 more'
+    """
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest

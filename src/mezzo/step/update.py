@@ -1,0 +1,225 @@
+"""The update: finding, unscaling, clipping and stepping, decided on the device or, where that cannot be, by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ..errors import StepError
+from ..kernels.gradients import GradientCheck, norm_and_finite
+from ..optim.base import MasterOptimizer
+from ..optim.master import MasterWeights
+
+Skip = Literal["together", "independent"]
+"""What several optimizers do when one has bad gradients: all skip, or that one."""
+
+_CLIP_EPS = 1e-6
+"""Added to the norm by torch.nn.utils.clip_grad_norm_, so that clipping equals torch's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Share:
+    """One optimizer's part in a step.
+
+    Attributes:
+        optimizer: it.
+        params: those with gradients; at least one.
+        check: of their gradients.
+    """
+
+    optimizer: Optimizer
+    params: list[Tensor]
+    check: GradientCheck
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradients. A list made anew, since a step may replace them."""
+        return [p.grad for p in self.params if p.grad is not None]
+
+
+def shares_of(optimizers: Iterable[Optimizer], inv_scale: Tensor | None) -> list[Share]:
+    """Return the part of each optimizer that has gradients. Syncs: no."""
+    shares = []
+    for optimizer in optimizers:
+        params = [p for p in parameters(optimizer) if p.grad is not None]
+        if params:
+            check = norm_and_finite([p.grad for p in params if p.grad is not None], inv_scale)
+            shares.append(Share(optimizer=optimizer, params=params, check=check))
+    return shares
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. Syncs: only from an accelerator to the host."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def keeps_masters(optimizer: Optimizer) -> TypeGuard[MasterOptimizer | MasterWeights]:
+    """Whether an optimizer is one of mezzo's, which read scale, clipping and skipping and leave gradients alone."""
+    return isinstance(optimizer, (MasterOptimizer, MasterWeights))
+
+
+def decides_on_device(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can leave out a step by itself, so that the host need not know.
+
+    Not one with hooks, which would run after steps that did not happen; and not torch's fused SGD before its
+    momentum buffers are there: skipping the step that makes them leaves them without values (torch 2.13).
+    """
+    # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
+    everywhere = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    if any(hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere):
+        return False
+    for part in (optimizer, optimizer.inner) if isinstance(optimizer, MasterWeights) else (optimizer,):
+        # One pre-hook is the stepper's or the wrapper's own.
+        has_hooks = part._optimizer_step_post_hooks or len(part._optimizer_step_pre_hooks) > 1
+        if has_hooks or not getattr(part, "_step_supports_amp_scaling", False) or _lacks_momentum(part, optimizer):
+            return False
+    return True
+
+
+def _lacks_momentum(optimizer: Optimizer, owner: Optimizer) -> bool:
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    params = [p for group in optimizer.param_groups if group["momentum"] != 0 for p in group["params"]]
+    state = owner.state if params else {}
+    return any(state.get(p, {}).get("momentum_buffer") is None for p in params if p.grad is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """How gradients are clipped.
+
+    Attributes:
+        max_norm: to at most this L2 norm; None: not.
+        value: to at most this value in both directions; None: not.
+
+    Raises:
+        StepError: both, or one that is not positive.
+    """
+
+    max_norm: float | None = None
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done."""
+        if self.max_norm is not None and self.value is not None:
+            raise StepError(
+                f"step(max_norm={self.max_norm}, clip_value={self.value}): clip by norm or by value, not both."
+            )
+        for name, bound in (("max_norm", self.max_norm), ("clip_value", self.value)):
+            if bound is not None and not bound > 0:
+                raise StepError(f"step({name}={bound}) would leave no gradient; write a positive number, or None.")
+
+    def coefficient(self, norm: Tensor) -> Tensor | None:
+        """Return what brings gradients of a true norm down to `max_norm`: shape (), fp32, at most 1. Syncs: no."""
+        return None if self.max_norm is None else (self.max_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
+    """Clamp gradients, which may carry a scale, to a true value in both directions. Writes: `grads`. Syncs: no."""
+    for grad in _distinct(grads):
+        values = grad._values() if grad.is_sparse else grad
+        bound = torch.full((), clip_value, device=grad.device)
+        bound = bound if scale is None else bound * move(scale, grad.device)
+        values.clamp_(min=-bound, max=bound)
+
+
+@torch.no_grad()
+def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients of any layouts and devices by one number. Writes: `grads`. Syncs: no."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in _distinct(grads):
+        values = grad._values() if grad.is_sparse else grad
+        kinds.setdefault((values.device, values.dtype), []).append(values)
+    for (device, _), parts in kinds.items():
+        torch._foreach_mul_(parts, move(factor, device))
+
+
+def _distinct(grads: Iterable[Tensor]) -> Iterable[Tensor]:
+    return {id(grad): grad for grad in grads}.values()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Order:
+    """How one optimizer must read its gradients and whether it may step.
+
+    Attributes:
+        scale: shape (), fp32: divides the gradients; None: not scaled.
+        coefficient: shape (), fp32: multiplies after that; None: not clipped.
+        skip: shape (), fp32: 1 leaves everything as it is; None: decided already, step.
+    """
+
+    scale: Tensor | None
+    coefficient: Tensor | None
+    skip: Tensor | None
+
+
+def step_(optimizer: Optimizer, grads: Sequence[Tensor], order: Order) -> None:
+    """Have an optimizer take its step.
+
+    Args:
+        optimizer: one that reads the orders itself (mezzo.optim, torch's fused ones), or any other, whose gradients are
+            unscaled and clipped in place first.
+        grads: those that are unscaled in place where the optimizer does not read orders; none if that is done.
+        order: what to do; an optimizer that does not read orders needs the decision made.
+
+    Writes: weights and state; gradients where they are unscaled in place. Syncs: no.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        with _ordered(optimizer, order):
+            optimizer.step()
+        return
+    assert order.skip is None
+    factor = _factor(order)
+    if factor is not None:
+        multiply_(grads, factor)
+    optimizer.step()
+
+
+def _factor(order: Order) -> Tensor | None:
+    if order.scale is None:
+        return order.coefficient
+    inverse = order.scale.reciprocal()
+    return inverse if order.coefficient is None else inverse * order.coefficient
+
+
+@contextmanager
+def _ordered(optimizer: Optimizer, order: Order) -> Iterator[None]:
+    """Set the attributes that fused optimizers look for, and take them away again."""
+    scale, coefficient = order.scale, order.coefficient
+    if coefficient is not None and not keeps_masters(optimizer):
+        # torch's fused kernels know one divisor.
+        scale = coefficient.reciprocal() if scale is None else scale / coefficient
+        coefficient = None
+    named = {"grad_scale": scale, "found_inf": order.skip, "clip_coef": coefficient}
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in given.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name in given:
+            delattr(optimizer, name)
+
+
+def norm_of(shares: Sequence[Share], home: torch.device) -> Tensor:
+    """Return the L2 norm of all true gradients, each counted once: shape (), fp32. Syncs: no."""
+    if len(shares) == 1:
+        return move(shares[0].check.norm, home)
+    norms: dict[Tensor, Tensor] = {}
+    for share in shares:
+        norms.update(zip(share.params, share.check.tensor_norms.unbind(), strict=True))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([move(norm, home) for norm in norms.values()]))
+    return total

@@ -1,0 +1,327 @@
+"""The wrong order of calls gives one sentence that names the right call. The sentences are pinned."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.step.step_models import Net, batch, mse, prepared
+from torch import nn
+
+import mezzo
+from mezzo.errors import StepError
+
+
+def loss_of(amp: mezzo.Stepper) -> torch.Tensor:
+    x, y = batch()
+    return mse(amp.model(x), y)
+
+
+def step_first(amp: mezzo.Stepper) -> None:
+    amp.step()
+
+
+def step_twice(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    amp.step()
+    amp.step()
+
+
+def unscaled_first(amp: mezzo.Stepper) -> None:
+    with amp.unscaled_grads():
+        pass
+
+
+def forgot_zero_grad(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    amp.step()
+    amp.backward(loss_of(amp))
+
+
+def plain_backward_first(amp: mezzo.Stepper) -> None:
+    loss_of(amp).backward()
+    amp.backward(loss_of(amp))
+
+
+def plain_backward_after(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    loss_of(amp).backward()
+    amp.step()
+
+
+def clipped_by_hand(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    nn.utils.clip_grad_norm_(amp.model.inner.parameters(), 1.0)
+    amp.step()
+
+
+def edited_between_micro_batches(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    amp.model.outer.weight.grad.mul_(2)
+    amp.backward(loss_of(amp))
+
+
+def stepped_directly(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    amp.optimizers[0].step()
+
+
+def step_inside_the_block(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    with amp.unscaled_grads():
+        amp.step()
+
+
+def backward_inside_the_block(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    with amp.unscaled_grads():
+        amp.backward(loss_of(amp))
+
+
+def block_inside_the_block(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    with amp.unscaled_grads(), amp.unscaled_grads():
+        pass
+
+
+def zero_grad_inside_the_block(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    with amp.unscaled_grads():
+        amp.zero_grad()
+
+
+def dropped_before_step(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    amp.optimizers[0].zero_grad()
+    amp.step()
+
+
+def zeroed_by_the_stepper_before_step(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    amp.zero_grad()
+    amp.step()
+
+
+def narrow_loss(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp).half())
+
+
+def loss_without_graph(amp: mezzo.Stepper) -> None:
+    amp.backward(torch.tensor(loss_of(amp).item()))
+
+
+def loss_of_many(amp: mezzo.Stepper) -> None:
+    amp.backward(torch.ones(3, requires_grad=True))
+
+
+def loss_as_number(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp).item())  # type: ignore[arg-type]
+
+
+def two_clippings(amp: mezzo.Stepper) -> None:
+    amp.step(max_norm=1.0, clip_value=1.0)
+
+
+def clipped_to_nothing(amp: mezzo.Stepper) -> None:
+    amp.step(max_norm=0.0)
+
+
+def unknown_optimizer(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    amp.step(optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
+SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
+    step_first: "step() was called before backward(loss). Write amp.backward(loss), then amp.step().",
+    step_twice: "step() was called before backward(loss). Write amp.backward(loss), then amp.step().",
+    zeroed_by_the_stepper_before_step: (
+        "step() was called before backward(loss). Write amp.backward(loss), then amp.step()."
+    ),
+    unscaled_first: "unscaled_grads() was called before backward(loss). Write amp.backward(loss), then amp.step().",
+    forgot_zero_grad: (
+        "backward(loss) would add to the gradients of the last step, which inner.weight, inner.bias, stats.weight and "
+        "5 more still have. Call amp.zero_grad() between step() and the next backward(loss)."
+    ),
+    plain_backward_first: (
+        "inner.weight, inner.bias, stats.weight and 5 more have gradients that amp.backward did not make, so they carry "
+        "no loss scale. Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
+    ),
+    plain_backward_after: (
+        "the gradients of inner.weight, inner.bias, stats.weight and 5 more were changed since backward(loss), while "
+        "they carry the loss scale. Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and "
+        "write amp.backward(loss) for every loss.backward()."
+    ),
+    clipped_by_hand: (
+        "the gradients of inner.weight, inner.bias were changed since backward(loss), while they carry the loss scale. "
+        "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
+        "amp.backward(loss) for every loss.backward()."
+    ),
+    edited_between_micro_batches: (
+        "the gradients of outer.weight were changed since backward(loss), while they carry the loss scale. Edit them "
+        "inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write amp.backward(loss) for every "
+        "loss.backward()."
+    ),
+    stepped_directly: (
+        "SGD.step() was called directly, past the guard and on gradients that may carry the loss scale. Write amp.step()."
+    ),
+    step_inside_the_block: "step() was called inside `with amp.unscaled_grads():`. Leave the block first.",
+    backward_inside_the_block: "backward(loss) was called inside `with amp.unscaled_grads():`. Leave the block first.",
+    block_inside_the_block: "unscaled_grads() was called inside `with amp.unscaled_grads():`. Leave the block first.",
+    zero_grad_inside_the_block: "zero_grad() was called inside `with amp.unscaled_grads():`. Leave the block first.",
+    dropped_before_step: (
+        "step() found no gradients: those that backward(loss) left on the optimizer's 8 parameters were dropped before "
+        "step(). Call amp.zero_grad() after step(), or before the first backward(loss)."
+    ),
+    narrow_loss: (
+        "backward(loss) was given a fp16 loss, and the policy declares loss=fp32: its scaled gradient may overflow fp16. "
+        "Compute it from outputs in fp32, as in loss_fn(output.float(), target), or write policy 'loss=fp16'."
+    ),
+    loss_without_graph: (
+        "backward(loss) was given a loss that no parameter leads to: it was detached, made anew with torch.tensor, "
+        "computed under torch.no_grad(), or every parameter is frozen. Hand over the loss as the model made it."
+    ),
+    loss_of_many: "backward(loss) takes one floating number with its graph, not fp32[3]. Write loss.mean().",
+    loss_as_number: "backward(loss) takes one floating number with its graph, not float. Write loss.mean().",
+    two_clippings: "step(max_norm=1.0, clip_value=1.0): clip by norm or by value, not both.",
+    clipped_to_nothing: "step(max_norm=0.0) would leave no gradient; write a positive number, or None.",
+    unknown_optimizer: "step(optimizer=...) was given an optimizer that prepare(model, optimizer) was not given.",
+}
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, scaling.init_scale=256"])
+@pytest.mark.parametrize("mistake", SENTENCES, ids=lambda mistake: mistake.__name__)
+def test_sentence(mistake: Callable[[mezzo.Stepper], None], policy: str) -> None:
+    _, amp = prepared(policy)
+    with pytest.raises(StepError) as error:
+        mistake(amp)
+    assert str(error.value) == SENTENCES[mistake]
+
+
+@pytest.mark.parametrize("mistake", [m for m in SENTENCES if m is not stepped_directly], ids=lambda m: m.__name__)
+def test_zero_grad_mends_every_mistake(mistake: Callable[[mezzo.Stepper], None]) -> None:
+    _, amp = prepared("fp32")
+    with pytest.raises(StepError):
+        mistake(amp)
+    amp.zero_grad()
+    amp.backward(loss_of(amp))
+    assert amp.step()
+
+
+def test_a_backward_that_fails_halfway() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def,override]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):  # type: ignore[no-untyped-def,override]
+            raise KeyError("out of memory, say")
+
+    _, amp = prepared("fp32")
+    x, y = batch()
+    amp.backward(mse(amp.model(x), y))
+    with pytest.raises(KeyError):
+        amp.backward(mse(amp.model(Fails.apply(x.requires_grad_())), y))
+    for call, then in (("step()", amp.step), ("backward(loss)", lambda: amp.backward(loss_of(amp)))):
+        with pytest.raises(StepError) as error:
+            then()
+        assert str(error.value) == (
+            f"{call} was called after a backward(loss) that failed halfway, so the gradients are part of a sum. "
+            "Call amp.zero_grad() and compute the loss again."
+        )
+    amp.zero_grad()
+    amp.backward(loss_of(amp))
+    assert amp.step()
+
+
+class TestNoGradients:
+    """Four causes, four sentences."""
+
+    def test_all_frozen(self) -> None:
+        model, amp = prepared()
+        extra = nn.Parameter(torch.ones(()))
+        model.requires_grad_(False)
+        amp.backward(amp.model(batch()[0]).mean() * extra)
+        with pytest.raises(StepError) as error:
+            amp.step()
+        assert str(error.value) == (
+            "step() found no gradients: all 8 parameters of the optimizer are frozen (requires_grad=False). Unfreeze "
+            "some, or give the optimizer the trainable ones."
+        )
+
+    def test_parameters_of_another_model(self) -> None:
+        model, other = Net(), Net()
+        amp = mezzo.prepare(model, torch.optim.SGD(other.parameters()), "fp32")
+        amp.backward(loss_of(amp))
+        with pytest.raises(StepError) as error:
+            amp.step()
+        assert str(error.value) == (
+            "step() found no gradients: none of the optimizer's 8 trainable parameters belongs to the prepared model; the "
+            "model was copied or replaced after the optimizer was made. Make the optimizer from model.parameters() of "
+            "the prepared model."
+        )
+
+    def test_out_of_reach(self) -> None:
+        model = Net()
+        amp = mezzo.prepare(model, torch.optim.SGD(model.outer.parameters()), "fp32")
+        amp.backward(model.inner(batch()[0]).mean())
+        with pytest.raises(StepError) as error:
+            amp.step()
+        assert str(error.value) == (
+            "step() found no gradients: the loss reaches 2 parameters of the model, but none of the optimizer's 2 "
+            "(outer.weight, outer.bias). Step the optimizer whose parameters this loss trains, or check where the graph "
+            "is cut."
+        )
+
+
+def test_inference_has_no_step() -> None:
+    amp = mezzo.prepare(Net(), None, "bf16")
+    amp.backward(loss_of(amp))
+    with pytest.raises(StepError, match="prepared without an optimizer, for inference"):
+        amp.step()
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda amp: amp.optimizers[0].zero_grad(),
+        lambda amp: amp.model.zero_grad(),
+        lambda amp: amp.optimizers[0].zero_grad(set_to_none=False),
+        lambda amp: amp.zero_grad(set_to_none=False),
+    ],
+)
+def test_gradients_may_be_dropped_in_any_way(drop: Callable[[mezzo.Stepper], None]) -> None:
+    _, amp = prepared("fp16, scaling.init_scale=256")
+    for _ in range(3):
+        amp.backward(loss_of(amp))
+        assert amp.step()
+        drop(amp)
+
+
+def test_single_gradients_may_be_dropped() -> None:
+    model, amp = prepared("fp32")
+    before = model.inner.bias.clone()
+    amp.backward(loss_of(amp))
+    model.inner.bias.grad = None
+    assert amp.step() and torch.equal(model.inner.bias, before)
+
+
+def test_abandoned_gradients_start_a_new_step() -> None:
+    _, amp = prepared("fp32")
+    amp.backward(loss_of(amp) * float("nan"))
+    amp.optimizers[0].zero_grad()
+    amp.backward(loss_of(amp))
+    assert amp.step()
+
+
+def test_an_optimizer_outlives_its_stepper() -> None:
+    model, amp = prepared("fp32")
+    optimizer = amp.optimizers[0]
+    other = mezzo.prepare(model, optimizer, "fp32")
+    other.backward(loss_of(other))
+    assert other.step()
+    del amp, other
+    gc.collect()
+    optimizer.step()
