@@ -1,5 +1,7 @@
 """Which op, which layer, why, and the edit that mends it."""
 
+from .explanation import Explanation as Explanation
+from .explanation import explain as explain
 from .findings import Finding as Finding
 from .footprint import MemoryReport as MemoryReport
 from .footprint import memory as memory
