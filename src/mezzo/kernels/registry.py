@@ -6,22 +6,24 @@ import functools
 import importlib
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Literal, get_args
 
 import torch
 
 from ..errors import ConfigError, did_you_mean
-from ..formats import dtype_name
+from ..formats import LOW_DTYPES, dtype_name
+from .native.build import NativeBuildError, library
 
-Backend = Literal["auto", "reference"]
+Backend = Literal["auto", "reference", "cpu"]
 """auto picks the fastest that can run here; any other name is that one or an error."""
 
 # Fastest first; the reference runs everywhere and ends every list.
 _ORDER: dict[str, tuple[str, ...]] = {
-    "gradients": ("reference",),
-    "adamw": ("reference",),
-    "sgd": ("reference",),
+    "gradients": ("cpu", "reference"),
+    "adamw": ("cpu", "reference"),
+    "sgd": ("cpu", "reference"),
 }
 _log = logging.getLogger("mezzo.kernels")
 
@@ -31,7 +33,7 @@ class Choice:
     """The implementation that runs, and what decided.
 
     Attributes:
-        backend: "reference", "cpu" or "triton".
+        backend: "reference" or "cpu".
         reason: one clause for a report.
     """
 
@@ -41,8 +43,15 @@ class Choice:
 
 def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -> str:
     """Say why a backend cannot run an op here; empty if it can."""
-    if backend not in _ORDER[op]:
-        return f"{op} has no {backend} implementation"
+    if backend == "cpu":
+        if device.type != "cpu":
+            return "it is for the CPU"
+        if dtype not in (torch.float32, *LOW_DTYPES):
+            return f"it does not compute in {dtype_name(dtype)}"
+        try:
+            library(Path(__file__).parent / op / "cpu.cpp")
+        except NativeBuildError as error:
+            return str(error)
     return ""
 
 
@@ -82,8 +91,12 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
 
 
 def kernel(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> ModuleType:
-    """Return the module that holds the chosen implementation; arguments and errors are those of `choose`."""
-    return importlib.import_module(f".{op}.{choose(op, device, dtype, backend).backend}", __package__)
+    """Return the module that holds the chosen implementation; arguments and errors are those of `choose`.
+
+    While torch.compile traces, it is the reference, which the compiler turns into a kernel itself.
+    """
+    name = "reference" if torch.compiler.is_compiling() else choose(op, device, dtype, backend).backend
+    return importlib.import_module(f".{op}.{name}", __package__)
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ class Weights:
     values: Sequence[Tensor]
     kept: Sequence[Tensor]
     seeds: Sequence[int]
+
+    def at(self, places: Sequence[int]) -> Weights:
+        """Return the weights at some places."""
+        return replace(
+            self,
+            values=[self.values[i] for i in places],
+            kept=[self.kept[i] for i in places if self.kept],
+            seeds=[self.seeds[i] for i in places],
+        )
 
 
 def read_master(mode: Master, value: Tensor, kept: Tensor | None) -> Tensor:

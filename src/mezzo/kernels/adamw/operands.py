@@ -43,6 +43,15 @@ class Moments:
     peaks: Sequence[Tensor]
     seeds: Sequence[int]
 
+    def at(self, places: Sequence[int]) -> Moments:
+        """Return the means at some places."""
+        return Moments(
+            means=[self.means[i] for i in places],
+            squares=[self.squares[i] for i in places],
+            peaks=[self.peaks[i] for i in places if self.peaks],
+            seeds=[self.seeds[i] for i in places],
+        )
+
 
 def adamw_scalars(
     step: Tensor, rule: AdamWRule, lr: float | Tensor, weight_decay: float, dtype: torch.dtype = torch.float32

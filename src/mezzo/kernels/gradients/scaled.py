@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class ScaledGradients:
     clip_coef: Tensor | None = None
     found_inf: Tensor | None = None
     maximize: bool = False
+
+    def at(self, places: Sequence[int]) -> ScaledGradients:
+        """Return the gradients at some places."""
+        return replace(self, values=[self.values[i] for i in places])
 
     @property
     def blocked(self) -> Tensor | None:

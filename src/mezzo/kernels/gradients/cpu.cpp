@@ -1,0 +1,28 @@
+// The norms of gradients; reference.py beside this file defines them.
+
+#include "batch.h"
+
+// Sums of squares over 64 lanes in fp32, at most 1024 terms each, then in fp64.
+template <int G> double sum_of_squares(const void* grad, int64_t size) {
+  float lanes[64] = {};
+  int64_t i = 0;
+  for (; i + 64 <= size; i += 64)
+    for (int64_t k = 0; k < 64; k++) lanes[k] = fused(load<G>(grad, i + k), load<G>(grad, i + k), lanes[k]);
+  for (; i < size; i++) lanes[i % 64] = fused(load<G>(grad, i), load<G>(grad, i), lanes[i % 64]);
+  double sum = 0;
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
+extern "C" void mezzo_norms(int64_t tensors, const int64_t* sizes, void* const* grads, int32_t format, int32_t threads, float* norms) {
+  const auto sum = format == kFp32 ? sum_of_squares<kFp32> : format == kBf16 ? sum_of_squares<kBf16> : sum_of_squares<kFp16>;
+  const auto parts = parts_of(tensors, sizes);
+  std::vector<double> sums(parts.size()), totals(tensors);
+#pragma omp parallel for schedule(dynamic) num_threads(threads_for(parts, threads))
+  for (int64_t i = 0; i < int64_t(parts.size()); i++) {
+    const Part& p = parts[i];
+    sums[i] = sum(static_cast<const char*>(grads[p.tensor]) + p.start * width(format), p.size);
+  }
+  for (size_t i = 0; i < parts.size(); i++) totals[parts[i].tensor] += sums[i];
+  for (int64_t t = 0; t < tensors; t++) norms[t] = float(std::sqrt(totals[t]));
+}

@@ -1,0 +1,41 @@
+"""The gradient pass on the CPU: one compiled pass; `reference.py` defines it and `cpu.cpp` computes it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..native.batch import FORMATS, pointers, sizes
+from ..native.build import library
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of each gradient; arguments as for `reference.tensor_norms`.
+
+    Returns:
+        Shape (len(grads),), fp32; within a few ulp of the reference. Gradients that are not dense are copied.
+
+    Syncs: no.
+    """
+    dense = [grad if dense_in_memory(grad) else grad.contiguous() for grad in grads]
+    norms = torch.empty(len(dense), dtype=torch.float32)
+    library(SOURCE).mezzo_norms(
+        ctypes.c_int64(len(dense)),
+        sizes(dense),
+        pointers(dense),
+        ctypes.c_int32(FORMATS[grads[0].dtype]),
+        ctypes.c_int32(torch.get_num_threads()),
+        ctypes.c_void_p(norms.data_ptr()),
+    )
+    return norms
+
+
+def dense_in_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor's elements fill a stretch of memory, in any order."""
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -1,0 +1,101 @@
+"""Handing tensors to a C++ kernel: pointers and sizes, nothing copied."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..gradients.scaled import ScaledGradients
+from ..weights import Weights
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""enum Format of formats.h."""
+_MODES = {"none": 0, "split": 1, "fp32": 2, "kahan": 3, "stochastic": 4}
+
+
+class Batch(ctypes.Structure):
+    """struct Batch of batch.h."""
+
+    _fields_ = (
+        ("tensors", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("sizes", "values", "kept", "grads", "means", "squares", "peaks", "seeds")
+        ),
+        *((name, ctypes.c_void_p) for name in ("scalars", "step", "inv_scale", "clip_coef", "found_inf")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("mode", "value_format", "grad_format", "mean_format", "maximize", "threads")
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A batch, and everything its pointers point to."""
+
+    batch: Batch
+    held: tuple[object, ...]
+
+
+def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return the addresses of tensors as an array for C."""
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+def sizes(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
+    """Return the numbers of elements as an array for C."""
+    return (ctypes.c_int64 * len(tensors))(*[tensor.numel() for tensor in tensors])
+
+
+def pack(
+    weights: Weights, grads: ScaledGradients, means: Sequence[Sequence[Tensor]], scalars: Tensor, step: Tensor
+) -> Packed:
+    """Return what a kernel needs of a step's tensors.
+
+    Args:
+        weights: contiguous, fp32, bf16 or fp16.
+        grads: in fp32 or the dtype of the weights; any strides.
+        means: up to three lists of running means, contiguous, fp32 or bf16; of the peaks only if they are used.
+        scalars: shape (3,), fp32.
+        step: shape (), fp32.
+
+    Returns:
+        The batch, and what must stay alive while it is used. Gradients that are not contiguous are copied.
+
+    Syncs: no.
+    """
+    values = [grad.contiguous() for grad in grads.values]
+    factors = [None if x is None else x.to(torch.float32) for x in (grads.inv_scale, grads.clip_coef, grads.found_inf)]
+    seeds = (ctypes.c_uint32 * len(weights.seeds))(*weights.seeds)
+    first = next((group[0] for group in means if group), None)
+    arrays = [pointers(group) for group in (weights.values, weights.kept, values, *means)]
+    arrays += [pointers([])] * (6 - len(arrays))
+    lengths = sizes(weights.values)
+    batch = Batch(
+        len(weights.values),
+        ctypes.addressof(lengths),
+        *(ctypes.addressof(array) for array in arrays),
+        ctypes.addressof(seeds),
+        scalars.data_ptr(),
+        step.data_ptr(),
+        *(None if factor is None else factor.data_ptr() for factor in factors),
+        _MODES[weights.mode],
+        FORMATS[weights.values[0].dtype],
+        FORMATS[values[0].dtype],
+        FORMATS[torch.float32 if first is None else first.dtype],
+        grads.maximize,
+        torch.get_num_threads(),
+    )
+    return Packed(batch, (values, factors, seeds, arrays, lengths, scalars, step))
+
+
+def contiguous_places(*lists: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Return the places at which every list's tensor is contiguous, and the other places; empty lists have none."""
+    filled = [group for group in lists if group]
+    straight = [all(group[place].is_contiguous() for group in filled) for place in range(len(filled[0]))]
+    return [i for i, yes in enumerate(straight) if yes], [i for i, yes in enumerate(straight) if not yes]
