@@ -1,5 +1,8 @@
 """Mixed precision for PyTorch that you can see, steer and trust."""
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+
 from . import optim as optim
 from .casting import autocast as autocast
 from .casting import checkpoint_contexts as checkpoint_contexts
@@ -14,3 +17,12 @@ from .step import StepResult as StepResult
 from .step import prepare as prepare
 
 __version__ = "0.1.0"
+
+_TOOLS = ("diagnose",)
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """Import a folder of tools when it is first asked for; `import mezzo` loads none of them."""
+    if name in _TOOLS:
+        return _import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

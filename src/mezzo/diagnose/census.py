@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from ..formats import LOW_DTYPES, dtype_name
+from .explain_flops import flops_of
 from .opfacts import op_facts
 from .records import Site
 from .scene import Scene
@@ -112,12 +112,12 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _product(
         counts: Counts, site: Site, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        count = flop_registry.get(func._overloadpacket)
-        if count is None:
+        flops = flops_of(func, args, kwargs, out)
+        if not flops:
             return
         operands = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         dtype = operands[-1].dtype
-        counts.flops[dtype_name(dtype)] += count(*args, **kwargs, out_val=out)
+        counts.flops[dtype_name(dtype)] += flops
         if dtype in LOW_DTYPES and op_facts(func).name in _PRODUCTS:
             sizes = _sizes(op_facts(func).name, operands)
             if any(n % ALIGNMENT for n in sizes):

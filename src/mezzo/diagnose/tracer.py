@@ -247,9 +247,9 @@ def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
     Writes: nothing that outlives the block.
     Syncs: at every op.
 
-    >>> model = nn.Linear(2, 1)
+    >>> model, x = nn.Linear(2, 1), torch.full((1, 2), float("nan"))
     >>> with trace(model) as t:
-    ...     model(torch.full((1, 2), float("nan"))).sum().backward()
+    ...     model(x).sum().backward()
     >>> t.report.findings[0].verdict, t.report.findings[0].why
     ('inherited', 'input [0] of Linear already holds 2 NaN when addmm first reads it.')
     """

@@ -43,11 +43,7 @@ def narrow_dtype(event: Event) -> torch.dtype:
 
 
 def verdict_of(event: Event) -> tuple[Verdict, str]:
-    """Return the kind of fault an event is, and one sentence with the numbers that show it.
-
-    >>> verdict_of  # doctest: +ELLIPSIS
-    <function verdict_of at ...>
-    """
+    """Return the kind of fault an event is, and one sentence with the numbers that show it."""
     if event.kind in ("leaf", "constant"):
         return "inherited", _inherited(event)
     if event.kind == "mixed":
