@@ -3,4 +3,7 @@
 from .agree import Agreement as Agreement
 from .ddp import connect as connect
 from .ddp import traffic as traffic
+from .fsdp import fully_shard as fully_shard
+from .plan import ShardPlan as ShardPlan
+from .plan import plan_shards as plan_shards
 from .reducer import Traffic as Traffic
