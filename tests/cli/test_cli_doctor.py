@@ -70,9 +70,54 @@ def test_the_page(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["nowhere.py"], "mezzo doctor: no script at 'nowhere.py'; give the path of a Python file."),
         (["--steps", "0", "x.py"], "mezzo doctor: --steps 0: give a number of steps of at least 1, or leave it out."),
         (["--html", "no/where/x.html", "x.py"], "mezzo doctor: --html no/where/x.html: its folder does not exist; create it first."),
-        ([], "the following arguments are required: script"),
+        ([], "mezzo doctor: give either a script or --model MODULE:FUNCTION."),
+        (["--model", "a:b", "x.py"], "mezzo doctor: give either a script or --model MODULE:FUNCTION."),
+        (["--model", "nothing"], "--model 'nothing' names no function; write package.module:function or file.py:function."),
+        (["--model", "no.such.module:make"], "no module 'no.such.module' on the Python path"),
+        (["--model", "nowhere.py:make"], "no file at 'nowhere.py'"),
+        (["--model", "math:sqrtt"], "math has no function 'sqrtt'. Did you mean 'sqrt'?"),
+        (["--model", "os:getcwd"], "os:getcwd returned str; return (model, batch) or (model, batch, loss_fn)."),
     ],
 )  # fmt: skip
 def test_bad_input(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     assert complaint in capsys.readouterr().err
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
+
+    def forward(self, x):
+        return x * (torch.arange(x.shape[1]).float()[:, None] @ self.inv_freq[None]).float().sin().repeat(1, 2)
+
+def sick():
+    return nn.Sequential(nn.Linear(8, 8), Rotary()), torch.randn(1, 4096, 8)
+
+def healthy():
+    return nn.Linear(8, 8), torch.randn(4, 8), lambda model, x: model(x).float().square().mean()
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("sick", 1), ("healthy", 0)])
+def test_a_model_is_looked_at(name: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "subject.py").write_text(MODEL, encoding="utf-8")
+    assert main(["doctor", "--policy", "bf16", "--model", f"{tmp_path / 'subject.py'}:{name}"]) == code
+    out = capsys.readouterr().out
+    assert ("integers-in-16-bit" in out) == (name == "sick")
+    assert "mezzo explain of " in out and "By module, submodules left out" in out
+
+
+def test_a_module_on_the_path_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "subject_on_path.py").write_text(MODEL, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--json", "--policy", "bf16", "--model", "subject_on_path:sick"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert [r["model"] for r in data["reports"]] == ["Sequential", "Sequential"]

@@ -1,4 +1,4 @@
-"""`mezzo doctor`: run a training script under the tracer and say what is wrong with its numbers."""
+"""`mezzo doctor`: run a training script under the tracer, or look at a model, and say what is wrong with its numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-from ..diagnose.report import text
+from ..diagnose.report import Report, text
 from ..diagnose.script import ScriptRun, trace_script
+from ..diagnose.subject import check_up
 from ..errors import ConfigError
 
 HEALTHY, SICK, BAD_INPUT = 0, 1, 2
@@ -20,19 +21,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mezzo doctor",
         description="Run an unmodified PyTorch script op by op and name the first fault of its numbers: which op, "
-        "which module, which line, why, and what mends it. Options of mezzo come before the script.",
+        "which module, which line, why, and what mends it. Options of mezzo come before the script. "
+        "Or, with --model, look at one step of a model under a policy: its habits, its casts, its gain.",
         epilog="Exit code: 0 healthy, 1 sick, 2 bad input or a script that failed by itself.",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
     parser.add_argument("--all", action="store_true", help="go on after the first fault")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON; what the script prints goes to standard error")
-    parser.add_argument("script", help="path of the script")
+    parser.add_argument("--model", metavar="MODULE:FUNCTION",
+                        help="look at the (model, batch) or (model, batch, loss_fn) that a function returns")  # fmt: skip
+    parser.add_argument("--policy", default="auto", help="the policy for --model; default: %(default)s")
+    parser.add_argument("script", nargs="?", help="path of the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
+    if (options.script is None) == (options.model is None):
+        raise ConfigError("give either a script or --model MODULE:FUNCTION.")
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: give a number of steps of at least 1, or leave it out.")
     if options.html is not None and not options.html.resolve().parent.is_dir():
@@ -45,18 +52,25 @@ def _code(run: ScriptRun) -> int:
     return HEALTHY if run.error is None else BAD_INPUT
 
 
-def _tell(run: ScriptRun, options: argparse.Namespace) -> None:
-    """Print how the script ended, and the diagnosis."""
+def _tell_end(run: ScriptRun) -> None:
+    """Say how the script ended."""
     if run.error is not None and not isinstance(run.error, SystemExit):
         print("".join(traceback.format_exception(run.error)), file=sys.stderr, end="")
     if run.error is not None:
         print(f"mezzo doctor: the script ended by itself with {run.error!r}.", file=sys.stderr)
     if run.stopped:
         print(f"mezzo doctor: the script was ended {run.stopped}.", file=sys.stderr)
+
+
+def _print(report: Report, options: argparse.Namespace) -> None:
+    """Print the report, and write the page if one was asked for."""
     if options.json:
-        print(run.report.to_json())
+        print(report.to_json())
     else:
-        print(text.render(run.report.document(), colour=sys.stdout.isatty()))
+        print(text.render(report.document(), colour=sys.stdout.isatty()))
+    if options.html is not None:
+        report.to_html(options.html)
+        print(f"mezzo doctor: the page is {options.html}.", file=sys.stderr)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -76,9 +90,12 @@ def run(argv: Sequence[str]) -> int:
         return HEALTHY if end.code in (None, 0) else BAD_INPUT
     _check(options)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        result = trace_script(options.script, options.args, steps=options.steps, stop_at_fault=not options.all)
-    _tell(result, options)
-    if options.html is not None:
-        result.report.to_html(options.html)
-        print(f"mezzo doctor: the page is {options.html}.", file=sys.stderr)
-    return _code(result)
+        if options.model is not None:
+            report: Report = check_up(options.model, options.policy)
+            code = HEALTHY if report.is_healthy else SICK
+        else:
+            traced = trace_script(options.script, options.args, steps=options.steps, stop_at_fault=not options.all)
+            _tell_end(traced)
+            report, code = traced.report, _code(traced)
+    _print(report, options)
+    return code

@@ -144,7 +144,8 @@ class Explanation(Report):
         return Document(
             title=f"mezzo explain of {self.model} under {self.policy}",
             verdict=self.verdict(),
-            is_good=self.gain >= _WORTH or not self.policy_s,
+            # slow is not sick
+            is_good=True,
             blocks=(facts, table, *notes),
         )
 
