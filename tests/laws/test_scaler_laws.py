@@ -150,12 +150,16 @@ def test_checkpoints_go_both_ways_between_torchs_scaler_and_ours(
     assert run(from_theirs, more) == run(from_ours, more)
 
 
-@pytest.mark.parametrize("factor", [1.1, 3.0])
-def test_odd_factors_stay_within_rounding_of_torchs(factor: float) -> None:
-    """torch multiplies in fp64 and rounds once; an fp32 product rounds the factor too: one unit a move at most."""
-    arguments = {"init_scale": 1000.0, "growth_factor": factor, "backoff_factor": 1 / factor, "growth_interval": 1}
-    findings = [CLEAN, CLEAN, INF] * 8
-    ours = run(GradScaler("cpu", **arguments, min_scale=0.0), findings)
+@given(factor=st.floats(1.01, 10.0), backoff=st.floats(0.1, 0.99), start=st.floats(2.0**10, 2.0**20), findings=steps)
+def test_odd_factors_are_torchs_too(factor: float, backoff: float, start: float, findings: list[float]) -> None:
+    """On the CPU to the last bit; in tensors, where the factor itself is rounded to fp32, to a rounding a move."""
+    arguments = {"init_scale": start, "growth_factor": factor, "backoff_factor": backoff, "growth_interval": 2}
+    config = ScalingConfig(**arguments, min_scale=0.0)
     theirs = run(torch.amp.GradScaler("cpu", **arguments), findings)
-    for moves, (our, their) in enumerate(zip(ours, theirs, strict=True), start=1):
-        assert our[0] == pytest.approx(their[0], rel=2 * moves * torch.finfo(torch.float32).eps, abs=0)
+    ours = run(GradScaler("cpu", **arguments, min_scale=0.0, patience=None), findings)
+    assert [scale for scale, *_ in ours] == [scale for scale, *_ in theirs]
+    state, eps = LossScale.start(config, "cpu"), torch.finfo(torch.float32).eps
+    for moves, (finding, (scale, tracker, _)) in enumerate(zip(findings, theirs, strict=True), start=1):
+        state = next_state(state, torch.tensor(float(finding != CLEAN)), config)
+        assert float(state.scale) == pytest.approx(scale, rel=moves * eps, abs=0)
+        assert int(state.growth_tracker) == tracker

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from mezzo.scaling import GradScaler
+from mezzo.optim import AdamW, MasterWeights
+from mezzo.scaling import GradScaler, ledger
 
 Flow = Callable[[GradScaler], Tensor]
 FLOWS: list[Flow] = []
@@ -178,6 +179,21 @@ def micro_batch_dropped_and_done_again(scaler: GradScaler) -> Tensor:
 
 
 @flow
+def micro_batch_dropped_that_used_an_expert_of_its_own(scaler: GradScaler) -> Tensor:
+    """Its scaled gradients are zeroed in place and nothing comes in their stead."""
+    experts = nn.ModuleList([net(3, 4, 1) for _ in range(2)])
+    steps = sgd(experts)
+    for number in range(6):
+        steps.zero_grad(set_to_none=False)
+        scaler.scale(experts[number % 2](torch.randn(4, 3)).pow(2).mean()).backward()
+        steps.zero_grad(set_to_none=False)
+        scaler.scale(experts[0](torch.randn(4, 3)).pow(2).mean()).backward()
+        scaler.step(steps)
+        scaler.update()
+    return flat(experts)
+
+
+@flow
 def optimizers_of_different_cadence(scaler: GradScaler) -> Tensor:
     """S22: the slow one's gradients are gathered over iterations between which the scale moves."""
     model = net(3, 8, 2)
@@ -327,6 +343,31 @@ def sparse_complex_and_bf16_gradients(scaler: GradScaler) -> Tensor:
     return torch.cat([flat(embedding), torch.view_as_real(factor.detach()).flatten(), half.float(), wide.float()])
 
 
+@flow
+def fp16_weights_with_masters(scaler: GradScaler) -> Tensor:
+    """P5, S18: divided and applied in fp32."""
+    model = net(3, 8, 1).half()
+    steps = MasterWeights(torch.optim.Adam(model.parameters(), lr=0.125))
+    for _ in range(6):
+        steps.zero_grad()
+        scaler.scale(model(torch.randn(4, 3).half()).float().pow(2).mean()).backward()
+        scaler.step(steps)
+        scaler.update()
+    return torch.cat([param.detach().float().flatten() for param in model.parameters()])
+
+
+@flow
+def mezzos_own_optimizer(scaler: GradScaler) -> Tensor:
+    model = net(3, 8, 1).bfloat16()
+    steps = AdamW(model.parameters(), lr=0.125, master="split", backend="reference")
+    for _ in range(6):
+        steps.zero_grad()
+        scaler.scale(model(torch.randn(4, 3).bfloat16()).float().pow(2).mean()).backward()
+        scaler.step(steps)
+        scaler.update()
+    return flat(model)
+
+
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -449,7 +490,7 @@ def test_a_compiled_model_is_watched_as_any_other() -> None:
     assert_equal_to_fp32(run)
 
 
-def test_a_scaler_that_is_gone_leaves_no_hook_and_holds_no_model() -> None:
+def test_a_scaler_holds_no_model_and_leaves_no_guard() -> None:
     def train(scaler: GradScaler) -> None:
         model = net(3, 4, 1)
         steps = sgd(model)
@@ -457,18 +498,39 @@ def test_a_scaler_that_is_gone_leaves_no_hook_and_holds_no_model() -> None:
         scaler.step(steps)
         scaler.update()
 
-    before = len(_global_optimizer_pre_hooks)
     scaler = GradScaler("cpu")
     train(scaler)
-    assert len(_global_optimizer_pre_hooks) == before + 1
     gc.collect()
     assert not list(scaler._ledger._optimizers) and not scaler._ledger._parameters()
-    train(scaler)  # parameters that may sit where the old ones sat
-    train(scaler)
-    assert len(_global_optimizer_pre_hooks) == before + 1
+    scaler._ledger.next_iteration()
+    assert not scaler._ledger._entries
+    for _ in range(3):
+        train(scaler)  # parameters that may sit where the old ones sat
+    assert scaler._ledger in ledger._guarding
+    number = len(ledger._guarding)
     del scaler
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert len(ledger._guarding) < number
+    assert list(_global_optimizer_pre_hooks.values()).count(ledger._ask_ledgers) == 1
+
+
+def test_a_scaler_may_end_while_torch_runs_its_hooks() -> None:
+    """The garbage collector comes when it likes; removing a hook then would break the step of another optimizer."""
+    model, scalers = net(3, 4, 1), [GradScaler("cpu")]
+    steps = sgd(model)
+
+    def collect(*_: object) -> None:
+        scalers.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        scalers[0].scale(model(torch.randn(4, 3)).mean()).backward()
+        steps.zero_grad()
+        steps.step()
+    finally:
+        handle.remove()
+    assert not scalers
 
 
 def test_overflow_in_any_micro_batch_voids_the_group() -> None:

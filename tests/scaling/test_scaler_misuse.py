@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.errors import LossScaleExhausted, MasterError, ScalerError
+from mezzo.optim import MasterWeights
 from mezzo.scaling import GradScaler
 
 Scaler = torch.amp.GradScaler
@@ -311,12 +312,13 @@ def test_optimizer_stepped_directly(fused: bool, known: bool) -> None:
     assert param[0].item() == pytest.approx(1.0 - 0.5 * steps, abs=torch.finfo(torch.float32).eps)
 
 
-def test_stepping_directly_on_divided_gradients_is_allowed() -> None:
+@pytest.mark.parametrize("clip", [False, True])
+def test_stepping_directly_on_divided_gradients_is_allowed(clip: bool) -> None:
     param = one()
     optimizer, scaler = sgd(param), GradScaler("cpu")
     scaler.scale(param.sum()).backward()
     scaler.unscale_(optimizer)
-    if nn.utils.clip_grad_norm_([param], 10.0).isfinite():
+    if not clip or nn.utils.clip_grad_norm_([param], 10.0).isfinite():
         optimizer.step()
     assert param.tolist() == [0.5, 0.5]
 
@@ -516,6 +518,21 @@ def test_fp16_weights_are_refused_with_the_remedies() -> None:
     )
     assert all(torch.equal(param.grad, old) for param, old in zip((full, *half), before, strict=True))
     assert isinstance(refusal.value, ValueError)  # as torch's refusal is
+
+
+def test_fp16_weights_with_masters_need_no_unscale() -> None:
+    half = nn.Parameter(torch.ones(2, 3, dtype=torch.float16))
+    optimizer, scaler = MasterWeights(sgd(half)), GradScaler("cpu", 16.0)
+    scaler.scale(half.sum()).backward()
+    with pytest.raises(MasterError) as refusal:
+        scaler.unscale_(optimizer)
+    assert str(refusal.value) == (
+        "unscale_() got fp16 gradients for 1 of the 1 trainable parameters of this MasterWeights: parameter 0 "
+        "(fp16[2,3] cpu). Dividing them in fp16 would flush to zero what scaling saved. This optimizer divides by itself, "
+        "in fp32: leave unscale_() out, and clip with mezzo.prepare(model, optimizer).step(max_norm=...)."
+    )
+    scaler.step(optimizer)
+    assert half.unique().tolist() == [0.5]
 
 
 def test_a_frozen_fp16_base_with_fp32_adapters_trains() -> None:

@@ -89,12 +89,14 @@ def test_the_largest_and_smallest_values_are_finite(dtype: torch.dtype) -> None:
     assert float(has_nonfinite([grad] * 40)) == 0.0
 
 
-def test_looking_writes_nothing() -> None:
-    grad = torch.randn(5)
-    before, version = grad.clone(), grad._version
-    has_nonfinite([grad])
-    unscale_([grad], 1.0)
-    assert torch.equal(grad, before) and grad._version == version
+@pytest.mark.parametrize("dtype", [*REAL, torch.float16], ids=str)
+def test_looking_changes_no_bit(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    grad = torch.tensor([1.1, -0.0, info.tiny * info.eps, info.max, math.inf, math.nan], dtype=dtype)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.element_size()]
+    before = grad.view(integers).clone()
+    assert float(has_nonfinite([grad])) == float(unscale_([grad], 1.0)) == 1.0
+    assert torch.equal(grad.view(integers), before)
 
 
 def test_conjugate_views_are_divided_in_place() -> None:

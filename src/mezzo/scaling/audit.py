@@ -28,16 +28,15 @@ def before_unscale(ledger: Ledger, optimizer: Optimizer) -> bool:
     unknown = []
     is_scaled = False
     for index, param in enumerate(parameters(optimizer)):
-        if param.grad is None:
+        if (grad := param.grad) is None:
             continue
         entry = ledger.entry(param)
-        verdict = None if entry is None else _verdict(entry, param.grad, ledger.iteration)
-        if entry is None or (verdict is None and entry.mark is not Mark.SCALED):
-            unknown.append(index)
-        elif verdict is None:
+        if entry is not None and entry.mark is Mark.SCALED and entry.is_intact(grad):
             is_scaled = True
-        else:
+        elif entry is not None and (verdict := _verdict(entry, grad, ledger.iteration)):
             suspects.setdefault(verdict, []).append(index)
+        else:
+            unknown.append(index)
     for verdict, indices in suspects.items():
         # Zeroed gradients are harmless beside scaled ones; where none is left, NaN may have been edited to zero.
         _refuse(optimizer, indices, verdict, zeros_too=verdict is messages.EDITED and not is_scaled)
@@ -48,7 +47,7 @@ def before_unscale(ledger: Ledger, optimizer: Optimizer) -> bool:
 
 def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
     if entry.mark is Mark.SCALED:
-        return None if entry.is_intact(grad) else messages.EDITED
+        return messages.EDITED
     if entry.mark is Mark.MIXED:
         return messages.MIXED if entry.speaks_of(grad) else None
     if entry.iteration == iteration:

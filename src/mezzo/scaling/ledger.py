@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from .live import Captured
 
@@ -53,15 +53,6 @@ class Entry:
         return self.grad() is grad and self.version == version(grad)
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """A parameter as a backward pass found it; the gradient is held so that its identity cannot be reused."""
-
-    param: Tensor
-    grad: Tensor | None
-    version: int
-
-
 class Ledger:
     """Keeps the book of one scaler's gradients, on the host only: identities and version counters, no values.
 
@@ -70,7 +61,7 @@ class Ledger:
     first iteration, and of any that follows one in which an optimizer came or went. What is not known is not judged.
 
     Args:
-        on_step: called with this ledger before any optimizer steps, from the first scaled gradient on.
+        on_step: called with this ledger and any optimizer that is about to step, from the first scaled gradient on.
 
     Attributes:
         passes: backward passes of scaled losses since the last `update`.
@@ -97,9 +88,9 @@ class Ledger:
         self._num_optimizers = 0
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._is_exploring = True
-        self._open: dict[int, list[_Before]] = {}
-        self._on_step = on_step
-        self._is_guarding = False
+        self._known: list[Tensor] | None = None
+        self._open: dict[int, list[tuple[Tensor, Tensor | None, int]]] = {}
+        self.on_step = on_step
 
     def watch(self, output: Tensor, captured: Captured) -> None:
         """Note what the backward passes of a scaled output will do to gradients. Syncs: no."""
@@ -110,6 +101,7 @@ class Ledger:
         elif not self.is_off:
             if self._is_exploring:
                 self._leaves.update((id(leaf), weakref.ref(leaf)) for leaf in leaves(output.grad_fn))
+                self._known = None
             output.register_hook(partial(self._begin, captured))  # type: ignore[no-untyped-call]  # torch's
 
     @property
@@ -127,15 +119,17 @@ class Ledger:
 
     def write(self, optimizer: Optimizer, mark: Mark) -> None:
         """Note that the gradients of an optimizer, as they are now, are what `mark` says."""
-        self._optimizers.add(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._known = None
         for param in parameters(optimizer):
-            if param.grad is not None:
-                self._note(param, param.grad, mark)
+            if (grad := param.grad) is not None:
+                self._note(param, grad, mark)
 
     def accept(self, optimizer: Optimizer, captured: Captured) -> None:
         """Note that the gradients of an optimizer carry a scale, whatever was known of them."""
         if captured is not self.captured:
-            self._carry_over(self._parameters().values(), captured)
+            self._carry_over(captured)
         self.write(optimizer, Mark.SCALED)
 
     def next_iteration(self) -> None:
@@ -143,21 +137,30 @@ class Ledger:
         self.iteration += 1
         self.passes, self.is_blind, self.has_loose_ends = 0, False, False
         self._open.clear()
+        self._known = None
         self._is_exploring = len(self._optimizers) != self._num_optimizers
         if self._is_exploring:
             self._num_optimizers = len(self._optimizers)
-            known = self._parameters()
-            self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in known}
-            self._entries = {key: entry for key, entry in self._entries.items() if key in known}
+            alive = {id(param) for param in self._parameters()}
+            self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in alive}
+            self._entries = {key: entry for key, entry in self._entries.items() if key in alive}
+            self._known = None
 
-    def _parameters(self) -> dict[int, Tensor]:
-        known = {key: leaf for key, ref in self._leaves.items() if (leaf := ref()) is not None}
-        for optimizer in self._optimizers:
-            known.update((id(param), param) for param in parameters(optimizer))
-        return known
+    def _parameters(self) -> list[Tensor]:
+        """Return what is known: looked up once an iteration, and held no longer than that."""
+        if self._known is None:
+            known = {key: leaf for key, ref in self._leaves.items() if (leaf := ref()) is not None}
+            for optimizer in self._optimizers:
+                known.update((id(param), param) for param in parameters(optimizer))
+            self._known = list(known.values())
+        return self._known
 
     def _note(self, param: Tensor, grad: Tensor, mark: Mark) -> None:
-        self._entries[id(param)] = Entry(weakref.ref(grad), version(grad), mark, self.iteration)
+        entry = self._entries.get(id(param))
+        if entry is not None and entry.grad() is grad:
+            entry.version, entry.mark, entry.iteration = version(grad), mark, self.iteration
+        else:
+            self._entries[id(param)] = Entry(weakref.ref(grad), version(grad), mark, self.iteration)
 
     def _begin(self, captured: Captured, _: Tensor) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces hooks and takes no callbacks
@@ -166,61 +169,72 @@ class Ledger:
         task = torch._C._current_graph_task_id()
         if task in self._open:
             return
-        params = self._parameters().values()
         if captured is not self.captured:
-            self._carry_over(params, captured)
-        self._open[task] = [_Before(param, param.grad, version(param.grad)) for param in params]
+            self._carry_over(captured)
+        # The gradients are held until the pass ends, so that a new one cannot take the identity of an old one.
+        held = [(param, param.grad) for param in self._parameters()]
+        self._open[task] = [(param, grad, -1 if grad is None else version(grad)) for param, grad in held]
         engine = torch.autograd.Variable._execution_engine
         # Queued twice to run last: DDP and FSDP queue their own final callbacks during the pass.
         engine.queue_callback(lambda: engine.queue_callback(partial(self._end, task)))
 
     @torch.no_grad()
-    def _carry_over(self, params: Iterable[Tensor], captured: Captured) -> None:
+    def _carry_over(self, captured: Captured) -> None:
         """Bring scaled gradients of an earlier iteration to the scale of the pass that may add to them."""
         ratio: Tensor | None = None
-        for param in params:
-            entry, grad = self.entry(param), param.grad
-            if grad is None or entry is None or entry.mark is not Mark.SCALED or not entry.is_intact(grad):
+        for param in self._parameters():
+            if (grad := param.grad) is None:
                 continue
-            assert self.captured is not None
-            ratio = captured.scale / self.captured.scale if ratio is None else ratio
-            grad.mul_(ratio.to(grad.device, non_blocking=True))
-            entry.version = version(grad)
+            entry = self.entry(param)
+            if entry is not None and entry.mark is Mark.SCALED and entry.is_intact(grad):
+                assert self.captured is not None
+                ratio = captured.scale / self.captured.scale if ratio is None else ratio
+                grad.mul_(ratio.to(grad.device, non_blocking=True))
+                entry.version = version(grad)
         self.captured = captured
 
     def _end(self, task: int) -> None:
         is_touched = False
-        for before in self._open.pop(task, ()):
-            param, grad = before.param, before.param.grad
-            if grad is None or (grad is before.grad and version(grad) == before.version):
+        for param, old, count in self._open.pop(task, ()):
+            grad = param.grad
+            if grad is None or (grad is old and version(grad) == count):
                 continue
-            entry = self.entry(param)
+            is_touched = True
+            entry = None if old is None else self.entry(param)
             is_mixed = (
                 entry is not None
                 and entry.mark is not Mark.SCALED
-                and before.grad is not None
-                and entry.speaks_of(before.grad)
-                and entry.version == before.version
+                and entry.grad() is old
+                and entry.version == count  # else it was zeroed or edited since
             )
             self._note(param, grad, Mark.MIXED if is_mixed else Mark.SCALED)
-            is_touched = True
         self.passes += 1
         if not is_touched:
             self.has_loose_ends = True
-        elif not self._is_guarding:
-            self._guard_steps()
+        elif self not in _guarding:
+            _guard(self)
 
-    def _guard_steps(self) -> None:
-        """Register torch's global hook: an optimizer that the scaler never met can be met nowhere else."""
-        book = weakref.ref(self)
 
-        def guard(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            ledger = None if torch.compiler.is_compiling() else book()
-            if ledger is not None:
-                ledger._on_step(ledger, optimizer)
+_guarding: weakref.WeakSet[Ledger] = weakref.WeakSet()
+"""Ledgers of living scalers that have seen a scaled gradient."""
 
-        self._is_guarding = True
-        weakref.finalize(self, register_optimizer_step_pre_hook(guard).remove)
+
+def _guard(ledger: Ledger) -> None:
+    """Have a ledger asked before any optimizer steps.
+
+    An optimizer that the scaler never met can be met only in torch's global hook. It is registered with the first
+    scaled gradient of the process and then stays: the end of a scaler may come in the middle of a step, while torch
+    iterates over its hooks.
+    """
+    if _ask_ledgers not in _global_optimizer_pre_hooks.values():
+        register_optimizer_step_pre_hook(_ask_ledgers)
+    _guarding.add(ledger)
+
+
+def _ask_ledgers(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if not torch.compiler.is_compiling():
+        for ledger in list(_guarding):
+            ledger.on_step(ledger, optimizer)
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -233,10 +247,10 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
     return [param.grad for param in parameters(optimizer) if param.grad is not None]
 
 
-def version(grad: Tensor | None) -> int:
-    """Return a tensor's version counter; -1 for none, or for a tensor that keeps no count."""
+def version(grad: Tensor) -> int:
+    """Return a tensor's version counter; -1 for a tensor that keeps no count."""
     try:
-        return -1 if grad is None else grad._version
+        return grad._version
     except RuntimeError:  # made in inference mode
         return -1
 

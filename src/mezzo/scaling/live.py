@@ -52,7 +52,7 @@ class LiveScale:
         """Return the scale of this iteration's losses. Syncs: no."""
         if self._captured is None:
             assert self.tensor is not None
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False):
                 self._captured = Captured(self.tensor.clone())
         return self._captured
 

@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..formats import describe
 from ..policy import ScalingConfig
+from .apply import divides_itself
 from .ledger import Ledger, parameters
 from .state import LossScale
 from .unscale import real_values
@@ -107,12 +108,17 @@ def half_gradients(optimizer: Optimizer) -> str:
         if param.grad is not None and param.grad.dtype is torch.float16
     ]
     total = sum(param.requires_grad for param in parameters(optimizer))
+    remedy = (
+        "This optimizer divides by itself, in fp32: leave unscale_() out, and clip with "
+        "mezzo.prepare(model, optimizer).step(max_norm=...)."
+        if divides_itself(optimizer)
+        else "Keep trainable weights in fp32 (module.float(); adapters too) and let the region cast them, or keep fp16 "
+        'weights with fp32 masters: mezzo.prepare(model, optimizer, policy="fp16-master"), or '
+        "mezzo.optim.MasterWeights(optimizer)."
+    )
     return (
         f"unscale_() got fp16 gradients for {len(half)} of the {total} trainable parameters of this "
-        f"{kind(optimizer)}: {listing(half)}. Dividing them in fp16 would flush to zero what scaling saved. Keep "
-        "trainable weights in fp32 (module.float(); adapters too) and let the region cast them, or keep fp16 weights "
-        'with fp32 masters: mezzo.prepare(model, optimizer, policy="fp16-master"), or '
-        "mezzo.optim.MasterWeights(optimizer)."
+        f"{kind(optimizer)}: {listing(half)}. Dividing them in fp16 would flush to zero what scaling saved. {remedy}"
     )
 
 

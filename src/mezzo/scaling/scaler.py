@@ -314,10 +314,13 @@ class GradScaler(torch.amp.GradScaler):
         found = self._found(*states)
         if found is None:
             raise ScalerError("update() was called before step(): no gradient was looked at in this iteration.")
-        before = self._live.state
-        after = next_state(before, found, self._config)
-        is_exhausted = not all(state.get("is_skipped") is False for state in states) and self._reads(
-            states, before.is_exhausted(found, self._config, self._patience)
+        is_free = found.device.type == "cpu"  # reading costs no waiting, and numbers move as fast as torch's kernel
+        before = self._live.state.numbers() if is_free else self._live.state
+        finding = bool(found) if is_free else found
+        after = next_state(before, finding, self._config)
+        skips = [state.get("is_skipped") for state in states]
+        is_exhausted = skips.count(False) < len(skips) and self._reads(
+            before.is_exhausted(finding, self._config, self._patience), any(skips)
         )
         self._live.move(after)
         self._next_iteration()
@@ -325,12 +328,11 @@ class GradScaler(torch.amp.GradScaler):
             optimizers = [state["optimizer"] for state in states]
             raise LossScaleExhausted(messages.exhausted(after.numbers(), self._config, self._patience, optimizers))
 
-    def _reads(self, states: list[dict[str, Any]], verdict: bool | Tensor) -> bool:
-        """Read a verdict at once where that costs no waiting or a step was seen to be skipped, else when it arrives."""
-        is_free = not isinstance(verdict, Tensor) or verdict.device.type == "cpu"
-        if is_free or any(state.get("is_skipped") for state in states):
-            return bool(verdict)
-        return self._peek.ask(cast(Tensor, verdict))
+    def _reads(self, verdict: bool | Tensor, at_once: bool) -> bool:
+        """Read a verdict: at once if a step was seen to be skipped, else when it has arrived."""
+        if isinstance(verdict, Tensor) and not at_once:
+            return self._peek.ask(verdict)
+        return bool(verdict)
 
     def _next_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def unscale_(grads: Iterable[Tensor], scale: Tensor | float) -> Tensor:
 
     Args:
         grads: gradients of any shapes: dense, sparse or sharded (DTensor); fp32, fp64, bf16 or complex; any devices.
-        scale: the scale of the loss they came from, shape (), fp32; the number 1 leaves them untouched.
+        scale: the scale of the loss they came from, shape (), fp32; the number 1 leaves them as they are.
 
     Returns:
         Shape (), fp32, on the device of `scale` (of the first gradient for a number): 1 if any element was inf
@@ -73,7 +73,7 @@ def unscale_(grads: Iterable[Tensor], scale: Tensor | float) -> Tensor:
 
 @torch.no_grad()
 def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
-    """Report whether any gradient has an inf or NaN, without writing to any.
+    """Report whether any gradient has an inf or NaN.
 
     Args:
         grads: as for `unscale_`, and fp16 too.
@@ -81,6 +81,7 @@ def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
     Returns:
         Shape (), fp32, on the device of the first gradient: 1 if any element is inf or NaN, else 0.
 
+    Writes: no value; torch's kernel puts each back in its place, which version counters show.
     Syncs: no; one all-reduce per mesh for sharded gradients.
     """
     return _combined(_grouped(grads), _search, None)
@@ -94,12 +95,16 @@ def is_unusable(scale: Tensor) -> Tensor:
 
 def _grouped(grads: Iterable[Tensor]) -> dict[_Group, list[Tensor]]:
     groups: dict[_Group, list[Tensor]] = {}
+    last, parts = None, []
     for grad in grads:
         part = real_values(grad)
-        mesh, placements = getattr(grad, "device_mesh", None), getattr(grad, "placements", None)
-        parts = groups.setdefault(_Group(part.device, part.dtype, mesh, placements), [])
-        if part.numel():  # an empty shard still takes part in its mesh's all-reduce
-            parts.append(part)
+        group: tuple[Any, ...] = (part.device, part.dtype, None, None)
+        if hasattr(grad, "device_mesh"):
+            group = (*group[:2], grad.device_mesh, cast("DTensor", grad).placements)
+        if group != last:  # neighbours mostly share a group
+            parts = groups.setdefault(_Group(*group), [])
+            last = group
+        parts.append(part)
     return groups
 
 
@@ -124,7 +129,7 @@ def _combined(
     groups: dict[_Group, list[Tensor]], find: Callable[[_Group, list[Tensor]], Tensor], found: Tensor | None
 ) -> Tensor:
     for group, parts in groups.items():
-        here = find(group, parts) if parts else torch.zeros((), device=group.device)
+        here = find(group, parts)
         if group.placements is not None:
             here = _shared(here, group)
         if found is not None:
@@ -135,19 +140,28 @@ def _combined(
 
 
 def _search(group: _Group, parts: list[Tensor]) -> Tensor:
+    if _kernel_takes(group):
+        return _divide_(group, parts, torch.ones((), device=group.device))
+    parts = [part for part in parts if part.numel()]
+    if not parts:
+        return torch.zeros((), device=group.device)
     largest = torch.stack(torch._foreach_norm(parts, math.inf))
     return largest.isfinite().all().logical_not().to(torch.float32)
 
 
 def _divide_(group: _Group, parts: list[Tensor], inverse: Tensor) -> Tensor:
     inverse = inverse.to(group.device, non_blocking=True)
-    if group.dtype in _KERNEL_DTYPES or (group.dtype is torch.bfloat16 and group.device.type == "cpu"):
+    if _kernel_takes(group):
         found = torch.zeros((), dtype=torch.float32, device=group.device)
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found, inverse)
         return found
     found = _search(group, parts)
     torch._foreach_mul_(parts, inverse)
     return found
+
+
+def _kernel_takes(group: _Group) -> bool:
+    return group.dtype in _KERNEL_DTYPES or (group.dtype is torch.bfloat16 and group.device.type == "cpu")
 
 
 def _shared(found: Tensor, group: _Group) -> Tensor:
