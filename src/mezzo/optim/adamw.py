@@ -102,9 +102,9 @@ class AdamW(MasterOptimizer):
         beta1, beta2 = group["betas"]
         rule = AdamWRule(beta1=beta1, beta2=beta2, eps=group["eps"], amsgrad=group["amsgrad"])
         moments = Moments(
-            means=self.moments(batch, "exp_avg"),
-            squares=self.moments(batch, "exp_avg_sq"),
-            peaks=self.moments(batch, "max_exp_avg_sq") if rule.amsgrad else [],
+            means=batch.moments("exp_avg"),
+            squares=batch.moments("exp_avg_sq"),
+            peaks=batch.moments("max_exp_avg_sq") if rule.amsgrad else [],
             seeds=weights.seeds,
         )
         wide = torch.promote_types(dtype, torch.float32)

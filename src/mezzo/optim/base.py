@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -28,18 +29,38 @@ class Batch:
     """Parameters of one step that a kernel takes together: one step count, device, and set of dtypes.
 
     Attributes:
-        params: the parameters themselves, each with a gradient.
+        states: of each parameter, its state.
         orders: of each, the order of dimensions that walks its memory; None if that is the order it has.
-        weights: the same as a kernel sees them.
+        weights: the parameters as a kernel sees them.
         grads: their gradients and how to read them.
         step: shape (), fp32: steps taken, this one included.
     """
 
-    params: list[Tensor]
+    states: list[dict[str, Tensor]]
     orders: list[Order]
     weights: Weights
     grads: ScaledGradients
     step: Tensor
+
+    def moments(self, name: str) -> Sequence[Tensor]:
+        """Return one running mean of each parameter, laid out as the weights are."""
+        return aligned([state[name] for state in self.states], self.orders)
+
+
+@dataclass(frozen=True, slots=True)
+class _Active:
+    """A parameter with a gradient, and its number among all parameters."""
+
+    place: int
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+
+@functools.cache
+def _seed(rounding_seed: int, place: int) -> int:
+    """Return the seed of one parameter's noise."""
+    return mix((mix(rounding_seed) + place) & 0xFFFFFFFF)
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -160,71 +181,74 @@ class MasterOptimizer(torch.optim.Optimizer):
         return [registry.why(self.op, *kind) for kind in kinds]
 
     def _batches(self, group: dict[str, Any], first: int, inv_scale: Tensor | None) -> Iterator[Batch]:
-        active = [p for p in group["params"] if p.grad is not None]
-        self._init_state(group, active)
-        places = {p: first + place for place, p in enumerate(group["params"])}
-        kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-        for p in active:
-            assert p.grad is not None
-            kinds.setdefault((self.state[p]["step"], p.device, p.dtype, p.grad.dtype), []).append(p)
-        self._advance(group, {key[0] for key in kinds})
-        for (step, *_), params in kinds.items():
-            yield self._batch(group, params, step, inv_scale, [places[p] for p in params])
+        active = [
+            _Active(place, p, p.grad, self.state[p])
+            for place, p in enumerate(group["params"], first)
+            if p.grad is not None
+        ]
+        self._init_states(group, active)
+        kinds: dict[tuple[int, torch.dtype, torch.dtype], list[_Active]] = {}
+        for one in active:
+            kinds.setdefault((id(one.state["step"]), one.param.dtype, one.grad.dtype), []).append(one)
+        self._advance(group, {id(one.state["step"]): one.state["step"] for one in active})
+        for kind in kinds.values():
+            yield self._batch(group, kind, inv_scale)
 
-    def _batch(
-        self, group: Mapping[str, Any], params: list[Tensor], step: Tensor, inv_scale: Tensor | None, places: list[int]
-    ) -> Batch:
+    def _batch(self, group: Mapping[str, Any], active: list[_Active], inv_scale: Tensor | None) -> Batch:
+        states, params = [one.state for one in active], [one.param for one in active]
         orders = [memory_order(p) for p in params]
         mode = mode_of(params[0], group)
-        kept = [self.state[p][KEPT[mode]] for p in params] if mode in KEPT else []
-        device = step.device
+        step = states[0]["step"]
         clip, found = getattr(self, "clip_coef", None), getattr(self, "found_inf", None)
         return Batch(
-            params=params,
+            states=states,
             orders=orders,
             weights=Weights(
                 mode=mode,
                 values=aligned(params, orders),
-                kept=aligned(kept, orders),
-                seeds=[mix((mix(group["rounding_seed"]) + place) & 0xFFFFFFFF) for place in places],
+                kept=aligned([state[KEPT[mode]] for state in states], orders) if mode in KEPT else [],
+                seeds=[_seed(group["rounding_seed"], one.place) for one in active],
             ),
             grads=ScaledGradients(
-                values=aligned([p.grad for p in params if p.grad is not None], orders),
-                inv_scale=None if inv_scale is None else inv_scale.to(device),
-                clip_coef=None if clip is None else clip.to(device, torch.float32),
-                found_inf=None if found is None else found.to(device),
+                values=aligned([one.grad for one in active], orders),
+                inv_scale=None if inv_scale is None else inv_scale.to(step.device),
+                clip_coef=None if clip is None else clip.to(step.device, torch.float32),
+                found_inf=None if found is None else found.to(step.device),
                 maximize=group["maximize"],
             ),
             step=step,
         )
 
-    def moments(self, batch: Batch, name: str) -> list[Tensor]:
-        """Return one running mean of each parameter of a batch, laid out as the kernels see the weights."""
-        return aligned([self.state[p][name] for p in batch.params], batch.orders)
-
-    def _init_state(self, group: Mapping[str, Any], active: list[Tensor]) -> None:
+    def _init_states(self, group: Mapping[str, Any], active: list[_Active]) -> None:
+        names = self.moment_names(group)
         counts: dict[torch.device, Tensor] = {}
-        for p in active:
-            assert p.grad is not None
-            check_dense(self, p, p.grad)
-            state, mode = self.state[p], mode_of(p, group)
+        for one in active:
+            check_dense(self, one.param, one.grad)
+            p, state, mode = one.param, one.state, mode_of(one.param, group)
             if "step" not in state:
                 check_masters(group)
                 state["step"] = counts.setdefault(p.device, torch.zeros((), dtype=torch.float32, device=p.device))
-            for name in self.moment_names(group):
+            for name in names:
                 if name not in state:
                     state[name] = torch.zeros_like(p, dtype=moment_dtype(p, group), memory_format=torch.preserve_format)
             if mode in KEPT and KEPT[mode] not in state:
-                state[KEPT[mode]] = store_master(mode, p.detach().to(torch.float32), p.dtype, None)[1]
+                kept = store_master(mode, p.detach().to(torch.float32), p.dtype, None)[1]
+                assert kept is not None
+                state[KEPT[mode]] = kept
 
-    def _advance(self, group: dict[str, Any], counts: set[Tensor]) -> None:
+    def _advance(self, group: Mapping[str, Any], counts: Mapping[int, Tensor]) -> None:
         """Count the step; a parameter without a gradient leaves the count that it shared with others."""
-        left: dict[Tensor, Tensor] = {}
+        left: dict[int, Tensor] = {}
         for p in group["params"]:
-            if p.grad is None and p in self.state and (count := self.state[p].get("step")) in counts:
-                self.state[p]["step"] = left.setdefault(count, count.clone())
+            if (
+                p.grad is None
+                and p in self.state
+                and (count := self.state[p].get("step")) is not None
+                and id(count) in counts
+            ):
+                self.state[p]["step"] = left.setdefault(id(count), count.clone())
         found = getattr(self, "found_inf", None)
-        for count in counts:
+        for count in counts.values():
             count.add_(1 if found is None else (found.reshape(()) == 0).to(count.device))
 
     def state_dict(self) -> dict[str, Any]:

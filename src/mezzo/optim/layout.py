@@ -23,7 +23,8 @@ def memory_order(tensor: Tensor) -> Order:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> list[Tensor]:
-    """Return views of tensors with their dimensions reordered, complex ones as pairs of real numbers. Syncs: no."""
-    views = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=False)]
-    return [torch.view_as_real(view) if view.is_complex() else view for view in views]
+def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tensor]:
+    """Return views of tensors of one dtype, dimensions reordered, complex ones as pairs of real numbers. Syncs: no."""
+    if any(orders):
+        tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]
+    return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else tensors

@@ -102,7 +102,7 @@ class SGD(MasterOptimizer):
         weights = batch.weights
         dtype = weights.values[0].dtype
         rule = SGDRule(weight_decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
-        sums = self.moments(batch, "momentum_buffer") if rule.momentum != 0 else []
+        sums = batch.moments("momentum_buffer") if rule.momentum != 0 else []
         wide = torch.promote_types(dtype, torch.float32)
         scalars = sgd_scalars(batch.step, rule, group["lr"], group["dampening"], wide)
         kernel = registry.kernel(self.op, batch.step.device, dtype, group["backend"])

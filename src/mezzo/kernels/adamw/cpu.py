@@ -40,12 +40,10 @@ def step_(
     straight, other = contiguous_places(weights.values, weights.kept, moments.means, moments.squares, moments.peaks)
     if other:
         reference.step_(weights.at(other), grads.at(other), moments.at(other), rule, scalars, step)
-    if not straight:
-        return
-    weights, grads, moments = weights.at(straight), grads.at(straight), moments.at(straight)
+        if not straight:
+            return
+        weights, grads, moments = weights.at(straight), grads.at(straight), moments.at(straight)
     packed = pack(weights, grads, (moments.means, moments.squares, moments.peaks), scalars, step)
     numbers = _Rule(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.amsgrad)
     library(SOURCE).mezzo_adamw(ctypes.byref(packed.batch), ctypes.byref(numbers))
-    torch.autograd.graph.increment_version(
-        [*weights.values, *weights.kept, *moments.means, *moments.squares, *moments.peaks]
-    )
+    torch.autograd.graph.increment_version(list(weights.values))

@@ -79,5 +79,5 @@ def adamw_scalars(
         rate = lr.detach().reshape(()).to(step.device, dtype)
         decay, size = 1 - rate * weight_decay, rate / unbias1.to(dtype)
     else:
-        decay, size = torch.full_like(count, 1 - lr * weight_decay), lr / unbias1
+        decay, size = torch.full_like(count, 1 - lr * weight_decay), torch.full_like(count, lr) / unbias1
     return torch.stack([decay.to(dtype), -size.to(dtype), unbias2.sqrt().to(dtype)])

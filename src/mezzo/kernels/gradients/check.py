@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import registry
+from ..shards import local
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -20,7 +21,7 @@ class GradientCheck:
         found_nonfinite: shape (), fp32, same device: 1.0 if an element is inf or NaN, else 0.0; the form that
             torch's fused optimizers and mezzo.optim take as `found_inf`.
         tensor_norms: shape (number of gradients,), fp32, same device: the unscaled norm of each.
-        grads: the gradients that were read, not copied.
+        grads: the gradients that were read, not copied; of sharded ones, the parts that lie on this rank.
     """
 
     norm: Tensor
@@ -54,6 +55,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
 
     Args:
         grads: any shapes, devices and layouts; fp16, bf16, fp32 or fp64, sparse or complex; squares are summed in fp32.
+            Of sharded ones the part that lies on this rank is read.
         inv_scale: shape (), fp32: the reciprocal of the loss scale, a power of two; None: not scaled.
 
     Returns:
@@ -66,7 +68,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     (5.0, 0.0)
     """
     with torch.no_grad():
-        kept = tuple(grad.detach() for grad in grads)
+        kept = tuple(local(grad).detach() for grad in grads)
         home = kept[0].device if kept else inv_scale.device if inv_scale is not None else torch.device("cpu")
         norms = _gather(kept, home)
         if inv_scale is not None:
@@ -86,6 +88,10 @@ def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, grad in enumerate(dense):
         kinds.setdefault((grad.device, grad.dtype), []).append(place)
+    if len(kinds) == 1:
+        ((device, dtype),) = kinds
+        only: Tensor = registry.kernel("gradients", device, dtype).tensor_norms(dense)
+        return only.to(home)
     norms = [torch.empty(0)] * len(dense)
     for (device, dtype), places in kinds.items():
         kernel = registry.kernel("gradients", device, dtype)

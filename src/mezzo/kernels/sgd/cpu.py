@@ -38,10 +38,10 @@ def step_(
     straight, other = contiguous_places(weights.values, weights.kept, sums)
     if other:
         reference.step_(weights.at(other), grads.at(other), [sums[i] for i in other if sums], rule, scalars, step)
-    if not straight:
-        return
-    weights, grads, sums = weights.at(straight), grads.at(straight), [sums[i] for i in straight if sums]
+        if not straight:
+            return
+        weights, grads, sums = weights.at(straight), grads.at(straight), [sums[i] for i in straight if sums]
     packed = pack(weights, grads, (sums,), scalars, step)
     numbers = _Rule(rule.weight_decay, rule.momentum, rule.nesterov)
     library(SOURCE).mezzo_sgd(ctypes.byref(packed.batch), ctypes.byref(numbers))
-    torch.autograd.graph.increment_version([*weights.values, *weights.kept, *sums])
+    torch.autograd.graph.increment_version(list(weights.values))
