@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -159,21 +160,55 @@ def test_a_trace_runs_once() -> None:
     )
 
 
-def test_steps_are_counted_with_the_skipped_ones() -> None:
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+def torch_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
-    batches = list(torch.randn(4, 4, 8))
-    batches[1][0, 0] = batches[3][0, 0] = math.inf
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(x).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def mezzo_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    scaler = mezzo.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(x).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    amp = mezzo.prepare(model, optimizer, policy="fp32")
+
+    def step(x: Tensor) -> None:
+        amp.zero_grad()
+        amp.backward(model(x).mean())
+        amp.step()
+
+    return step
+
+
+@pytest.mark.parametrize("loop", [torch_scaler, mezzo_scaler, stepper])
+def test_steps_are_counted_with_the_skipped_ones(loop) -> None:
+    model = nn.Linear(8, 1)
+    step = loop(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    batches = list(torch.randn(5, 4, 8))
+    for i in (1, 2, 4):
+        batches[i][0, 0] = math.inf
     with diagnose.trace(model, step=100) as t:
         for x in batches:
-            optimizer.zero_grad()
-            scaler.scale(model(x).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert [f.step for f in t.report.findings] == [101]
-    assert t.report.findings[0].steps == (101, 103)
-    assert {s.step for s in t.record.sinks} == {101, 103}
+            step(x)
+    assert {s.step for s in t.record.sinks} == {101, 102, 104}
+    [found] = t.report.findings
+    assert (found.verdict, found.step, found.steps) == ("inherited", 101, (101, 102, 104))
+    assert t.record.steps == 105
 
 
 def test_names_are_relative_to_the_given_model() -> None:

@@ -80,6 +80,7 @@ class Scene:
         names: the public function that is running.
         step: optimizer steps before this one, skipped ones counted.
         loss_scale: factor on the loss of the last backward.
+        last_gradient_of: the leaf whose gradient arrived last in this step.
         optimizers: optimizers seen.
         rank: this process's.
     """
@@ -97,6 +98,7 @@ class Scene:
         self.loss_scale = 1.0
         self.optimizers: list[torch.optim.Optimizer] = []
         self.is_optimizer_running = False
+        self.last_gradient_of: Tensor | None = None
         self._told_root = on_root
         self._step_ended = False
         self._sites: dict[int | tuple[int, str], Site] = {}
@@ -104,12 +106,15 @@ class Scene:
 
     def _on_root(self, module: nn.Module) -> None:
         if torch._C._current_autograd_node() is None:
+            if self.last_gradient_of is not None and self.last_gradient_of.grad is None:
+                # zero_grad was called, so whatever scaler is at work skipped the step
+                self._step_ended = True
             self._begin_step()
         self._told_root(module)
 
     def _begin_step(self) -> None:
         if self._step_ended:
-            self.step, self._step_ended = self.step + 1, False
+            self.step, self._step_ended, self.last_gradient_of = self.step + 1, False, None
 
     def end_step(self) -> None:
         """Say that an optimizer step was applied or skipped; the next forward belongs to the next step."""

@@ -142,6 +142,7 @@ class Trace:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._pending.clear()
+        self._scene.last_gradient_of = parameter
         gradient = None if parameter.grad is None else plain(parameter.grad)
         if gradient is None:
             return
