@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from ..errors import MasterError, PolicyError
 from ..formats import LOW_DTYPES, dtype_name
+from ..kernels.shards import is_spread
 from ..optim.base import MasterOptimizer
 from ..optim.master import MasterWeights
 from ..policy import Policy, Rule
-from .bind import original_class, record
+from ..policy.feeds import feeds_low
+from .bind import class_names, record
 from .marks import first
 from .rules import FP32_RULES
 from .update import keeps_masters, parameters
-
-_FEEDS_LOW = (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
-_FEEDS_LOW_BY_NAME = frozenset({"Conv1D"})  # transformers' Linear with its weight transposed
 
 
 def check_floats(model: nn.Module, policy: Policy) -> None:
@@ -99,7 +96,9 @@ def _check_masters(optimizer: MasterOptimizer | MasterWeights, policy: Policy) -
             )
 
 
-def convert_(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -> list[str]:
+def convert_(
+    model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, *, is_replicated: bool = False
+) -> list[str]:
     """Store weights as the policy says.
 
     Weights that feed low ops go to `params`: of linear and convolution layers, attention and embeddings outside fp32
@@ -110,12 +109,14 @@ def convert_(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) 
         model: bound already.
         optimizers: get the fp32 values as masters; none for inference.
         policy: with its compute dtype decided.
+        is_replicated: DistributedDataParallel holds the parameters already.
 
     Returns:
         The names of parameters that were converted.
 
     Raises:
-        PolicyError: 16-bit storage for ops that run in fp32.
+        PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
+            DistributedDataParallel holds.
 
     Writes: the storage of parameters, which keep their identity; masters. Syncs: no.
     """
@@ -126,23 +127,32 @@ def convert_(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) 
         )
     targets = _targets(model, policy, bool(optimizers))
     owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
-    converted = []
-    for name, p in model.named_parameters():
-        target = targets.get(p)
-        if target is None or p.dtype is target:
-            continue
-        if hasattr(p, "device_mesh"):
-            raise PolicyError(
-                f"parameter '{name}' is sharded already and would be stored in {dtype_name(target)}. "
-                "Prepare the model before fully_shard."
-            )
-        before = p.data
-        p.data = before.to(target)
+    changed = {name: p for name, p in model.named_parameters() if p in targets and p.dtype is not targets[p]}
+    if changed and is_replicated:
+        # A new dtype takes away the hooks by which gradients are averaged, and torch does not say so (2.13).
+        raise PolicyError(
+            f"{len(changed)} parameters ({first(list(changed))}) would be stored anew, and DistributedDataParallel took hold "
+            "of them as they are. Write amp = mezzo.prepare(model, optimizer, policy) first, then "
+            "ddp = DistributedDataParallel(amp.model)."
+        )
+    masters = {p: p.detach() for p in changed.values()}
+    for p in changed.values():
+        if not is_spread(p):
+            p.data = masters[p].to(targets[p])
+    if any(is_spread(p) for p in changed.values()):
+        _convert_spread_(model, {p: targets[p] for p in changed.values()})
+    for p, master in masters.items():
         optimizer = owners.get(p)
-        if optimizer is not None and keeps_masters(optimizer) and target in LOW_DTYPES:
-            optimizer.set_masters_({p: before})
-        converted.append(name)
-    return converted
+        if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
+            optimizer.set_masters_({p: master})
+    return list(changed)
+
+
+def _convert_spread_(model: nn.Module, targets: Mapping[Tensor, torch.dtype]) -> None:
+    """Convert sharded parameters by way of their modules, which tell the sharding about it. Writes: storage."""
+    model._apply(  # type: ignore[no-untyped-call]  # torch's own
+        lambda tensor: tensor.to(targets[tensor]) if tensor in targets else tensor
+    )
 
 
 def _targets(model: nn.Module, policy: Policy, is_trained: bool) -> dict[Tensor, torch.dtype]:
@@ -158,14 +168,9 @@ def _targets(model: nn.Module, policy: Policy, is_trained: bool) -> dict[Tensor,
                 fp32.add(p)
                 if precision is Rule.FP32 and p.dtype in LOW_DTYPES:
                     targets[p] = torch.float32
-            elif policy.params in LOW_DTYPES and _feeds_low(module) and (p.requires_grad or not is_trained):
+            elif policy.params in LOW_DTYPES and feeds_low(class_names(module)) and (p.requires_grad or not is_trained):
                 targets.setdefault(p, policy.params)
     return {p: dtype for p, dtype in targets.items() if dtype is torch.float32 or p not in fp32}
-
-
-def _feeds_low(module: nn.Module) -> bool:
-    cls: Any = original_class(module)
-    return issubclass(cls, _FEEDS_LOW) or cls.__name__ in _FEEDS_LOW_BY_NAME
 
 
 def set_grad_dtype_(optimizers: Sequence[Optimizer], policy: Policy) -> None:
