@@ -79,7 +79,9 @@ class Buffers:
         self.forgive()
 
     def forgive(self) -> None:
-        """Take what is not finite now as meant, such as a mask of -inf. Syncs: yes."""
+        """Take the buffers as they are, and what is not finite in them as meant, such as a mask of -inf. Syncs: yes."""
+        self._is_open = False
+        self._renew()
         self._exempt = {kept.name for kept in self._kept if not bool(kept.value.isfinite().all())}
 
     def begin(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,12 +122,18 @@ def decide(
     )
 
 
-def move_scale(state: LossScale | NoScaling, decision: Decision, config: ScalingConfig | None) -> LossScale | NoScaling:
-    """Return the loss scale after a step; as it was where the scale was not to blame. Syncs: no."""
+@torch.no_grad()
+def move_scale_(state: LossScale | NoScaling, decision: Decision, config: ScalingConfig | None) -> None:
+    """Move the loss scale after a step; leave it where it was not to blame.
+
+    The state is written in place, so that a captured CUDA graph finds in each replay what the last one left.
+
+    Writes: `state`. Syncs: no.
+    """
     if config is None or isinstance(state, NoScaling):
-        return state
+        return
     moved = next_state(state, decision.gradients_bad, config)
     blameless = decision.loss_bad | (decision.buffers_bad & ~decision.gradients_bad)
-    names = ("scale", "growth_tracker", "skipped_in_a_row")
-    pairs = {name: (getattr(state, name), getattr(moved, name)) for name in names}
-    return LossScale(**{name: torch.where(blameless, before, after) for name, (before, after) in pairs.items()})
+    for field in dataclasses.fields(state):
+        before, after = getattr(state, field.name), getattr(moved, field.name)
+        before.copy_(torch.where(blameless, before, after))

@@ -14,11 +14,11 @@ _handles: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKe
 
 
 class _Owner(Protocol):
-    _is_stepping: bool
+    is_stepping: bool
 
 
 def forbid_direct_steps(optimizer: Optimizer, owner: _Owner) -> None:
-    """Have an optimizer refuse `step()` unless its stepper calls it, for as long as the stepper lives.
+    """Have an optimizer refuse `step()` unless its owner calls it, for as long as the owner lives.
 
     An optimizer that is prepared again belongs to the new stepper.
     """
@@ -26,7 +26,7 @@ def forbid_direct_steps(optimizer: Optimizer, owner: _Owner) -> None:
 
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owner = reference()
-        if owner is not None and not owner._is_stepping:
+        if owner is not None and not owner.is_stepping:
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called directly, past the guard and on gradients that may carry "
                 "the loss scale. Write amp.step()."

@@ -123,6 +123,11 @@ class Gradients:
         self._pending = self._penalty_bad = None
         self._marks.note_zeros(self.parameters())
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there was a backward pass since the last step."""
+        return self._pending is not None
+
     def require(self, call: str) -> Pending:
         """Return the step in the making.
 

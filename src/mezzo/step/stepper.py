@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +12,14 @@ from torch.optim import Optimizer
 
 from ..errors import StepError
 from ..policy import Policy
-from ..scaling.state import LossScale, NoScaling
+from . import checkpoint
 from .bind import Binding
-from .buffers import Buffers
-from .decision import Agreement, Decision, decide, move_scale
+from .closure import step_by_closure
 from .direct import forbid_direct_steps
-from .gradients import Gradients
-from .guard import Counters, Guard
-from .pending import Pending
+from .engine import Engine
+from .guard import Counters
 from .result import StepResult
-from .update import (
-    Clip,
-    Order,
-    Share,
-    Skip,
-    clamp_,
-    decides_on_device,
-    multiply_,
-    parameters,
-    step_,
-)
+from .update import Clip, Skip, parameters
 
 
 class Stepper:
@@ -44,7 +33,6 @@ class Stepper:
         model: the bound model.
         optimizers: as given to `prepare`.
         policy: with its compute dtype decided.
-        agree: makes the findings of a step the same on all ranks; None on one rank.
     """
 
     def __init__(
@@ -53,18 +41,10 @@ class Stepper:
         self.model = model
         self.optimizers = tuple(optimizers)
         self.policy = policy
-        self.agree: Agreement | None = None
-        self._skip: Skip = skip
-        self._names = name_parameters(model, self.optimizers)
-        self._gradients = Gradients(model, self.optimizers, self._names, policy.loss)
-        self._loss_scale = _start(policy, self._gradients.home)
-        self._buffers = Buffers(model)
-        self._guard = Guard(policy, self._nonfinite_weights)
-        self._is_stepping = False
-        self._callbacks: list[tuple[Callable[[], object], Optimizer | None]] = []
-        binding.before_forward = self._buffers.begin
+        self._engine = Engine(model, self.optimizers, policy, name_parameters(model, self.optimizers), skip)
+        binding.before_forward = self._engine.buffers.begin
         for optimizer in self.optimizers:
-            forbid_direct_steps(optimizer, self)
+            forbid_direct_steps(optimizer, self._engine)
 
     def backward(
         self,
@@ -90,8 +70,8 @@ class Stepper:
 
         Writes: gradients. Syncs: no.
         """
-        self._gradients.backward(
-            loss, self._scale(), retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        self._engine.gradients.backward(
+            loss, self._engine.scale, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
 
     def grad(
@@ -124,10 +104,10 @@ class Stepper:
         Syncs: no.
         """
         wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        return self._gradients.grad(
+        return self._engine.gradients.grad(
             outputs,
             wanted,
-            self._scale(),
+            self._engine.scale,
             create_graph=create_graph,
             retain_graph=retain_graph,
             allow_unused=allow_unused,
@@ -146,7 +126,7 @@ class Stepper:
         Writes: gradients, divided on the way in and multiplied on the way out; exact for powers of two.
         Syncs: no.
         """
-        return self._gradients.unscaled()
+        return self._engine.gradients.unscaled()
 
     def step(
         self,
@@ -179,11 +159,15 @@ class Stepper:
         Syncs: no, with mezzo.optim and torch's fused optimizers without hooks or `on_applied`; else once.
         """
         clip = Clip(max_norm=max_norm, value=clip_value)
-        self._guard.check()
+        self._engine.guard.check()
         if closure is not None:
-            raise StepError("closures come with the next commit")
-        pending = self._gradients.require("step()")
-        return self._take(self._gradients.shares(optimizer), pending, clip)
+            return step_by_closure(self._engine, closure, optimizer, clip)
+        if self.policy.guard.on_overflow == "retry":
+            raise StepError(
+                "step() was called without a closure, and the policy declares guard.on_overflow=retry, which computes "
+                "the loss again. Write amp.step(closure), or guard.on_overflow=skip."
+            )
+        return self._engine.take(optimizer, clip)
 
     def on_applied(self, function: Callable[[], object], optimizer: Optimizer | None = None) -> Callable[[], object]:
         """Have a function called after each step that was taken: a scheduler's step, an EMA update, a counter.
@@ -197,7 +181,7 @@ class Stepper:
         Returns:
             The function, so that this can decorate it.
         """
-        self._callbacks.append((function, optimizer))
+        self._engine.callbacks.append((function, optimizer))
         return function
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -208,67 +192,68 @@ class Stepper:
 
         Syncs: no.
         """
-        self._gradients.zero(set_to_none)
+        self._engine.gradients.zero(set_to_none)
 
     def counters(self) -> Counters:
         """Return how many steps were seen, applied and skipped. Syncs: with the last step."""
-        return self._guard.settle()
+        return self._engine.guard.settle()
 
     @property
     def scale(self) -> float:
         """The loss scale that the next step will use; 1.0 without scaling. Syncs: yes."""
-        return float(self._loss_scale.scale)
+        return float(self._engine.loss_scale.scale)
 
-    def _scale(self) -> Tensor | None:
-        scale = self._loss_scale.scale
-        return scale if isinstance(scale, Tensor) else None
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a run needs to go on: the one object to save.
 
-    def _take(self, shares: list[Share], pending: Pending, clip: Clip) -> StepResult:
-        restores = self.policy.guard.restore_buffers
-        written = self._buffers.written() if restores else []
-        decision = decide(shares, pending, written, self._skip, self.agree)
-        verdict = decision.verdict(shares, self._names, count=self._guard.is_troubled)
-        self._guard.push(verdict)
-        by_host = bool(self._callbacks) or not all(decides_on_device(share.optimizer) for share in shares)
-        skipped = verdict.facts().skipped if by_host else None
-        self._update(shares, decision, skipped, clip)
-        void = decision.is_void if skipped is None else any(skipped)
-        self._buffers.settle(void if restores else False)
-        self._loss_scale = move_scale(self._loss_scale, decision, self.policy.scaling)
-        self._gradients.close()
-        if skipped is not None:
-            self._call_back({id(share.optimizer): not skip for share, skip in zip(shares, skipped, strict=True)})
-            self._guard.check()
-        return StepResult(verdict, self._guard.settle)
+        Weights, optimizer states with masters and rounding counts, loss scale, counters, policy and the dtypes
+        weights were stored in. torch.load(weights_only=True) reads it back. Gradients are not part of it: save
+        between `step` and `backward`.
 
-    def _update(self, shares: list[Share], decision: Decision, skipped: Sequence[bool] | None, clip: Clip) -> None:
-        scale = decision.scale
-        if clip.value is not None:
-            clamp_([grad for share in shares for grad in share.grads], clip.value, scale)
-        if scale is not None and _is_shared(shares):
-            # An optimizer that divides in place would do so for the next one too.
-            multiply_([grad for share in shares for grad in share.grads], scale.reciprocal())
-            scale = None
-        self._is_stepping = True
-        try:
-            for place, share in enumerate(shares):
-                if skipped is None or not skipped[place]:
-                    norm = share.check.norm if self._skip == "independent" else decision.norm
-                    skip = decision.skips[place] if skipped is None else None
-                    step_(
-                        share.optimizer, share.grads, Order(scale=scale, coefficient=clip.coefficient(norm), skip=skip)
-                    )
-        finally:
-            self._is_stepping = False
+        Syncs: yes.
+        """
+        engine = self._engine
+        return checkpoint.save(self.model, self.optimizers, self.policy, engine.loss_scale, engine.guard.settle())
 
-    def _call_back(self, applied: Mapping[int, bool]) -> None:
-        for function, optimizer in self._callbacks:
-            if all(applied.values()) if optimizer is None else applied.get(id(optimizer), False):
-                function()
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Go on from a checkpoint, bit for bit where policy and optimizers are those it was made with.
 
-    def _nonfinite_weights(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        counts = {name: int((~p.detach().isfinite()).sum()) for p, name in self._names.items()}
-        return {name: count for name, count in counts.items() if count}, self._buffers.nonfinite()
+        Under another policy or master mode what was saved is converted, and a checkpoint of a run without mezzo, with
+        the keys "model" and "optimizer", is taken too.
+
+        Args:
+            state: from `state_dict`.
+
+        Returns:
+            A sentence for everything that was converted or is missing; they are logged as well.
+
+        Raises:
+            CheckpointError: not a checkpoint, or not one of such a model and optimizers.
+
+        Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
+        """
+        engine, complete = self._engine, checkpoint.check(state, len(self.optimizers))
+        engine.guard.settle()
+        self.zero_grad()
+        sentences = (
+            *checkpoint.compare_policies(complete["policy"], self.policy),
+            *checkpoint.load_weights_(self.model, self.optimizers, complete),
+            *checkpoint.load_scale_(engine.loss_scale, complete["scaling"]),
+        )
+        engine.guard.counters = Counters(**(complete["counters"] or {}))
+        engine.buffers.forgive()
+        checkpoint.say(sentences)
+        return sentences
+
+    def export_weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Return a plain state dict of the model, its weights rounded once from their masters.
+
+        Args:
+            dtype: of floating parameters; buffers stay as they are.
+
+        Syncs: no.
+        """
+        return checkpoint.export(self.model, self.optimizers, dtype)
 
 
 def name_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
@@ -278,12 +263,3 @@ def name_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[T
         for index, p in enumerate(parameters(optimizer)):
             names.setdefault(p, f"optimizer {place} parameter {index}")
     return names
-
-
-def _start(policy: Policy, device: torch.device) -> LossScale | NoScaling:
-    return NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, device)
-
-
-def _is_shared(shares: Sequence[Share]) -> bool:
-    params = [p for share in shares for p in share.params]
-    return len(set(params)) < len(params)

@@ -167,37 +167,32 @@ class Order:
 
 
 def step_(optimizer: Optimizer, grads: Sequence[Tensor], order: Order) -> None:
-    """Have an optimizer take its step.
-
-    Args:
-        optimizer: one that reads the orders itself (mezzo.optim, torch's fused ones), or any other, whose gradients are
-            unscaled and clipped in place first.
-        grads: those that are unscaled in place where the optimizer does not read orders; none if that is done.
-        order: what to do; an optimizer that does not read orders needs the decision made.
-
-    Writes: weights and state; gradients where they are unscaled in place. Syncs: no.
-    """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        with _ordered(optimizer, order):
-            optimizer.step()
-        return
-    assert order.skip is None
-    factor = _factor(order)
-    if factor is not None:
-        multiply_(grads, factor)
-    optimizer.step()
-
-
-def _factor(order: Order) -> Tensor | None:
-    if order.scale is None:
-        return order.coefficient
-    inverse = order.scale.reciprocal()
-    return inverse if order.coefficient is None else inverse * order.coefficient
+    """Have an optimizer take its step with gradients as they are; see `handing`. Writes: weights and state."""
+    with handing(optimizer, grads, order):
+        optimizer.step()
 
 
 @contextmanager
-def _ordered(optimizer: Optimizer, order: Order) -> Iterator[None]:
-    """Set the attributes that fused optimizers look for, and take them away again."""
+def handing(optimizer: Optimizer, grads: Sequence[Tensor], order: Order) -> Iterator[None]:
+    """Have an optimizer find true gradients inside the block.
+
+    Those of mezzo and torch's fused ones read scale, clipping and skipping by themselves; for any other the
+    gradients are unscaled and clipped in place, and whether it may step is decided already.
+
+    Args:
+        optimizer: the one that will step.
+        grads: its gradients.
+        order: what to do with them.
+
+    Writes: attributes of the optimizer for the length of the block, or the gradients. Syncs: no.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        assert order.skip is None
+        factor = _factor(order)
+        if factor is not None:
+            multiply_(grads, factor)
+        yield
+        return
     scale, coefficient = order.scale, order.coefficient
     if coefficient is not None and not keeps_masters(optimizer):
         # torch's fused kernels know one divisor.
@@ -212,6 +207,13 @@ def _ordered(optimizer: Optimizer, order: Order) -> Iterator[None]:
     finally:
         for name in given:
             delattr(optimizer, name)
+
+
+def _factor(order: Order) -> Tensor | None:
+    if order.scale is None:
+        return order.coefficient
+    inverse = order.scale.reciprocal()
+    return inverse if order.coefficient is None else inverse * order.coefficient
 
 
 def norm_of(shares: Sequence[Share], home: torch.device) -> Tensor:

@@ -1,0 +1,152 @@
+"""What a step does once the calls are in order: judge, update or leave alone, settle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..policy import Policy
+from ..scaling.state import LossScale, NoScaling
+from .buffers import Buffers
+from .decision import Agreement, Decision, decide, move_scale_
+from .gradients import Gradients
+from .guard import Guard
+from .result import StepResult
+from .update import Clip, Order, Share, Skip, clamp_, decides_on_device, multiply_, step_
+from .verdict import Verdict
+
+Callback = tuple[Callable[[], object], Optimizer | None]
+
+
+class Engine:
+    """The parts of a stepper and how a step goes through them.
+
+    Args:
+        model: prepared.
+        optimizers: of its parameters.
+        policy: with its compute dtype decided.
+        names: of parameters.
+        skip: what several optimizers do when one has bad gradients.
+
+    Attributes:
+        gradients: between backward and update.
+        buffers: of the model, as a transaction.
+        guard: counts and stops.
+        loss_scale: as it is now.
+        callbacks: functions to call after steps of an optimizer, or of all, that were taken.
+        agree: makes findings the same on all ranks; None on one rank.
+        is_stepping: whether an optimizer's step is called from here just now.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        policy: Policy,
+        names: Mapping[Tensor, str],
+        skip: Skip,
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.policy = policy
+        self.names = names
+        self.skip: Skip = skip
+        self.gradients = Gradients(model, self.optimizers, names, policy.loss)
+        self.buffers = Buffers(model)
+        self.guard = Guard(policy, self._nonfinite_weights)
+        self.loss_scale = (
+            NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
+        )
+        self.callbacks: list[Callback] = []
+        self.agree: Agreement | None = None
+        self.is_stepping = False
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The loss scale: shape (), fp32, on the device; None without scaling."""
+        scale = self.loss_scale.scale
+        return scale if isinstance(scale, Tensor) else None
+
+    def take(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
+        """Take the step with the gradients that are there; see `Stepper.step`."""
+        shares = self.gradients.shares(optimizer)
+        decision, verdict = self.judge(shares)
+        by_host = bool(self.callbacks) or not all(decides_on_device(share.optimizer) for share in shares)
+        skipped = verdict.facts().skipped if by_host else None
+        self._update(shares, decision, skipped, clip)
+        return self.settle(shares, decision, verdict, skipped)
+
+    def judge(self, shares: Sequence[Share]) -> tuple[Decision, Verdict]:
+        """Say what is wrong with the gradients, if anything. Syncs: no."""
+        pending = self.gradients.require("step()")
+        written = self.buffers.written() if self.policy.guard.restore_buffers else []
+        decision = decide(shares, pending, written, self.skip, self.agree)
+        return decision, decision.verdict(shares, self.names, count=self.guard.is_troubled)
+
+    def settle(
+        self, shares: Sequence[Share], decision: Decision, verdict: Verdict, skipped: Sequence[bool] | None
+    ) -> StepResult:
+        """Close the step: buffers, loss scale, counters, and who waits for steps that were taken.
+
+        Args:
+            shares: the parts of the optimizers.
+            decision: what was found.
+            verdict: the same on its way to the host.
+            skipped: who skipped, where the host knows.
+
+        Raises:
+            NonFiniteStep: the host knows, and no loss scale mends it.
+            LossScaleExhausted: the host knows, and the loss scale cannot help any more.
+
+        Writes: buffers of a skipped step, the loss scale. Syncs: no.
+        """
+        self.guard.push(verdict)
+        void = decision.is_void if skipped is None else any(skipped)
+        self.buffers.settle(void if self.policy.guard.restore_buffers else False)
+        move_scale_(self.loss_scale, decision, self.policy.scaling)
+        self.gradients.close()
+        if skipped is not None:
+            self._call_back({id(share.optimizer): not skip for share, skip in zip(shares, skipped, strict=True)})
+            self.guard.check()
+        return StepResult(verdict, self.guard.settle)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let optimizers step inside the block."""
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    def _update(self, shares: Sequence[Share], decision: Decision, skipped: Sequence[bool] | None, clip: Clip) -> None:
+        scale = decision.scale
+        if clip.value is not None:
+            clamp_([grad for share in shares for grad in share.grads], clip.value, scale)
+        if scale is not None and _is_shared(shares):
+            # An optimizer that divides in place would do so for the next one too.
+            multiply_([grad for share in shares for grad in share.grads], scale.reciprocal())
+            scale = None
+        with self.stepping():
+            for place, share in enumerate(shares):
+                if skipped is None or not skipped[place]:
+                    norm = share.check.norm if self.skip == "independent" else decision.norm
+                    skip = decision.skips[place] if skipped is None else None
+                    order = Order(scale=scale, coefficient=clip.coefficient(norm), skip=skip)
+                    step_(share.optimizer, share.grads, order)
+
+    def _call_back(self, applied: Mapping[int, bool]) -> None:
+        for function, optimizer in self.callbacks:
+            if all(applied.values()) if optimizer is None else applied.get(id(optimizer), False):
+                function()
+
+    def _nonfinite_weights(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        counts = {name: int((~p.detach().isfinite()).sum()) for p, name in self.names.items()}
+        return {name: count for name, count in counts.items() if count}, self.buffers.nonfinite()
+
+
+def _is_shared(shares: Sequence[Share]) -> bool:
+    params = [p for share in shares for p in share.params]
+    return len(set(params)) < len(params)
