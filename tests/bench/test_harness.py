@@ -119,3 +119,10 @@ def test_a_process_leaves_nothing_behind() -> None:
     assert not log.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_busy_process_is_not_waited_for() -> None:
+    with Worker(job("fp32", batch_size=8, in_size=16, out_size=4, num_batches=1, epochs=10**5)) as worker:
+        worker.receive()
+        worker.send("8 x 16 x 3")
+    assert worker.exit_code == -signal.SIGKILL

@@ -84,6 +84,7 @@ def test_clipping_sees_true_gradients() -> None:
     clipped = losses(VARIANTS["torch-amp"], max_norm=0.1)
     assert clipped == losses(VARIANTS["torch-autocast"], max_norm=0.1)
     assert clipped != losses(VARIANTS["torch-amp"])
+    assert losses(VARIANTS["mezzo-prepared"], max_norm=0.1) != losses(VARIANTS["mezzo-prepared"])
 
 
 def test_a_session_counts_its_steps() -> None:

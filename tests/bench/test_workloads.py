@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -157,6 +158,8 @@ def test_a_whole_training(tmp_path: Path) -> None:
         assert session.own_seconds() > 0
         found[name] = session.measures()
         assert (tmp_path / "runs" / name / "curves.png").exists()
+        policy = json.loads((tmp_path / "runs" / name / "result.json").read_text())["policy"]
+        assert policy.split(",")[0] == {"fp32": "fp32", "mezzo-amp": "bf16"}[name]
     assert all(0 <= one["accuracy"] <= 1 and one["skipped steps"] == 0 for one in found.values())
 
 

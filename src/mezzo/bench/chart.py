@@ -106,6 +106,12 @@ def _line_chart(result: Result) -> Figure:
     return figure
 
 
+def draw(result: Result) -> Figure:
+    """Return the picture of a result: lines if every point lies on an axis, else bars."""
+    varied = all(floor.axis for floor in result.floors.values())
+    return _line_chart(result) if varied else _bar_chart(result)
+
+
 def save_chart(result: Result, path: Path) -> None:
     """Write the picture of a result as PNG.
 
@@ -113,7 +119,6 @@ def save_chart(result: Result, path: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    varied = all(floor.axis for floor in result.floors.values())
-    figure = _line_chart(result) if varied else _bar_chart(result)
+    figure = draw(result)
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=120)

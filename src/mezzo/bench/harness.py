@@ -40,7 +40,7 @@ def schedule(points: Sequence[str], variants: Sequence[str], rounds: int) -> Ite
 
 
 class Worker:
-    """A fresh Python process that serves one variant; ended on leaving the context.
+    """A fresh Python process that serves one variant; ended on leaving the context, busy or not.
 
     Args:
         job: what `mezzo.bench.worker` is to serve.
@@ -72,6 +72,7 @@ class Worker:
     ) -> None:
         self._process.kill()
         self._process.communicate()
+        self.exit_code: int = self._process.returncode
         self._file.close()
         if self._talks or not self._failed:
             self.log.unlink()
