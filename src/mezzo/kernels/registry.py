@@ -93,17 +93,16 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
 def kernel(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> ModuleType:
     """Return the module that holds the chosen implementation; arguments and errors are those of `choose`.
 
-    While torch.compile traces, it is the reference, which the compiler turns into a kernel itself.
+    While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
     """
-    name = "reference" if torch.compiler.is_compiling() else choose(op, device, dtype, backend).backend
-    return importlib.import_module(f".{op}.{name}", __package__)
+    return importlib.import_module(f".{op}.{choose(op, device, dtype, backend).backend}", __package__)
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> str:
     """Return one line that names the implementation and what decided; arguments and errors are those of `choose`.
 
     >>> why("gradients", torch.device("meta"), torch.bfloat16)
-    'gradients on meta bf16: reference, the fastest that can run here'
+    'gradients on meta bf16: reference, not cpu: it is for the CPU'
     """
     choice = choose(op, device, dtype, backend)
     return f"{op} on {device.type} {dtype_name(dtype)}: {choice.backend}, {choice.reason}"

@@ -27,13 +27,16 @@ class Weights:
         values: what the model reads; any shapes, one dtype.
         kept: beside each, in its shape: int16 remainders, fp32 masters or compensations in the weights' dtype;
             empty for modes that keep nothing.
-        seeds: of the noise of each, in [0, 2**32).
+        seeds: of the noise of each, in [0, 2**32); any where nothing is rounded by chance.
+        firsts: of each, the place of its first element in the whole tensor of which it is a part, for the noise; empty
+            if each is whole.
     """
 
     mode: Master
     values: Sequence[Tensor]
     kept: Sequence[Tensor]
     seeds: Sequence[int]
+    firsts: Sequence[int] = ()
 
     def at(self, places: Sequence[int]) -> Weights:
         """Return the weights at some places."""
@@ -42,7 +45,12 @@ class Weights:
             values=[self.values[i] for i in places],
             kept=[self.kept[i] for i in places if self.kept],
             seeds=[self.seeds[i] for i in places],
+            firsts=[self.firsts[i] for i in places if self.firsts],
         )
+
+    def first(self, place: int) -> int:
+        """Return the place of a weight's first element in the whole of which it is a part; 0 if it is one itself."""
+        return self.firsts[place] if self.firsts else 0
 
 
 def read_master(mode: Master, value: Tensor, kept: Tensor | None) -> Tensor:
@@ -70,7 +78,9 @@ def read_master(mode: Master, value: Tensor, kept: Tensor | None) -> Tensor:
     return torch.where(kept.to(value.dtype) == value, kept, value.to(torch.float32))
 
 
-def store_master(mode: Master, master: Tensor, dtype: torch.dtype, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def store_master(
+    mode: Master, master: Tensor, dtype: torch.dtype, key: Tensor | None, first: int = 0
+) -> tuple[Tensor, Tensor | None]:
     """Return the weight that stands for a master, and what must be kept beside it.
 
     Args:
@@ -78,6 +88,7 @@ def store_master(mode: Master, master: Tensor, dtype: torch.dtype, key: Tensor |
         master: any shape; fp32, or fp64 for an fp64 weight.
         dtype: of the weight.
         key: of the noise, for mode "stochastic"; None rounds to nearest there too.
+        first: place of the first element, for the noise, where the master is a part of something larger.
 
     Returns:
         The weight in `dtype`, and what lies beside it, None for modes that keep nothing.
@@ -89,7 +100,7 @@ def store_master(mode: Master, master: Tensor, dtype: torch.dtype, key: Tensor |
     if mode == "kahan":
         return compensate(master, dtype)
     if mode == "stochastic" and key is not None:
-        return round_by_chance(master, dtype, noise(key, master)), None
+        return round_by_chance(master, dtype, noise(key, master, first)), None
     return master.to(dtype), master if mode == "fp32" else None
 
 
@@ -118,7 +129,7 @@ def write_master_(weights: Weights, place: int, master: Tensor, step: Tensor, bl
     """
     value = weights.values[place]
     key = noise_key(weights.seeds[place], step, WEIGHT_NOISE) if weights.mode == "stochastic" else None
-    weight, kept = store_master(weights.mode, master, value.dtype, key)
+    weight, kept = store_master(weights.mode, master, value.dtype, key, weights.first(place))
     write_(value, weight, blocked)
     if kept is not None:
         write_(weights.kept[place], kept, blocked)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import registry
-from ..kernels.adamw import AdamWRule, Moments, adamw_scalars
+from ..kernels.adamw import AdamWRule, Moments, adamw_scalars, reference
 from ..kernels.registry import Backend
 from ..policy import Master
 from .base import Batch, MasterOptimizer, Params
@@ -109,5 +109,6 @@ class AdamW(MasterOptimizer):
         )
         wide = torch.promote_types(dtype, torch.float32)
         scalars = adamw_scalars(batch.step, rule, group["lr"], group["weight_decay"], wide)
-        kernel = registry.kernel(self.op, batch.step.device, dtype, group["backend"])
+        compiling = torch.compiler.is_compiling()
+        kernel = reference if compiling else registry.kernel(self.op, batch.step.device, dtype, group["backend"])
         kernel.step_(weights, batch.grads, moments, rule, scalars, batch.step)

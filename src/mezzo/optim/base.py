@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ class _Active:
     state: dict[str, Tensor]
 
 
-@functools.cache
 def _seed(rounding_seed: int, place: int) -> int:
     """Return the seed of one parameter's noise."""
     return mix((mix(rounding_seed) + place) & 0xFFFFFFFF)
@@ -199,6 +197,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         orders = [memory_order(p) for p in params]
         mode = mode_of(params[0], group)
         step = states[0]["step"]
+        chance = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
         clip, found = getattr(self, "clip_coef", None), getattr(self, "found_inf", None)
         return Batch(
             states=states,
@@ -207,7 +206,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 mode=mode,
                 values=aligned(params, orders),
                 kept=aligned([state[KEPT[mode]] for state in states], orders) if mode in KEPT else [],
-                seeds=[_seed(group["rounding_seed"], one.place) for one in active],
+                seeds=[_seed(group["rounding_seed"], one.place) if chance else 0 for one in active],
             ),
             grads=ScaledGradients(
                 values=aligned([one.grad for one in active], orders),

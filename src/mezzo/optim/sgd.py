@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..kernels import registry
 from ..kernels.registry import Backend
-from ..kernels.sgd import SGDRule, sgd_scalars
+from ..kernels.sgd import SGDRule, reference, sgd_scalars
 from ..policy import Master
 from .base import Batch, MasterOptimizer, Params
 from .checks import check_differentiable, check_range, check_rate
@@ -105,5 +105,6 @@ class SGD(MasterOptimizer):
         sums = batch.moments("momentum_buffer") if rule.momentum != 0 else []
         wide = torch.promote_types(dtype, torch.float32)
         scalars = sgd_scalars(batch.step, rule, group["lr"], group["dampening"], wide)
-        kernel = registry.kernel(self.op, batch.step.device, dtype, group["backend"])
+        compiling = torch.compiler.is_compiling()
+        kernel = reference if compiling else registry.kernel(self.op, batch.step.device, dtype, group["backend"])
         kernel.step_(weights, batch.grads, sums, rule, scalars, batch.step)

@@ -46,12 +46,15 @@ def step_(
 
         write_master_(weights, place, master, step, blocked)
         key = noise_key(moments.seeds[place], step, MOMENT_NOISE)
-        store_means_((moments.means[place], moments.squares[place]), (mean, square), key, blocked)
+        first = weights.first(place)
+        store_means_((moments.means[place], moments.squares[place]), (mean, square), key, blocked, first)
         if rule.amsgrad:
             write_(moments.peaks[place], peak.to(moments.peaks[place].dtype), blocked)
 
 
-def store_means_(targets: tuple[Tensor, ...], means: tuple[Tensor, ...], key: Tensor, blocked: Tensor | None) -> None:
+def store_means_(
+    targets: tuple[Tensor, ...], means: tuple[Tensor, ...], key: Tensor, blocked: Tensor | None, first: int = 0
+) -> None:
     """Write one or two running means, rounding bf16 ones by chance.
 
     A running mean moves by (1 - beta) of itself, 0.1 % for beta 0.999; bf16 spacing is 0.4 to 0.8 %. Rounded to nearest it
@@ -62,6 +65,7 @@ def store_means_(targets: tuple[Tensor, ...], means: tuple[Tensor, ...], key: Te
         means: the shapes of `targets`; fp32 or fp64.
         key: of the noise; each mean takes its own 16 of the 32 bits.
         blocked: shape (), bool: write nothing; None: write.
+        first: place of the first element, for the noise.
 
     Writes: `targets`. Syncs: no.
     """
@@ -69,6 +73,6 @@ def store_means_(targets: tuple[Tensor, ...], means: tuple[Tensor, ...], key: Te
         for target, mean in zip(targets, means, strict=True):
             write_(target, mean, blocked)
         return
-    bits = noise(key, means[0])
+    bits = noise(key, means[0], first)
     for place, (target, mean) in enumerate(zip(targets, means, strict=True)):
         write_(target, round_by_chance(mean, torch.bfloat16, bits >> (16 * place)), blocked)

@@ -41,7 +41,7 @@ def noise_key(seed: int, step: Tensor, stream: int = 0) -> Tensor:
     return mix((step.to(torch.int64) * _GOLDEN + mix((seed + stream * _GOLDEN) & _MASK)) & _MASK)
 
 
-def noise(key: Tensor, like: Tensor) -> Tensor:
+def noise(key: Tensor, like: Tensor, first: int = 0) -> Tensor:
     """Return 32 random bits for each element: a pure function of key and place.
 
     Nothing is drawn from a generator and nothing advances: the same step gives the same bits again, on
@@ -50,13 +50,14 @@ def noise(key: Tensor, like: Tensor) -> Tensor:
     Args:
         key: shape (), int64, from `noise_key`; the device of `like`.
         like: any shape; only shape and device are used. Places count in row-major order.
+        first: place of the first element, where `like` is a part of something larger.
 
     Returns:
         Shape of `like`, int64, values in [0, 2**32).
 
     Syncs: no.
     """
-    place = torch.arange(like.numel(), device=like.device).view(like.shape) & _MASK
+    place = torch.arange(first, first + like.numel(), device=like.device).view(like.shape) & _MASK
     return mix(place ^ key)
 
 

@@ -44,6 +44,6 @@ def step_(
         if rule.momentum != 0:
             total = (sums[place].to(master.dtype) * keep).addcmul_(grad, add)
             key = noise_key(weights.seeds[place], step, MOMENT_NOISE)
-            store_means_((sums[place],), (total,), key, blocked)
+            store_means_((sums[place],), (total,), key, blocked, weights.first(place))
             grad = grad.add(total, alpha=rule.momentum) if rule.nesterov else total
         write_master_(weights, place, master.addcmul(grad, rate), step, blocked)
