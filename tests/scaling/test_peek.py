@@ -40,3 +40,21 @@ def test_exhaustion_nobody_read_is_raised_late_and_not_once_it_is_over(monkeypat
     for number in range(8):
         overflow(scaler, math.inf if number < 7 else 1.0)
     assert scaler.skipped_in_a_row == 0
+
+
+def test_a_verdict_that_arrives_after_the_run_recovered_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator nobody reads whether a step was skipped, and an old verdict may come with a clean step."""
+    scaler, param = GradScaler("cpu"), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5, fused=True)
+    monkeypatch.setattr(GradScaler, "_reads", lambda scaler, verdict, at_once: True)
+    for factor in (math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((param * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler._per_optimizer_states[id(optimizer)]["is_skipped"] = None
+        if factor == 1.0:
+            scaler.update()
+        else:
+            with pytest.raises(LossScaleExhausted):
+                scaler.update()
+    assert param.tolist() == [0.5, 0.5]
