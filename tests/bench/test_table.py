@@ -54,6 +54,14 @@ def test_rows() -> None:
     assert all(len(cells) == len(header(RESULT)) for cells in GOLDEN)
 
 
+def test_inference_is_held_against_autocast() -> None:
+    found = (measurement("torch-autocast", "p", (3.0,)), measurement("mezzo-persistent", "p", (1.0,)))
+    served = dataclasses.replace(RESULT, measurements=found, floors={"p": PointFloor()})
+    cells = dict(zip(header(served), row(served, found[1]), strict=True))
+    assert cells["than torch-autocast"] == "3.00x"
+    assert "than torch-amp" not in cells
+
+
 def test_what_was_not_measured_is_a_dash() -> None:
     alone = dataclasses.replace(RESULT, measurements=RESULT.measurements[1:2], floors={"512 x 1024 x 3": PointFloor()})
     cells = dict(zip(header(alone), row(alone, alone.measurements[0]), strict=True))

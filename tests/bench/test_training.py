@@ -7,9 +7,10 @@ import torch
 from tests.tolerance import relative
 
 from mezzo.bench.recipe import Recipe, make_model, mean_squared_error
-from mezzo.bench.training import Training, region_of, scaler_of, training_step
+from mezzo.bench.training import Training, forward, region_of, scaler_of, training_step
 from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.workload import Setting
+from mezzo.errors import BenchError
 
 RECIPE = Recipe(batch_size=16, in_size=32, out_size=8, num_layers=3, num_batches=3, epochs=2, lr=0.1)
 
@@ -73,8 +74,18 @@ def test_other_libraries_train_the_same_model(name: str) -> None:
     assert losses(VARIANTS[name], max_norm=0.1) == losses(VARIANTS["torch-autocast"], max_norm=0.1)
 
 
+def test_what_only_serves_does_not_train_and_the_reverse() -> None:
+    with pytest.raises(BenchError, match=r"variant torch-16bit keeps nothing in fp32.*Write mezzo-prepared"):
+        losses(VARIANTS["torch-16bit"])
+    with pytest.raises(BenchError, match=r"variant accelerate is a way to train; for inference write torch-autocast\."):
+        forward(VARIANTS["accelerate"], Setting(device=torch.device("cpu"), dtype=torch.bfloat16), make_model(8, 3, 1))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.compiled and not v.tf32])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+# Dynamo, tracing a function mode around a compiled model, reads .grad of the model's intermediate tensors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.compiled and not (v.tf32 or v.pure)])
 def test_compiled_variants_train_the_same_model(name: str) -> None:
     eager, compiled = losses(VARIANTS[name.removesuffix("+compile")]), losses(VARIANTS[name])
     assert compiled == pytest.approx(eager, rel=relative(torch.bfloat16, terms=32))

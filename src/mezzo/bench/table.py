@@ -38,17 +38,17 @@ def _times(ratio: float | None) -> str:
     return MISSING if ratio is None else f"{ratio:.2f}x"
 
 
-def amp_baseline(measurement: Measurement) -> str:
-    """Return the variant of torch.amp that a measurement is held against: the compiled one for a compiled one."""
-    return "torch-amp+compile" if measurement.variant.endswith("+compile") else "torch-amp"
+def amp_baseline(result: Result) -> str:
+    """Return the variant of torch's own mixed precision: torch-amp, or torch-autocast where nothing is scaled."""
+    return "torch-amp" if any(m.variant == "torch-amp" for m in result.measurements) else "torch-autocast"
 
 
 def header(result: Result) -> tuple[str, ...]:
     """Return the column names of a result's table; the point has a column where there are several."""
     point = ("point",) if len(points_of(result)) > 1 else ()
     return (
-        *point, "variant", "time", "fastest-slowest", f"per {result.unit}", "faster than fp32", "than torch-amp",
-        "of floor", "peak memory", "of fp32's", "loss", *measure_names(result),
+        *point, "variant", "time", "fastest-slowest", f"per {result.unit}", "faster than fp32",
+        f"than {amp_baseline(result)}", "of floor", "peak memory", "of fp32's", "loss", *measure_names(result),
     )  # fmt: skip
 
 
@@ -61,6 +61,7 @@ def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
     """Return one measurement as words, in the order of `header`."""
     share = result.share_of_floor(measurement)
     fp32 = result.at(measurement.point).get("fp32")
+    compiled = "+compile" if measurement.variant.endswith("+compile") else ""
     extra = (measurement.measures.get(name) for name in measure_names(result))
     point = (measurement.point,) if len(points_of(result)) > 1 else ()
     return (
@@ -70,7 +71,7 @@ def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
         in_seconds(measurement.low, measurement.high),
         in_seconds(measurement.median / measurement.units),
         _times(result.ratio(measurement, "fp32")),
-        _times(result.ratio(measurement, amp_baseline(measurement))),
+        _times(result.ratio(measurement, amp_baseline(result) + compiled)),
         MISSING if share is None else f"{share:.0%}",
         in_bytes(measurement.peak_bytes),
         _times(measurement.peak_bytes / fp32.peak_bytes if fp32 and fp32.peak_bytes > 0 else None),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import optim
 from ..casting import autocast
+from ..errors import BenchError
 from ..formats import dtype_name
 from ..policy import Policy
 from ..policy.parts import CacheName
@@ -112,10 +113,16 @@ def training_step(
     Returns:
         A function of a batch that steps once and returns the detached loss, shape (), unread.
 
+    Raises:
+        BenchError: a variant that cannot train.
+
     Writes: `model`. Syncs: no, unless the variant's own step does.
     """
     if variant.pure:
-        model.to(setting.dtype)
+        raise BenchError(
+            f"variant {variant.name} keeps nothing in fp32, so small updates would vanish and its losses compare with none; "
+            "it is for `mezzo bench inference`. Write mezzo-prepared for 16-bit weights that train."
+        )
     if variant.prepared:
         return _prepared(variant, setting, model, loss_of, training)
     if variant.wrapper != "none":
@@ -201,8 +208,15 @@ def forward(variant: Variant, setting: Setting, model: nn.Module) -> Callable[..
         setting: device and 16-bit dtype.
         model: fp32, on the device, with one tensor as its output; put into evaluation mode.
 
+    A loss scaler has nothing to do here: torch-amp is torch-autocast.
+
+    Raises:
+        BenchError: a variant that only trains.
+
     Writes: `model`. Syncs: no.
     """
+    if variant.wrapper != "none":
+        raise BenchError(f"variant {variant.name} is a way to train; for inference write torch-autocast.")
     model.eval()
     if variant.pure:
         model.to(setting.dtype)
