@@ -1,5 +1,7 @@
 """Which op, which layer, why, and the edit that mends it."""
 
+from .compare_report import CompareReport as CompareReport
+from .compare_run import compare as compare
 from .explanation import Explanation as Explanation
 from .explanation import explain as explain
 from .findings import Finding as Finding

@@ -24,6 +24,9 @@ from .opfacts import op_facts, plain
 from .records import Frame, Phase, Site
 from .scene import Scene
 
+Values = dict[int, Tensor]
+"""What to put in the place of an argument, by its id."""
+
 
 @dataclass(slots=True)
 class ModuleTally:
@@ -34,14 +37,12 @@ class ModuleTally:
         forward: results.
         backward: gradients of its inputs.
         weights: gradients of its parameters.
-        flops: of its own ops, both phases.
     """
 
     cls: str
     forward: Tally = field(default_factory=Tally)
     backward: Tally = field(default_factory=Tally)
     weights: Tally = field(default_factory=Tally)
-    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +62,8 @@ class OpKey:
 def _draws(call: Call) -> bool:
     """Say whether an op's result depends on random numbers; attention without dropout only might."""
     given = dict(zip(call.facts.arguments, call.args, strict=False)) | call.kwargs
-    return call.facts.draws and given.get("dropout_p") != 0.0
-
-
-def _dropped(call: Call, x: Tensor) -> list[Tensor] | None:
-    """Return what fused dropout makes of other inputs with the elements it dropped."""
-    if call.facts.name != "dropout" or "native_dropout" not in call.facts.kernel:
-        return None
-    share = float(call.args[1])
-    return [x.float() * call.mask / (1 - share) if share < 1 else torch.zeros_like(x, dtype=torch.float32)]
+    is_attention = "dropout_p" in call.facts.arguments
+    return call.facts.draws and not (is_attention and given.get("dropout_p", 0.0) == 0.0)
 
 
 class ComparingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -85,7 +79,8 @@ class ComparingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         twins: what memory would hold in fp32.
         modules: errors by (root, module).
         ops: errors by op and place.
-        op_flops: floating-point operations by public name.
+        flops: floating-point operations, in any format.
+        low_flops: those in 16 bit, by op and place.
         unseen: calls of ops that could not be run in fp32, by kernel.
         outputs: errors of the outermost modules' outputs.
 
@@ -98,7 +93,8 @@ class ComparingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self.twins = Twins()
         self.modules: dict[tuple[str, str], ModuleTally] = {}
         self.ops: dict[OpKey, Tally] = {}
-        self.op_flops: Counter[str] = Counter()
+        self.flops = 0
+        self.low_flops: Counter[OpKey] = Counter()
         self.unseen: Counter[str] = Counter()
         self.outputs = Tally()
         self._is_aside = False
@@ -118,70 +114,78 @@ class ComparingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         site = self.scene.site(facts.name)
         if facts.makes_nothing:
             return func(*args, **kwargs)
-        call = Call(func, facts, args, kwargs)
+        call, here = Call(func, facts, args, kwargs), Maker(site.phase, site.root, site.module)
+        # before the op may write what it reads
+        self._on_read(call, site, here)
+        own_in, whole_in = self._twins_of_inputs(call, here)
         out = call.run(args, kwargs)
-        self._count_flops(site, flops_of(func, args, kwargs, out))
-        self._compare(call, site, out)
+        self._compare(call, site, here, own_in, whole_in, out)
         return out
 
-    def _tally(self, maker: Maker, cls: str) -> ModuleTally:
-        return self.modules.setdefault((maker.root, maker.module), ModuleTally(cls))
+    def _tally(self, site: Site) -> ModuleTally:
+        cls = site.classes[-1] if site.classes else ""
+        return self.modules.setdefault((site.root, site.module), ModuleTally(cls))
 
-    def _count_flops(self, site: Site, flops: int) -> None:
-        if flops:
-            here = Maker(site.phase, site.root, site.module)
-            self._tally(here, site.classes[-1] if site.classes else "").flops += flops
-            self.op_flops[site.called or site.op] += flops
-
-    def _compare(self, call: Call, site: Site, out: Any) -> None:
-        here = Maker(site.phase, site.root, site.module)
+    def _twins_of_inputs(self, call: Call, here: Maker) -> tuple[Values, Values]:
         originals = {id(t): call.original(t) for _, t in call.inputs}
-        for tensor in originals.values():
-            self._on_read(tensor, here, site)
-        own_in = {k: v for k, t in originals.items() if (v := self.twins.own(t, here)) is not None}
-        whole_in = {k: v for k, t in originals.items() if (v := self.twins.whole(t)) is not None}
+        return (
+            {key: twin for key, t in originals.items() if (twin := self.twins.own(t, here)) is not None},
+            {key: twin for key, t in originals.items() if (twin := self.twins.whole(t)) is not None},
+        )
+
+    def _compare(self, call: Call, site: Site, here: Maker, own_in: Values, whole_in: Values, out: Any) -> None:
+        flops = flops_of(call.func, call.args, call.kwargs, out)
+        self.flops += flops
         is_narrow = any(t.dtype in LOW_DTYPES for t in (*call.out, *(t for _, t in call.inputs)))
-        is_known = any(self.twins.get(t) is not None for t in call.out)
-        if not call.out or not (is_narrow or own_in or whole_in or is_known):
+        if not call.out or not (is_narrow or own_in or whole_in or any(t in self.twins for t in call.out)):
             return
+        key = _key(call, site)
+        if is_narrow:
+            self.low_flops[key] += flops
         local = self._in_fp32(call, {}, out) if is_narrow else [t.detach().float() for t in call.out]
-        if local is None or len(local) != len(call.out):
-            self.unseen[call.facts.kernel] += 1
-            return
         own = self._in_fp32(call, own_in, out) if own_in else local
         whole = self._in_fp32(call, whole_in, out) if whole_in else local
-        assert own is not None and whole is not None  # the same op ran in fp32 a moment ago
-        tally = self.ops.setdefault(_key(call, site), Tally())
+        if local is None or own is None or whole is None:
+            self.unseen[call.facts.kernel] += 1
+            return
+        self._tally(site)
+        tally = self.ops.setdefault(key, Tally())
         for tensor, near, mine, far in zip(call.out, local, own, whole, strict=True):
             tally.add(tensor, near, far)
             self.twins.put(tensor, here, mine, far)
-        self._tally(here, site.classes[-1] if site.classes else "")
 
     @staticmethod
-    def _in_fp32(call: Call, values: dict[int, Tensor], out: Any) -> list[Tensor] | None:
-        """Return the op's results in fp32, with some inputs exchanged; random draws are those that were made."""
-        if _draws(call):
-            if "native_dropout" in call.facts.kernel:
-                source = values.get(id(call.args[0]), call.args[0])
-                return [source.float() * out[1] / max(1 - float(call.args[1]), torch.finfo(torch.float32).tiny)]
-            return None if call.inputs else [t.detach().float() for t in call.out]
-        args, kwargs = tree_map(lambda v: values.get(id(v), v), (call.args, call.kwargs))
-        return rerun_wide(call.func, call.facts, args, kwargs, torch.float32)
+    def _in_fp32(call: Call, values: Values, out: Any) -> list[Tensor] | None:
+        """Return the op's results in fp32, some inputs exchanged; None if it has no fp32 kernel.
 
-    def _on_read(self, tensor: Tensor, here: Maker, site: Site) -> None:
-        """Note the error of another module's result, the first time it is read in the phase it was made in."""
-        twin = self.twins.get(tensor)
-        if twin is not None and twin.maker.phase == here.phase and twin.maker != here:
-            self._count(tensor, is_weight=site.op == "AccumulateGrad")
+        Random numbers are those that were drawn: what an op makes of other inputs with the same draws is known for
+        fused dropout, which returns its mask.
+        """
+        if not _draws(call):
+            args, kwargs = tree_map(lambda v: values.get(id(v), v), (call.args, call.kwargs))
+            return rerun_wide(call.func, call.facts, args, kwargs, torch.float32)
+        if call.facts.kernel == "aten.native_dropout":
+            source, share = values.get(id(call.args[0]), call.args[0]), float(call.args[1])
+            return [source.float() * out[1] / (1 - share if share < 1 else 1)]
+        return None if values else [t.detach().float() for t in call.out]
 
-    def _count(self, tensor: Tensor, is_weight: bool = False) -> None:
-        twin = self.twins.get(tensor)
-        if twin is None or twin.is_counted or twin.maker.phase is None:
+    def _on_read(self, call: Call, site: Site, here: Maker) -> None:
+        """Note the errors of other modules' results, the first time they are read in the phase they were made in."""
+        for _, tensor in call.inputs:
+            original = call.original(tensor)
+            maker = self.twins.maker(original)
+            if maker.phase == here.phase and maker != here:
+                self.count_result(original, is_weight=site.op == "AccumulateGrad")
+
+    def count_result(self, tensor: Tensor, is_weight: bool = False) -> None:
+        """Note the error of a tensor that leaves the module that made it, unless that was done. Syncs: yes."""
+        found = self.twins.take(tensor)
+        if found is None:
             return
-        twin.is_counted = True
-        into = self._tally(twin.maker, "")
-        tally = into.forward if twin.maker.phase == "forward" else into.weights if is_weight else into.backward
-        tally.add(twin.actual(tensor), twin.own, twin.whole)
+        maker, tally = found
+        into = self.modules[maker.root, maker.module]
+        part = into.forward if maker.phase == "forward" else into.weights if is_weight else into.backward
+        part.merge(tally)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -197,6 +201,19 @@ class ComparingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         if not self.scene.modules.is_outside or torch._C._current_autograd_node() is not None:
             return
         with self.aside():
-            for _, tensor in tensors_in(output, "output"):
-                if (values := plain(tensor)) is not None:
-                    self.outputs.merge
+            for tensor in [v for _, t in tensors_in(output, "") if (v := plain(t)) is not None]:
+                self.outputs.merge(self.twins.tally(tensor))
+                self.count_result(tensor)
+
+
+def _key(call: Call, site: Site) -> OpKey:
+    return OpKey(
+        phase=site.phase,
+        root=site.root,
+        module=site.module,
+        op=site.op,
+        called=site.called,
+        kernel=call.facts.kernel,
+        dtype=call.out[0].dtype,
+        frame=site.library or site.user,
+    )

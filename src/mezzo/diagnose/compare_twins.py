@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -64,61 +63,6 @@ def _at(flat: Tensor, like: Tensor) -> Tensor | None:
     if like.numel() and last >= flat.numel():
         return None
     return flat.as_strided(like.shape, like.stride(), like.storage_offset())
-
-
-class Twins:
-    """A twin for each storage that holds something else than fp32 would.
-
-    Memory that is not known holds exactly what fp32 would hold. Views need no note: a twin has the layout of the
-    storage, so a view of one is the same view of the other. Syncs: no.
-    """
-
-    def __init__(self) -> None:
-        self._known: Ledger[Twin] = Ledger()
-
-    def get(self, tensor: Tensor) -> Twin | None:
-        """Return the twin of a tensor's storage."""
-        return self._known.get(tensor)
-
-    def own(self, tensor: Tensor, here: Maker) -> Tensor | None:
-        """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is."""
-        twin = self._known.get(tensor)
-        return _at(twin.own, tensor) if twin is not None and here.is_same_module(twin.maker) else None
-
-    def whole(self, tensor: Tensor) -> Tensor | None:
-        """Return what a tensor would be had everything been computed in fp32; None if that is what it is."""
-        twin = self._known.get(tensor)
-        return None if twin is None else _at(twin.whole, tensor)
-
-    def put(self, tensor: Tensor, here: Maker, own: Tensor, whole: Tensor) -> None:
-        """Note what a tensor that was just written would hold.
-
-        Args:
-            tensor: as the run wrote it, all of its storage or a part.
-            here: who wrote it.
-            own: shape of `tensor`; see `Twin`.
-            whole: likewise.
-        """
-        if tensor.numel() == 0:
-            return
-        old, actual = self._known.get(tensor), _flat(tensor).float()
-        if old is not None and _at(old.whole, tensor) is None:
-            old = None
-        keeps_own = old is not None and old.maker == here
-        twin = Twin(
-            maker=here,
-            own=old.own if old is not None and keeps_own else actual.clone(),
-            whole=old.whole if old is not None else actual.clone(),
-        )
-        for flat, values in ((twin.own, own), (twin.whole, whole)):
-            view = _at(flat, tensor)
-            assert view is not None  # made from this storage
-            view.copy_(values)
-        self._known.note(tensor, twin)
-
-    def seed(self, tensor: Tensor, whole: Tensor) -> None:
-        """Note that a tensor was rounded before the run began."""
-        self.put(tensor, Maker(), tensor.detach().float(), whole.detach().float())
 
 
 def power(reference: Tensor, actual: Tensor) -> tuple[float, float]:
@@ -184,16 +128,93 @@ class Tally:
             self.noise[i] += noise
         self.count += 1
 
-    def merge(self, others: Iterable[Tally]) -> Tally:
-        """Return the sums of this and others."""
-        parts = [self, *others]
-        return Tally(
-            signal=[sum(p.signal[i] for p in parts) for i in range(3)],
-            noise=[sum(p.noise[i] for p in parts) for i in range(3)],
-            count=sum(p.count for p in parts),
-        )
+    def merge(self, other: Tally) -> None:
+        """Take in what another tally took in. Writes: this one."""
+        for i in range(3):
+            self.signal[i] += other.signal[i]
+            self.noise[i] += other.noise[i]
+        self.count += other.count
 
     @property
     def local_share(self) -> float:
         """Local error over signal, in energy."""
         return self.noise[0] / self.signal[0] if self.signal[0] else math.inf if self.noise[0] else 0.0
+
+
+class Twins:
+    """A twin for each storage that holds something else than fp32 would.
+
+    Memory that is not known holds exactly what fp32 would hold. Views need no note: a twin has the layout of the
+    storage, so a view of one is the same view of the other. Syncs: no.
+    """
+
+    def __init__(self) -> None:
+        self._known: Ledger[Twin] = Ledger()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self._known.get(tensor) is not None
+
+    def own(self, tensor: Tensor, here: Maker) -> Tensor | None:
+        """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is."""
+        twin = self._known.get(tensor)
+        return _at(twin.own, tensor) if twin is not None and here.is_same_module(twin.maker) else None
+
+    def whole(self, tensor: Tensor) -> Tensor | None:
+        """Return what a tensor would be had everything been computed in fp32; None if that is what it is."""
+        twin = self._known.get(tensor)
+        return None if twin is None else _at(twin.whole, tensor)
+
+    def put(self, tensor: Tensor, here: Maker, own: Tensor, whole: Tensor) -> None:
+        """Note what a tensor that was just written would hold.
+
+        Args:
+            tensor: as the run wrote it, all of its storage or a part.
+            here: who wrote it.
+            own: shape of `tensor`; see `Twin`.
+            whole: likewise.
+        """
+        if tensor.numel() == 0:
+            return
+        old, actual = self._known.get(tensor), _flat(tensor).float()
+        if old is not None and _at(old.whole, tensor) is None:
+            old = None
+        keeps_own = old is not None and old.maker == here
+        twin = Twin(
+            maker=here,
+            own=old.own if old is not None and keeps_own else actual.clone(),
+            whole=old.whole if old is not None else actual.clone(),
+        )
+        for flat, values in ((twin.own, own), (twin.whole, whole)):
+            view = _at(flat, tensor)
+            assert view is not None  # made from this storage
+            view.copy_(values)
+        self._known.note(tensor, twin)
+
+    def tally(self, tensor: Tensor) -> Tally:
+        """Return the error of one tensor. Syncs: yes."""
+        twin, tally, actual = self._known.get(tensor), Tally(), tensor.detach()
+        own, whole = (None, None) if twin is None else (_at(twin.own, tensor), _at(twin.whole, tensor))
+        tally.add(actual, actual.float() if own is None else own, actual.float() if whole is None else whole)
+        return tally
+
+    def take(self, tensor: Tensor) -> tuple[Maker, Tally] | None:
+        """Return the error of a whole storage and who made it, once; None if it is known or nobody made it.
+
+        Syncs: yes.
+        """
+        twin = self._known.get(tensor)
+        if twin is None or twin.is_counted or twin.maker.phase is None:
+            return None
+        twin.is_counted = True
+        tally = Tally()
+        tally.add(_flat(tensor)[: twin.own.numel()], twin.own, twin.whole)
+        return twin.maker, tally
+
+    def maker(self, tensor: Tensor) -> Maker:
+        """Return who wrote a tensor last."""
+        twin = self._known.get(tensor)
+        return Maker() if twin is None else twin.maker
+
+    def seed(self, tensor: Tensor, whole: Tensor) -> None:
+        """Note that a tensor was rounded before the run began."""
+        self.put(tensor, Maker(), tensor.detach().float(), whole.detach().float())
