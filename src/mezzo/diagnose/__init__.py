@@ -13,3 +13,6 @@ from .report import Report as Report
 from .trace_report import TraceReport as TraceReport
 from .tracer import Trace as Trace
 from .tracer import trace as trace
+from .watch_report import WatchReport as WatchReport
+from .watcher import Watch as Watch
+from .watcher import watch as watch

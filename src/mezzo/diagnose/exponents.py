@@ -1,0 +1,91 @@
+"""Histograms of exponents, and what each format would make of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..formats import Format
+
+BINS = 256
+"""One for each value of fp32's exponent field: 0 holds zeros (and fp32's subnormals), 255 inf and NaN."""
+BIAS = 127
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Histogram:
+    """How many sampled values lie in each binade.
+
+    Attributes:
+        counts: by fp32 exponent field; `BINS` of them.
+    """
+
+    counts: tuple[int, ...]
+
+    @property
+    def zeros(self) -> int:
+        """Values that are 0, or below every normal fp32 number."""
+        return self.counts[0]
+
+    @property
+    def nonfinite(self) -> int:
+        """Values that are inf or NaN; they are counted here and nowhere else."""
+        return self.counts[BINS - 1]
+
+    @property
+    def numbers(self) -> int:
+        """Values that are finite and not 0."""
+        return sum(self.counts[1 : BINS - 1])
+
+    @property
+    def lowest(self) -> int | None:
+        """Exponent of the smallest magnitude; None without numbers."""
+        return next((e - BIAS for e in range(1, BINS - 1) if self.counts[e]), None)
+
+    @property
+    def highest(self) -> int | None:
+        """Exponent of the largest magnitude; None without numbers."""
+        return next((e - BIAS for e in range(BINS - 2, 0, -1) if self.counts[e]), None)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        return Histogram(counts=tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)))
+
+    def flushed(self, fmt: Format, scale: float = 1.0) -> float:
+        """Return the share of the numbers that become 0 in a format, after division by `scale`.
+
+        Exact but for values of exactly half the smallest number, which are counted as kept.
+        """
+        # 2^e rounds to 0 below half of the smallest number
+        limit = math.log2(fmt.smallest) - 1 + math.log2(scale)
+        return self._share(lambda e: e < limit)
+
+    def saturated(self, fmt: Format, scale: float = 1.0) -> float:
+        """Return the share of the numbers beyond a format's range, after division by `scale`.
+
+        Exact but for values between the largest number and the next power of two, which are counted as kept.
+        """
+        limit = math.floor(math.log2(fmt.max)) + math.log2(scale)
+        return self._share(lambda e: e > limit)
+
+    def _share(self, is_lost: Callable[[int], bool]) -> float:
+        lost = sum(count for e, count in enumerate(self.counts[1 : BINS - 1], start=1) if is_lost(e - BIAS))
+        return lost / self.numbers if self.numbers else 0.0
+
+    def headroom(self, fmt: Format) -> float:
+        """Return how many binades lie between the largest value and a format's largest; inf without numbers."""
+        return math.inf if self.highest is None else math.floor(math.log2(fmt.max)) - self.highest
+
+
+def largest_scale(unscaled: Histogram, fmt: Format, spare: int = 1) -> float:
+    """Return the largest power of two that keeps every sampled gradient inside a format.
+
+    Args:
+        unscaled: of true gradients.
+        fmt: the format gradients are carried in.
+        spare: binades to leave free.
+
+    >>> largest_scale(Histogram(counts=tuple(int(e == 127 - 10) for e in range(256))), FORMATS["fp16"])
+    16777216.0
+    """
+    return 1.0 if unscaled.highest is None else 2.0 ** (unscaled.headroom(fmt) - spare)

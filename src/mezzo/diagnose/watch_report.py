@@ -1,0 +1,229 @@
+"""What a watch saw, and how it is laid out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal
+
+from ..formats import FORMATS
+from .exponents import BIAS, BINS, Histogram, largest_scale
+from .report import Chart, Document, Facts, Heading, Note, Report, Series, Table
+from .report.document import Block
+from .verdict import number
+
+Kind = Literal["activation", "gradient", "weight"]
+KINDS: tuple[Kind, ...] = ("activation", "gradient", "weight")
+SHOWN = ("fp16", "bf16", "e4m3", "e5m2")
+"""Formats whose ranges are held against every histogram."""
+_WARN_SHARE = 0.05
+_WARN_HEADROOM = 1.0
+_LOST_SHARE = 0.5
+_ROWS = 12
+_POINTS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One step.
+
+    Attributes:
+        step: number, from 0.
+        applied: it was taken.
+        scale: loss scale its gradients carried.
+        grad_norm: of the true gradients.
+        reason: what was not finite; empty if it was taken.
+        names: some parameters whose gradients were not finite.
+    """
+
+    step: int
+    applied: bool
+    scale: float
+    grad_norm: float
+    reason: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRecord:
+    """Exponents of one tensor over the sampled steps.
+
+    Attributes:
+        kind: activation (output of a leaf module), gradient (as carried, times the loss scale) or weight.
+        name: of the module or parameter.
+        histogram: of the sampled values.
+        lost: share of sampled weights with a gradient that a taken step did not move; 0 where masters keep updates.
+    """
+
+    kind: Kind
+    name: str
+    histogram: Histogram
+    lost: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchReport(Report):
+    """A run as its watch saw it.
+
+    Attributes:
+        model: class name.
+        policy: text.
+        compute: short name of the format low ops run in.
+        every: sampled one step in so many.
+        steps: every step.
+        tensors: by kind and name.
+        loss_scale: of the last step.
+        host_share: share of the host's time that watching took, as measured in this run.
+    """
+
+    model: str
+    policy: str
+    compute: str
+    every: int
+    steps: tuple[StepRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    loss_scale: float
+    host_share: float
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps that were skipped."""
+        return sum(not s.applied for s in self.steps)
+
+    def total(self, kind: Kind) -> Histogram:
+        """Return the histogram of all tensors of a kind."""
+        empty = Histogram(counts=(0,) * BINS)
+        return reduce(Histogram.__add__, (t.histogram for t in self.tensors if t.kind == kind), empty)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is about to be lost or is, in sentences."""
+        fmt = FORMATS[self.compute]
+        texts = []
+        for t in self.tensors:
+            h = t.histogram
+            seen = h.zeros + h.numbers + h.nonfinite
+            if t.kind == "activation" and h.headroom(fmt) < _WARN_HEADROOM:
+                texts.append(f"output of {t.name}: less than one binade below the largest {self.compute} number.")
+            if h.nonfinite and t.kind != "gradient":
+                texts.append(f"{t.kind} {t.name}: {h.nonfinite} of {seen} sampled values are inf or NaN.")
+            if t.kind == "gradient" and (flushed := h.flushed(fmt)) > _WARN_SHARE:
+                texts.append(
+                    f"gradient {t.name}: {flushed:.0%} of the numbers are 0 in {self.compute} at this loss scale."
+                )
+            if t.lost > _LOST_SHARE:
+                texts.append(f"weight {t.name}: {t.lost:.0%} of its updates are rounded away.")
+        return tuple(texts)
+
+    def _scale_in_words(self) -> str:
+        if len({s.scale for s in self.steps}) != 1 or not self.total("gradient").numbers:
+            return number(self.loss_scale)
+        bearable = largest_scale(self.total("gradient"), FORMATS["fp16"]) * self.loss_scale
+        return f"{number(self.loss_scale)}; the sampled gradients would fit fp16 up to {number(bearable)}"
+
+    def document(self) -> Document:
+        """Return the layout."""
+        facts = Facts(
+            pairs=(
+                ("steps", f"{len(self.steps)}, {self.skipped} skipped; one in {self.every} sampled"),
+                ("loss scale", self._scale_in_words()),
+                ("watching took", f"{self.host_share:.1%} of the host's time in this run"),
+            )
+        )
+        warnings = self.warnings
+        verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else "Healthy."
+        blocks: list[Block] = [facts, *(Note(text=text) for text in warnings[:_ROWS])]
+        blocks += [_ranges(self), *_histograms(self), *_history(self.steps), *_skips(self.steps)]
+        return Document(
+            title=f"mezzo watch of {self.model} under {self.policy}",
+            verdict=verdict,
+            is_good=not warnings,
+            blocks=tuple(blocks),
+        )
+
+
+def _ranges(report: WatchReport) -> Block:
+    rows: list[tuple[str | float, ...]] = []
+    for kind in KINDS:
+        h = report.total(kind)
+        if not h.numbers:
+            continue
+        shares = [x for name in SHOWN for x in (100 * h.flushed(FORMATS[name]), 100 * h.saturated(FORMATS[name]))]
+        zeros = 100 * h.zeros / (h.zeros + h.numbers + h.nonfinite)
+        rows.append((f"{kind}s", f"2^{h.lowest}…2^{h.highest}", zeros, *shares))
+    columns = tuple(f"{name} {what}" for name in SHOWN for what in ("<", ">"))
+    return Table(
+        title="Share in percent that is 0, and that each format would flush (<) or overflow (>)",
+        columns=("kind", "range", "0", *columns),
+        rows=tuple(rows),
+    )
+
+
+def _histograms(report: WatchReport) -> list[Block]:
+    totals = [(kind, report.total(kind)) for kind in KINDS]
+    ends = [e for _, h in totals for e in (h.lowest, h.highest) if e is not None]
+    if not ends:
+        return []
+    low, high = min(ends), max(ends)
+    series = tuple(
+        Series(
+            name=f"{kind}s", values=tuple(100 * h.counts[e + BIAS] / max(1, h.numbers) for e in range(low, high + 1))
+        )
+        for kind, h in totals
+    )
+    bands = tuple(
+        (name, math.log2(FORMATS[name].smallest) - low, math.floor(math.log2(FORMATS[name].max)) - low)
+        for name in SHOWN
+    )
+    chart = Chart(
+        title="Exponents; the strips below are the ranges of fp16, bf16, e4m3 and e5m2",
+        kind="bars",
+        labels=tuple(f"2^{e}" for e in range(low, high + 1)),
+        series=series,
+        unit="%",
+        bands=bands,
+    )
+    return [Heading(text="Where the numbers lie"), chart, _by_layer(report)]
+
+
+def _by_layer(report: WatchReport) -> Block:
+    """Show the range of each tensor, those nearest to a limit of the compute format first."""
+    fmt = FORMATS[report.compute]
+    numeric = [t for t in report.tensors if t.histogram.numbers]
+    worst = sorted(numeric, key=lambda t: (t.histogram.headroom(fmt), -t.histogram.flushed(fmt)))[:_ROWS]
+    return Table(
+        title=f"Nearest to the limits of {report.compute}",
+        columns=("kind", "name", "range", "headroom, binades", "flushed %", "updates lost %"),
+        rows=tuple(
+            (t.kind, t.name, f"2^{t.histogram.lowest}…2^{t.histogram.highest}", t.histogram.headroom(fmt),
+             100 * t.histogram.flushed(fmt), 100 * t.lost)
+            for t in worst
+        ),
+    )  # fmt: skip
+
+
+def _history(steps: tuple[StepRecord, ...]) -> list[Block]:
+    if not steps:
+        return []
+    every = max(1, math.ceil(len(steps) / _POINTS))
+    shown = steps[::every]
+    norms = tuple(math.log2(s.grad_norm) if s.applied and s.grad_norm > 0 else math.nan for s in shown)
+    series = (
+        Series(name="loss scale", values=tuple(math.log2(s.scale) if s.scale > 0 else math.nan for s in shown)),
+        Series(name="gradient norm", values=norms),
+    )
+    labels = tuple(str(s.step) for s in shown)
+    return [
+        Chart(title="Loss scale and gradient norm over steps", kind="lines", labels=labels, series=series, unit="log2")
+    ]
+
+
+def _skips(steps: tuple[StepRecord, ...]) -> list[Block]:
+    skipped = [s for s in steps if not s.applied]
+    if not skipped:
+        return []
+    rows = tuple((s.step, number(s.scale), s.reason, ", ".join(s.names)) for s in skipped[-_ROWS:])
+    return [
+        Table(title="Skipped steps, the latest last", columns=("step", "scale", "not finite", "parameters"), rows=rows)
+    ]

@@ -1,0 +1,287 @@
+"""`watch`: samples a prepared run: exponents of activations, gradients and weights, lost updates, scale, skips."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..formats import LOW_DTYPES, dtype_name
+from ..step import Stepper, StepResult
+from ..step.update import keeps_masters, parameters
+from .exponents import BINS, Histogram
+from .modules import tensors_in
+from .opfacts import plain
+from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
+
+_KEPT_RESULTS = 256
+
+
+class _Rows:
+    """Samples of many tensors in one block of device memory, counted by one reduction a step.
+
+    Args:
+        count: number of tensors.
+        width: values kept of each.
+        device: where.
+    """
+
+    def __init__(self, count: int, width: int, device: torch.device) -> None:
+        self.values = torch.zeros(count, width, dtype=torch.float32, device=device)
+        self._ones = torch.ones(1, 1, dtype=torch.int64, device=device).expand(count, width)
+        self._counts = torch.zeros(count, BINS, dtype=torch.int64, device=device)
+        self.filled = [0] * count
+        self._held = [0] * count
+        self._steps = 0
+
+    def put(self, row: int, tensor: Tensor) -> None:
+        """Keep evenly spaced values of a tensor. Writes: one row. Syncs: no."""
+        width = self.values.shape[1]
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, -(-flat.numel() // width))]
+        self.values[row, : sample.numel()].copy_(sample)
+        self._held[row] = sample.numel()
+
+    def count(self) -> None:
+        """Add this step's samples to the histograms, all in one reduction. Syncs: no."""
+        exponents = (self.values.view(torch.int32) >> 23) & (BINS - 1)
+        self._counts.scatter_add_(1, exponents.long(), self._ones)
+        self.values.zero_()
+        self.filled = [a + b for a, b in zip(self.filled, self._held, strict=True)]
+        self._held = [0] * len(self._held)
+        self._steps += 1
+
+    def histograms(self) -> list[Histogram]:
+        """Return the histograms so far. Syncs: one read."""
+        width = self.values.shape[1]
+        found = []
+        for filled, counts in zip(self.filled, self._counts.tolist(), strict=True):
+            # places that no value was put into hold zeros
+            counts[0] -= width * self._steps - filled
+            found.append(Histogram(counts=tuple(counts)))
+        return found
+
+
+class Watch:
+    """Watches a stepper's run until it is closed; made by `mezzo.diagnose.watch`.
+
+    Args:
+        amp: what is watched.
+        every: steps from one sampled step to the next.
+        width: values sampled of each tensor.
+
+    Writes: hooks on leaf modules and parameters, and `step` of this stepper; all are taken back by `close`.
+    """
+
+    def __init__(self, amp: Stepper, every: int, width: int) -> None:
+        self._amp, self._every = amp, every
+        self._leaves = [(n, m) for n, m in amp.model.named_modules() if not any(True for _ in m.children())]
+        self._parameters = [
+            (n, p) for n, p in amp.model.named_parameters() if p.requires_grad and p.is_floating_point()
+        ]
+        device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
+        count = len(self._parameters)
+        # one block for all: activations, then gradients, then weights
+        self._first_gradient, self._first_weight = len(self._leaves), len(self._leaves) + count
+        self._rows = _Rows(self._first_weight + count, width, device)
+        self._moved = torch.zeros(3, count, dtype=torch.int64, device=device)
+        self._steps: list[StepRecord] = []
+        self._unread: list[tuple[int, StepResult]] = []
+        self._seen = 0
+        self._spent_s, self._started = 0.0, time.perf_counter()
+        self._without_masters = self._find_without_masters()
+        self._handles: list[Any] = []
+        self._install()
+
+    def _find_without_masters(self) -> list[bool]:
+        kept = {id(p) for o in self._amp.optimizers if keeps_masters(o) for p in parameters(o) if p.dtype in LOW_DTYPES}
+        return [id(p) not in kept for _, p in self._parameters]
+
+    def _install(self) -> None:
+        for row, (_, module) in enumerate(self._leaves):
+            self._handles.append(module.register_forward_hook(self._on_output(row)))
+        for row, (_, parameter) in enumerate(self._parameters):
+            handle = parameter.register_post_accumulate_grad_hook(self._on_gradient(self._first_gradient + row))  # type: ignore[no-untyped-call]  # torch's own
+            self._handles.append(handle)
+        step = self._amp.step
+
+        def watched(*args: Any, **kwargs: Any) -> StepResult:
+            return self._step(step, *args, **kwargs)
+
+        setattr(self._amp, "step", watched)  # noqa: B010  # shadows the method on this one object
+
+    @property
+    def _is_sampling(self) -> bool:
+        return self._seen % self._every == 0
+
+    def _on_output(self, row: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._is_sampling or torch._C._current_autograd_node() is not None:
+                return
+            start = time.perf_counter()
+            found = next((v for _, t in tensors_in(output, "") if (v := plain(t)) is not None), None)
+            if found is not None and found.numel():
+                with torch.no_grad():
+                    self._rows.values[row].zero_()
+                    self._rows.put(row, found)
+            self._spent_s += time.perf_counter() - start
+
+        return hook
+
+    def _on_gradient(self, row: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if not self._is_sampling or parameter.grad is None:
+                return
+            start = time.perf_counter()
+            values = plain(parameter.grad)
+            if values is not None and values.numel():
+                with torch.no_grad():
+                    self._rows.values[row].zero_()
+                    self._rows.put(row, values)
+            self._spent_s += time.perf_counter() - start
+
+        return hook
+
+    def _step(self, step: Callable[..., StepResult], *args: Any, **kwargs: Any) -> StepResult:
+        if not self._is_sampling:
+            result = step(*args, **kwargs)
+        else:
+            before = self._timed(self._sample_weights)
+            result = step(*args, **kwargs)
+            self._timed(lambda: self._compare_weights(before))
+        self._unread.append((self._seen, result))
+        self._seen += 1
+        if len(self._unread) >= _KEPT_RESULTS:
+            self._read_results()
+        return result
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = call()
+        self._spent_s += time.perf_counter() - start
+        return out
+
+    def _sample_weights(self) -> Tensor:
+        for row, (_, parameter) in enumerate(self._parameters):
+            self._rows.put(self._first_weight + row, parameter)
+        return self._rows.values[self._first_weight :].clone()
+
+    def _compare_weights(self, before: Tensor) -> None:
+        """Count samples with a gradient whose weight did not move; then count exponents."""
+        after = torch.zeros_like(before)
+        width = before.shape[1]
+        for row, (_, parameter) in enumerate(self._parameters):
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, -(-flat.numel() // width))]
+            after[row, : sample.numel()].copy_(sample)
+        meant = self._rows.values[self._first_gradient : self._first_weight] != 0
+        moved = after != before
+        # a skipped step moves nothing and is not counted
+        taken = moved.any()
+        self._moved[0] += (meant & taken).sum(1)
+        self._moved[1] += (meant & ~moved & taken).sum(1)
+        self._rows.count()
+
+    def _read_results(self) -> None:
+        for index, result in self._unread:
+            self._steps.append(
+                StepRecord(
+                    step=index,
+                    applied=result.applied,
+                    scale=result.scale,
+                    grad_norm=result.grad_norm,
+                    reason=result.reason or "",
+                    names=() if result.applied else tuple(result.nonfinite)[:5],
+                )
+            )
+        self._unread.clear()
+
+    @property
+    def report(self) -> WatchReport:
+        """What was seen so far. Syncs: yes, here and nowhere between reports."""
+        self._read_results()
+        scale = self._steps[-1].scale if self._steps else 1.0
+        moved = self._moved.tolist()
+        lost = [
+            (lost / meant if meant else 0.0) if bare else 0.0
+            for meant, lost, bare in zip(moved[0], moved[1], self._without_masters, strict=True)
+        ]
+        kinds: list[tuple[Kind, str, float]] = [
+            *(("activation", name, 0.0) for name, _ in self._leaves),
+            *(("gradient", name, 0.0) for name, _ in self._parameters),
+            *(("weight", name, share) for (name, _), share in zip(self._parameters, lost, strict=True)),
+        ]
+        tensors = [
+            TensorRecord(kind=kind, name=name, histogram=histogram, lost=share)
+            for (kind, name, share), histogram, filled in zip(
+                kinds, self._rows.histograms(), self._rows.filled, strict=True
+            )
+            if filled
+        ]
+        policy = self._amp.policy
+        elapsed = time.perf_counter() - self._started
+        return WatchReport(
+            model=type(self._amp.model).__name__,
+            policy=str(policy),
+            compute=dtype_name(policy.compute or torch.float32),
+            every=self._every,
+            steps=tuple(self._steps),
+            tensors=tuple(tensors),
+            loss_scale=scale,
+            host_share=self._spent_s / elapsed if elapsed else 0.0,
+        )
+
+    def close(self) -> None:
+        """Stop watching. What was seen stays. Writes: hooks, and `step` of the stepper, as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        vars(self._amp).pop("step", None)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def watch(amp: Stepper, *, every: int = 10, width: int = 1024) -> Watch:
+    """Watch a prepared run: where its values lie in the formats' ranges, what is lost, what the scale does.
+
+    On every `every`-th step some values of each activation, gradient and weight are put into one block of memory
+    and counted by exponent in one reduction. The host reads nothing until `report` is asked for.
+
+    Args:
+        amp: what `mezzo.prepare` returned.
+        every: steps from one sampled step to the next; the first is sampled.
+        width: values sampled of each tensor, evenly spaced.
+
+    Returns:
+        The watch, to be closed or used as a context. Its `report` says how much host time it took.
+
+    Raises:
+        ConfigError: `every` or `width` below 1.
+
+    Writes: hooks on leaf modules and parameters, and `step` of `amp`, until it is closed.
+    Syncs: no; `report` does.
+
+    >>> import mezzo
+    >>> model = nn.Linear(4, 1)
+    >>> amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    >>> with watch(amp) as w:
+    ...     amp.backward(model(torch.ones(2, 4)).sum())
+    ...     _ = amp.step()
+    >>> len(w.report.steps), w.report.skipped
+    (1, 0)
+    """
+    if every < 1 or width < 1:
+        raise ConfigError(f"watch was asked for every={every}, width={width}; both must be at least 1.")
+    return Watch(amp, every, width)

@@ -1,0 +1,203 @@
+"""A watch counts exactly, changes nothing, reads nothing between reports, and is gone when closed."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+import mezzo.diagnose as diagnose
+from mezzo.diagnose.exponents import BIAS, BINS, Histogram, largest_scale
+from mezzo.errors import ConfigError
+from mezzo.formats import FORMATS
+
+
+def histogram(values: Tensor) -> Histogram:
+    """Count by frexp, another way than the watch does."""
+    counts = [0] * BINS
+    for x in values.double().flatten().tolist():
+        if not math.isfinite(x):
+            counts[BINS - 1] += 1
+        elif abs(x) < 2.0**-126:
+            counts[0] += 1
+        else:
+            counts[math.frexp(x)[1] - 1 + BIAS] += 1
+    return Histogram(counts=tuple(counts))
+
+
+@given(
+    st.sampled_from(["fp16", "bf16", "e4m3", "e5m2"]),
+    st.lists(
+        st.floats(1.0, 1.99).flatmap(lambda m: st.integers(-60, 40).map(lambda e: m * 2.0**e)), min_size=1, max_size=40
+    ),
+)
+def test_shares_are_those_of_a_real_cast(name: str, values: list[float]) -> None:
+    fmt, x = FORMATS[name], torch.tensor(values, dtype=torch.float64)
+    x = x[x != fmt.smallest / 2]
+    binade_of_max = 2.0 ** math.floor(math.log2(fmt.max))
+    flushed = (x.to(fmt.dtype).double() == 0) if name in ("fp16", "bf16") else x < fmt.smallest / 2
+    h = histogram(x)
+    assert h.flushed(fmt) * max(1, h.numbers) == pytest.approx(float(flushed.sum()))
+    assert h.saturated(fmt) * max(1, h.numbers) == pytest.approx(float((x >= 2 * binade_of_max).sum()))
+
+
+def test_the_largest_scale_keeps_the_largest_gradient_inside() -> None:
+    gradients = torch.tensor([1e-7, 3e-5, 2e-3])
+    scale = largest_scale(histogram(gradients), FORMATS["fp16"], spare=0)
+    assert float((gradients * scale).half().max()) < math.inf
+    assert float((gradients * scale * 2).max()) >= 2.0**15
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self.a(x)))
+
+
+def make(policy: str, lr: float = 1e-2, **options: object) -> tuple[nn.Module, mezzo.Stepper]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, mezzo.prepare(model, mezzo.optim.AdamW(model.parameters(), lr=lr, **options), policy=policy)
+
+
+def train(model: nn.Module, amp: mezzo.Stepper, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        amp.zero_grad()
+        amp.backward(model(torch.randn(6, 8, generator=generator)).float().square().mean())
+        amp.step()
+
+
+def test_the_histograms_are_exact() -> None:
+    model, amp = make("fp32")
+    weights, gradients, outputs = [], [], []
+    model.act.register_forward_hook(lambda module, args, out: outputs.append(out.detach().clone()))
+    with diagnose.watch(amp, every=1) as w:
+        for _ in range(3):
+            weights.append(model.a.weight.detach().clone())
+            amp.zero_grad()
+            amp.backward(model(torch.randn(6, 8)).square().mean())
+            gradients.append(model.a.weight.grad.clone())
+            amp.step()
+    found = {(t.kind, t.name): t.histogram for t in w.report.tensors}
+    assert found["weight", "a.weight"] == histogram(torch.stack(weights))
+    assert found["gradient", "a.weight"] == histogram(torch.stack(gradients))
+    assert found["activation", "act"] == histogram(torch.stack(outputs))
+
+
+def test_only_some_steps_and_some_values_are_sampled() -> None:
+    model, amp = make("bf16")
+    with diagnose.watch(amp, every=4, width=10) as w:
+        train(model, amp, 9)
+    by_name = {(t.kind, t.name): t.histogram for t in w.report.tensors}
+    # steps 0, 4 and 8; every 13th of 128 values
+    assert sum(by_name["weight", "a.weight"].counts) == 3 * 10
+    assert len(w.report.steps) == 9
+
+
+def test_training_is_bit_equal_and_nothing_is_left() -> None:
+    plain, plain_amp = make("fp16, scaling.init_scale=4194304")
+    train(plain, plain_amp, 6)
+    watched, amp = make("fp16, scaling.init_scale=4194304")
+    before = sum(len(m._forward_hooks) for m in watched.modules())
+    with diagnose.watch(amp, every=2):
+        assert "step" in vars(amp)
+        train(watched, amp, 6)
+    for (name, a), (_, b) in zip(plain.state_dict().items(), watched.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    assert "step" not in vars(amp)
+    assert sum(len(m._forward_hooks) for m in watched.modules()) == before
+    plain_hooks = [len(p._post_accumulate_grad_hooks or ()) for p in plain.parameters()]
+    assert [len(p._post_accumulate_grad_hooks or ()) for p in watched.parameters()] == plain_hooks
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing_between_reports() -> None:
+    def reads(watching: bool) -> int:
+        model, amp = make("fp16")
+        train(model, amp, 1)
+        w = diagnose.watch(amp, every=1) if watching else None
+        with Reads() as mode:
+            train(model, amp, 3)
+        if w is not None:
+            w.close()
+        return mode.count
+
+    assert reads(True) == reads(False)
+
+
+def test_skips_are_logged_with_their_cause(caplog: pytest.LogCaptureFixture) -> None:
+    model, amp = make("fp16, scaling.init_scale=33554432")
+    with diagnose.watch(amp) as w:
+        train(model, amp, 6)
+    skipped = [s for s in w.report.steps if not s.applied]
+    assert skipped and w.report.skipped == len(skipped)
+    assert all(s.reason == "gradients" and s.names for s in skipped)
+    assert [s.scale for s in skipped] == [33554432 / 2**i for i in range(len(skipped))]
+    assert "Skipped steps" in str(w.report)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "is_lost"),
+    [("fp32", {}, True), ("bf16-master", {"master": "split"}, False), ("fp32", {"lr": 1e-2}, False)],
+)
+def test_lost_updates_are_those_nothing_keeps(policy: str, options: dict[str, object], is_lost: bool) -> None:
+    model, amp = make(policy, **{"lr": 1e-10, **options})
+    # one weight that moves, so that the step counts as taken
+    model.b.bias.data.zero_()
+    with diagnose.watch(amp, every=1) as w:
+        train(model, amp, 2)
+    lost = {t.name: t.lost for t in w.report.tensors if t.kind == "weight"}
+    assert (lost["a.weight"] > 0.5) == is_lost
+    assert any("rounded away" in text for text in w.report.warnings) == is_lost
+
+
+def test_an_activation_without_headroom_is_warned_about() -> None:
+    model, amp = make("fp16")
+    model.a.bias.data.fill_(50000.0)
+    with diagnose.watch(amp, every=1) as w:
+        amp.backward(model(torch.randn(4, 8)).float().mean() * 1e-6)
+        amp.step()
+    assert any(text.startswith("output of a: less than one binade") for text in w.report.warnings)
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(checkpoint(self.a, x, use_reentrant=False)))
+
+
+def test_recompute_is_not_counted_twice() -> None:
+    model = Checkpointed()
+    amp = mezzo.prepare(model, mezzo.optim.AdamW(model.parameters()), policy="bf16")
+    with diagnose.watch(amp, every=1) as w:
+        train(model, amp, 1)
+    found = next(t for t in w.report.tensors if (t.kind, t.name) == ("activation", "a"))
+    assert sum(found.histogram.counts) == 6 * 16
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"width": 0}])
+def test_options_out_of_range(options: dict[str, int]) -> None:
+    _, amp = make("fp32")
+    with pytest.raises(ConfigError, match="both must be at least 1"):
+        diagnose.watch(amp, **options)
