@@ -85,6 +85,7 @@ def largest_scale(unscaled: Histogram, fmt: Format, spare: int = 1) -> float:
         fmt: the format gradients are carried in.
         spare: binades to leave free.
 
+    >>> from mezzo.formats import FORMATS
     >>> largest_scale(Histogram(counts=tuple(int(e == 127 - 10) for e in range(256))), FORMATS["fp16"])
     16777216.0
     """

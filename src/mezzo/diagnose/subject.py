@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import ConfigError, DataError, did_you_mean
 from ..policy import Policy
+from .compare_run import compare
 from .explanation import explain
 from .linter import lint
 from .report import Document, Heading, Report
@@ -127,7 +128,7 @@ def check_up(name: str, policy: Policy | str, *, budget_s: float = 0.5) -> Check
         budget_s: seconds of timing for each of fp32 and the policy.
 
     Returns:
-        The reports of lint and explain.
+        The reports of lint, explain and compare.
 
     Raises:
         ConfigError, DataError: as `load_subject`.
@@ -139,5 +140,6 @@ def check_up(name: str, policy: Policy | str, *, budget_s: float = 0.5) -> Check
     reports: tuple[Report, ...] = (
         lint(subject.model, subject.batch, subject.loss_fn, policy),
         explain(subject.model, subject.batch, policy, loss_fn=subject.loss_fn, budget_s=budget_s),
+        compare(subject.model, subject.batch, subject.loss_fn, policy),
     )
     return CheckUp(subject=name, reports=reports)
