@@ -27,11 +27,11 @@ test-all: setup
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not cuda"
 
 format: setup
-	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff format src tests
 
 lint: setup
-	$(BIN)/ruff format --check src tests examples
-	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
 
 types: setup
 	$(BIN)/mypy
