@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..dist.agree import Agreement
 from ..kernels.gradients import norm_and_finite
+from ..kernels.shards import is_spread, num_parts
 from ..policy import ScalingConfig
 from ..scaling.state import LossScale, NoScaling, next_state
 from .pending import Pending
-from .update import Share, Skip, move, norm_of
+from .update import Share, Skip, move
 from .verdict import Evidence, Verdict
-
-Agreement = Callable[[Tensor], Tensor]
-"""Makes findings the same on all ranks: fp32 flags in, the largest of each over the ranks out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,7 +28,8 @@ class Decision:
         gradients_bad: shape (), bool.
         loss_bad: shape (), bool.
         buffers_bad: shape (), bool.
-        norm: shape (), fp32: of all true gradients.
+        norm: shape (), fp32: of all true gradients, each counted once.
+        norms: shape (number of shares,), fp32: of the true gradients of each optimizer.
         skips: shape (number of shares,), fp32: 1 where an optimizer must leave everything as it is.
         scale: shape (), fp32: that the gradients carry; None without scaling.
     """
@@ -38,6 +38,7 @@ class Decision:
     loss_bad: Tensor
     buffers_bad: Tensor
     norm: Tensor
+    norms: Tensor
     skips: Tensor
     scale: Tensor | None
 
@@ -82,7 +83,12 @@ def _evidence(shares: Sequence[Share], names: Mapping[Tensor, str], count: bool)
 
 @torch.no_grad()
 def decide(
-    shares: Sequence[Share], pending: Pending, written: Sequence[Tensor], skip: Skip, agree: Agreement | None
+    shares: Sequence[Share],
+    pending: Pending,
+    written: Sequence[Tensor],
+    skip: Skip,
+    agree: Agreement | None,
+    num_optimizers: int,
 ) -> Decision:
     """Say which optimizers may step.
 
@@ -92,18 +98,23 @@ def decide(
         written: floating buffers that the forward wrote.
         skip: what several optimizers do when one has bad gradients.
         agree: makes the findings the same on all ranks; None on one rank.
+        num_optimizers: how many were prepared, with gradients or without.
 
-    Syncs: no.
+    Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
     home = pending.loss_bad.device
-    found = torch.stack([move(share.check.found_nonfinite, home) for share in shares])
+    found = torch.zeros(num_optimizers, device=home)
+    for share in shares:
+        found[share.place] = move(share.check.found_nonfinite, home)
     early = pending.gradients_bad | pending.penalty_bad
     if pending.scale is not None:
         early = early | ~pending.scale.reciprocal().isfinite()
     loss = pending.loss_bad & ~pending.penalty_bad
     buffers = move(norm_and_finite(written).found_nonfinite, home) if written else torch.zeros((), device=home)
     findings = torch.cat([torch.stack([early.float(), loss.float(), buffers]), found])
-    findings = findings if agree is None else agree(findings)
+    squares = _squares(shares, home, num_optimizers)
+    if agree is not None:
+        findings, squares = agree.combine(findings, squares)
     early, loss, buffers = (flag != 0 for flag in findings[:3].unbind())
     found = findings[3:] != 0
     gradients = early | found.any()
@@ -111,15 +122,58 @@ def decide(
         skips = (gradients | loss | buffers).expand(len(shares))
     else:
         # A bad loss belongs to the optimizers whose gradients it spoilt; if it spoilt none, to all.
-        skips = found | early | buffers | (loss & ~gradients)
+        own = torch.stack([found[share.place] for share in shares])
+        skips = own | early | buffers | (loss & ~gradients)
+    norms, norm = _norms(shares, squares, home)
     return Decision(
         gradients_bad=gradients,
         loss_bad=loss,
         buffers_bad=buffers,
-        norm=norm_of(shares, home),
+        norm=norm,
+        norms=norms,
         skips=skips.to(torch.float32),
         scale=pending.scale,
     )
+
+
+def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -> Tensor:
+    """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
+
+    A part that several ranks have counts once over all of them.
+    """
+    squares = torch.zeros(num_optimizers + 1, device=home)
+    seen: set[Tensor] = set()
+    for share in shares:
+        for p, norm in zip(share.params, share.check.tensor_norms.unbind(), strict=True):
+            if is_spread(p):
+                square = move(norm.square(), home) * (num_parts(p) / p.device_mesh.size())
+                squares[share.place] += square
+                squares[num_optimizers] += 0 if p in seen else square
+                seen.add(p)
+    return squares
+
+
+def _norms(shares: Sequence[Share], squares: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the norm of each share's true gradients, and of all, each gradient counted once."""
+    whole: dict[Tensor, Tensor] = {}
+    norms = []
+    for share in shares:
+        own = {
+            p: move(norm, home)
+            for p, norm in zip(share.params, share.check.tensor_norms.unbind(), strict=True)
+            if not is_spread(p)
+        }
+        whole.update(own)
+        is_whole = len(own) == len(share.params)
+        norms.append(move(share.check.norm, home) if is_whole else _joined(own, squares[share.place]))
+    if len(shares) == 1:
+        return norms[0].unsqueeze(0), norms[0]
+    return torch.stack(norms), _joined(whole, squares[-1])
+
+
+def _joined(norms: Mapping[Tensor, Tensor], square: Tensor) -> Tensor:
+    joined: Tensor = torch.linalg.vector_norm(torch.stack([*norms.values(), square.sqrt()]))
+    return joined
 
 
 @torch.no_grad()

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..dist.agree import Agreement
+from ..kernels.shards import is_spread
 from ..policy import Policy
 from ..scaling.state import LossScale, NoScaling
 from .buffers import Buffers
-from .decision import Agreement, Decision, decide, move_scale_
+from .decision import Decision, decide, move_scale_
 from .gradients import Gradients
 from .guard import Guard
+from .ranks import agreement_around, agreement_of
 from .result import StepResult
 from .update import Clip, Order, Share, Skip, clamp_, decides_on_device, multiply_, step_
 from .verdict import Verdict
@@ -49,6 +52,7 @@ class Engine:
         names: Mapping[Tensor, str],
         skip: Skip,
     ) -> None:
+        self.model = model
         self.optimizers = tuple(optimizers)
         self.policy = policy
         self.names = names
@@ -60,7 +64,7 @@ class Engine:
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
         )
         self.callbacks: list[Callback] = []
-        self.agree: Agreement | None = None
+        self.agree: Agreement | None = agreement_of(model, policy)
         self.is_stepping = False
 
     @property
@@ -68,6 +72,12 @@ class Engine:
         """The loss scale: shape (), fp32, on the device; None without scaling."""
         scale = self.loss_scale.scale
         return scale if isinstance(scale, Tensor) else None
+
+    def before_forward(self) -> None:
+        """Do what must be done before the model runs forward: open the buffers' transaction, notice other ranks."""
+        if self.agree is None:
+            self.agree = agreement_around(self.model, self.policy)
+        self.buffers.begin()
 
     def take(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there; see `Stepper.step`."""
@@ -82,7 +92,7 @@ class Engine:
         """Say what is wrong with the gradients, if anything. Syncs: no."""
         pending = self.gradients.require("step()")
         written = self.buffers.written() if self.policy.guard.restore_buffers else []
-        decision = decide(shares, pending, written, self.skip, self.agree)
+        decision = decide(shares, pending, written, self.skip, self.agree, len(self.optimizers))
         return decision, decision.verdict(shares, self.names, count=self.guard.is_troubled)
 
     def settle(
@@ -107,10 +117,17 @@ class Engine:
         self.buffers.settle(void if self.policy.guard.restore_buffers else False)
         move_scale_(self.loss_scale, decision, self.policy.scaling)
         self.gradients.close()
+        self._audit()
         if skipped is not None:
             self._call_back({id(share.optimizer): not skip for share, skip in zip(shares, skipped, strict=True)})
             self.guard.check()
         return StepResult(verdict, self.guard.settle)
+
+    def _audit(self) -> None:
+        """Compare what each rank has a whole copy of, in the steps that the agreement chooses for it."""
+        whole = {name: p for p, name in self.names.items() if not is_spread(p)} if self.agree is not None else {}
+        if self.agree is not None and whole:
+            self.agree.audit({"the loss scale": self.loss_scale.scale}, lambda: whole)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -132,7 +149,7 @@ class Engine:
         with self.stepping():
             for place, share in enumerate(shares):
                 if skipped is None or not skipped[place]:
-                    norm = share.check.norm if self.skip == "independent" else decision.norm
+                    norm = decision.norms[place] if self.skip == "independent" else decision.norm
                     skip = decision.skips[place] if skipped is None else None
                     order = Order(scale=scale, coefficient=clip.coefficient(norm), skip=skip)
                     step_(share.optimizer, share.grads, order)

@@ -155,10 +155,10 @@ class Gradients:
         self._refuse_edits(self.parameters())
         if optimizer is not None and all(optimizer is not known for known in self._optimizers):
             raise StepError("step(optimizer=...) was given an optimizer that prepare(model, optimizer) was not given.")
-        chosen = self._optimizers if optimizer is None else (optimizer,)
+        chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
         shares = shares_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
         if not shares:
-            raise StepError(why_no_gradients(self._model, chosen, self._names))
+            raise StepError(why_no_gradients(self._model, list(chosen.values()), self._names))
         return shares
 
     def close(self) -> None:

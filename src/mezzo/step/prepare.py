@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import PolicyError, StepError
@@ -70,17 +71,20 @@ def prepare(
     check_floats(model, resolved)
     check_optimizers(optimizers, resolved, names)
     _check_shared(optimizers, skip)
-    binding = bind(_innermost(model), resolved, cache)
-    converted = convert_(_innermost(model), optimizers, resolved)
+    inner = _innermost(model)
+    binding = bind(inner, resolved, cache)
+    converted = convert_(inner, optimizers, resolved, is_replicated=isinstance(model, DistributedDataParallel))
     set_grad_dtype_(optimizers, resolved)
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
     return Stepper(model, optimizers, resolved, binding, skip=skip)
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile's wrapper, whose names the policy's patterns speak of."""
+    """Return the model inside the wrappers of torch.compile and DistributedDataParallel, whose names patterns match."""
+    if isinstance(model, DistributedDataParallel):
+        return _innermost(model.module)
     inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else model
+    return _innermost(inner) if isinstance(inner, nn.Module) else model
 
 
 def _check_shared(optimizers: Sequence[Optimizer], skip: Skip) -> None:

@@ -42,7 +42,7 @@ class Stepper:
         self.optimizers = tuple(optimizers)
         self.policy = policy
         self._engine = Engine(model, self.optimizers, policy, name_parameters(model, self.optimizers), skip)
-        binding.before_forward = self._engine.buffers.begin
+        binding.before_forward = self._engine.before_forward
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
@@ -30,11 +30,13 @@ class Share:
 
     Attributes:
         optimizer: it.
+        place: which of the prepared optimizers it is.
         params: those with gradients; at least one.
         check: of their gradients.
     """
 
     optimizer: Optimizer
+    place: int
     params: list[Tensor]
     check: GradientCheck
 
@@ -44,14 +46,14 @@ class Share:
         return [p.grad for p in self.params if p.grad is not None]
 
 
-def shares_of(optimizers: Iterable[Optimizer], inv_scale: Tensor | None) -> list[Share]:
-    """Return the part of each optimizer that has gradients. Syncs: no."""
+def shares_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> list[Share]:
+    """Return the part of each optimizer, by its place, that has gradients. Syncs: no."""
     shares = []
-    for optimizer in optimizers:
+    for place, optimizer in optimizers.items():
         params = [p for p in parameters(optimizer) if p.grad is not None]
         if params:
             check = norm_and_finite([p.grad for p in params if p.grad is not None], inv_scale)
-            shares.append(Share(optimizer=optimizer, params=params, check=check))
+            shares.append(Share(optimizer=optimizer, place=place, params=params, check=check))
     return shares
 
 
@@ -214,14 +216,3 @@ def _factor(order: Order) -> Tensor | None:
         return order.coefficient
     inverse = order.scale.reciprocal()
     return inverse if order.coefficient is None else inverse * order.coefficient
-
-
-def norm_of(shares: Sequence[Share], home: torch.device) -> Tensor:
-    """Return the L2 norm of all true gradients, each counted once: shape (), fp32. Syncs: no."""
-    if len(shares) == 1:
-        return move(shares[0].check.norm, home)
-    norms: dict[Tensor, Tensor] = {}
-    for share in shares:
-        norms.update(zip(share.params, share.check.tensor_norms.unbind(), strict=True))
-    total: Tensor = torch.linalg.vector_norm(torch.stack([move(norm, home) for norm in norms.values()]))
-    return total

@@ -1,0 +1,40 @@
+"""Who else takes part in a step: found when the model is prepared, or when DistributedDataParallel first calls it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..dist.agree import Agreement
+from ..dist.ddp import around, connect
+from ..dist.fsdp import check_sharded, sharded_modules
+from ..policy import Policy
+
+
+def agreement_of(model: nn.Module, policy: Policy) -> Agreement | None:
+    """Return what makes the ranks of a model agree; None if it is not spread over several.
+
+    Args:
+        model: as it was prepared.
+        policy: with its compute dtype decided.
+
+    Raises:
+        PolicyError: gradients travel or weights are gathered in another dtype than the policy says.
+
+    Writes: the communication hook of a DistributedDataParallel model.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return connect(model, policy)
+    if sharded_modules(model):
+        check_sharded(model, policy)
+        return Agreement()
+    return None
+
+
+def agreement_around(model: nn.Module, policy: Policy) -> Agreement | None:
+    """Return the agreement of a DistributedDataParallel wrapper that is calling a model just now; None if none is."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    wrapper = around(model)
+    return None if wrapper is None else connect(wrapper, policy)
