@@ -15,6 +15,7 @@ from ..formats import describe
 from ..kernels import registry
 from ..kernels.gradients import ScaledGradients
 from ..kernels.rounding import mix
+from ..kernels.shards import first_place, is_spread, local, spread_like
 from ..kernels.weights import KEPT, Weights, read_master, store_master
 from .checks import check_dense, check_masters
 from .layout import Order, aligned, memory_order
@@ -148,7 +149,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             if any(param is p for p in group["params"]):
                 mode = mode_of(param, group)
                 kept = self.state[param].get(KEPT.get(mode, "")) if param in self.state else None
-                return read_master(mode, param.detach(), kept)
+                part = read_master(mode, local(param.detach()), None if kept is None else local(kept))
+                return spread_like(part, param)
         raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
 
     @torch.no_grad()
@@ -168,10 +170,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             if param not in groups:
                 raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
             mode = mode_of(param, groups[param])
-            weight, kept = store_master(mode, master.to(param.device), param.dtype, None)
-            param.copy_(weight)
+            weight, kept = store_master(mode, local(master.to(param.device)), param.dtype, None)
+            local(param).copy_(weight)
             if kept is not None:
-                self.state[param][KEPT[mode]] = kept.clone(memory_format=torch.preserve_format)
+                self.state[param][KEPT[mode]] = spread_like(kept.clone(memory_format=torch.preserve_format), param)
 
     def why(self) -> list[str]:
         """Return one line for each kind of parameter: which kernel takes its step, and what decided."""
@@ -207,6 +209,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 values=aligned(params, orders),
                 kept=aligned([state[KEPT[mode]] for state in states], orders) if mode in KEPT else [],
                 seeds=[_seed(group["rounding_seed"], one.place) if chance else 0 for one in active],
+                firsts=[first_place(p) for p in params] if chance and any(map(is_spread, params)) else [],
             ),
             grads=ScaledGradients(
                 values=aligned([one.grad for one in active], orders),
@@ -231,9 +234,9 @@ class MasterOptimizer(torch.optim.Optimizer):
                 if name not in state:
                     state[name] = torch.zeros_like(p, dtype=moment_dtype(p, group), memory_format=torch.preserve_format)
             if mode in KEPT and KEPT[mode] not in state:
-                kept = store_master(mode, p.detach().to(torch.float32), p.dtype, None)[1]
+                kept = store_master(mode, local(p.detach()).to(torch.float32), p.dtype, None)[1]
                 assert kept is not None
-                state[KEPT[mode]] = kept
+                state[KEPT[mode]] = spread_like(kept, p)
 
     def _advance(self, group: Mapping[str, Any], counts: Mapping[int, Tensor]) -> None:
         """Count the step; a parameter without a gradient leaves the count that it shared with others."""

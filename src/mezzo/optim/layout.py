@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.shards import is_spread, local
+
 Order = tuple[int, ...] | None
 
 
@@ -24,7 +26,12 @@ def memory_order(tensor: Tensor) -> Order:
 
 
 def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tensor]:
-    """Return views of tensors of one dtype, dimensions reordered, complex ones as pairs of real numbers. Syncs: no."""
+    """Return views of tensors of one dtype, dimensions reordered, complex ones as pairs of real numbers.
+
+    Of sharded tensors the parts that lie on this rank. Syncs: no.
+    """
+    if any(map(is_spread, tensors)):
+        tensors = [local(tensor) for tensor in tensors]
     if any(orders):
         tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]
     return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else tensors

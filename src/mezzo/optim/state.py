@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
+from ..kernels.shards import local, spread_like
 from ..kernels.weights import KEPT, read_master, store_master
 from ..policy import Master
 
@@ -87,16 +88,19 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
     if saved is None:
         if mode not in KEPT:
             return {}, ""
-        master, clause = param.detach().to(torch.float32), f"no masters to {mode}: they start from the 16-bit weights"
+        master, clause = (
+            local(param.detach()).to(torch.float32),
+            f"no masters to {mode}: they start from the 16-bit weights",
+        )
     else:
-        kept = entry[KEPT[saved]].to(param.device)
+        kept = local(entry[KEPT[saved]].to(param.device))
         low = {"split": torch.bfloat16, "kahan": kept.dtype}.get(saved, param.dtype)
-        master = read_master(saved, param.detach().to(low), kept) if saved != "fp32" else kept
+        master = read_master(saved, local(param.detach()).to(low), kept) if saved != "fp32" else kept
         clause = f"{saved} masters to {mode if param.dtype in LOW_DTYPES else 'fp32 weights'}, {_LOSS[mode]}"
     weight, beside = store_master(mode, master, param.dtype, None)
     with torch.no_grad():
-        param.copy_(weight)
-    return ({} if beside is None else {KEPT[mode]: beside.clone()}), clause
+        local(param).copy_(weight)
+    return ({} if beside is None else {KEPT[mode]: spread_like(beside.clone(), param)}), clause
 
 
 def report(clauses: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ struct Batch {
   void* const* squares;
   void* const* peaks;
   const uint32_t* seeds;
+  const uint32_t* firsts;  // place of each tensor's first element in the whole of which it is a part, for the noise
   const float* scalars;
   const float* step;
   const float* inv_scale;  // this and the next two may be null
@@ -72,7 +73,7 @@ template <int M, int F, int G> struct Slice {
         sign(b.maximize ? -1.0f : 1.0f),
         key(noise_key(b.seeds[p.tensor], *b.step, 0)),
         mean_key(noise_key(b.seeds[p.tensor], *b.step, 1)),
-        start(uint32_t(p.start)) {}
+        start(b.firsts[p.tensor] + uint32_t(p.start)) {}
 
   float read_grad(int64_t i) const { return load<G>(grad, i) * inv_scale * clip_coef * sign; }
   float read(int64_t i) const { return read_master<M, F>(value, kept, i); }

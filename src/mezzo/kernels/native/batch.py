@@ -24,7 +24,7 @@ class Batch(ctypes.Structure):
         ("tensors", ctypes.c_int64),
         *(
             (name, ctypes.c_void_p)
-            for name in ("sizes", "values", "kept", "grads", "means", "squares", "peaks", "seeds")
+            for name in ("sizes", "values", "kept", "grads", "means", "squares", "peaks", "seeds", "firsts")
         ),
         *((name, ctypes.c_void_p) for name in ("scalars", "step", "inv_scale", "clip_coef", "found_inf")),
         *(
@@ -72,6 +72,7 @@ def pack(
     values = [grad.contiguous() for grad in grads.values]
     factors = [None if x is None else x.to(torch.float32) for x in (grads.inv_scale, grads.clip_coef, grads.found_inf)]
     seeds = (ctypes.c_uint32 * len(weights.seeds))(*weights.seeds)
+    firsts = (ctypes.c_uint32 * len(weights.values))(*[first & 0xFFFFFFFF for first in weights.firsts])
     first = next((group[0] for group in means if group), None)
     arrays = [pointers(group) for group in (weights.values, weights.kept, values, *means)]
     arrays += [pointers([])] * (6 - len(arrays))
@@ -81,6 +82,7 @@ def pack(
         ctypes.addressof(lengths),
         *(ctypes.addressof(array) for array in arrays),
         ctypes.addressof(seeds),
+        ctypes.addressof(firsts),
         scalars.data_ptr(),
         step.data_ptr(),
         *(None if factor is None else factor.data_ptr() for factor in factors),
@@ -91,7 +93,7 @@ def pack(
         grads.maximize,
         torch.get_num_threads(),
     )
-    return Packed(batch, (values, factors, seeds, arrays, lengths, scalars, step))
+    return Packed(batch, (values, factors, seeds, firsts, arrays, lengths, scalars, step))
 
 
 def contiguous_places(*lists: Sequence[Tensor]) -> tuple[list[int], list[int]]:
