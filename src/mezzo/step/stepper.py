@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -42,7 +43,7 @@ class Stepper:
         self.optimizers = tuple(optimizers)
         self.policy = policy
         self._engine = Engine(model, self.optimizers, policy, name_parameters(model, self.optimizers), skip)
-        binding.before_forward = self._engine.before_forward
+        binding.before_forward = _weakly(self._engine)
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine)
 
@@ -254,6 +255,18 @@ class Stepper:
         Syncs: no.
         """
         return checkpoint.export(self.model, self.optimizers, dtype)
+
+
+def _weakly(engine: Engine) -> Callable[[], None]:
+    """Return the engine's hook before forward as the model may hold it: without keeping the engine alive."""
+    reference = weakref.ref(engine)
+
+    def before_forward() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.before_forward()
+
+    return before_forward
 
 
 def name_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
