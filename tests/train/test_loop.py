@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import copy
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
-from sklearn.metrics import accuracy_score
+from sklearn.metrics import accuracy_score, classification_report
 from tests.train.small import emotion_rows, metrics, tiny, write_tsv
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from mezzo.errors import CheckpointError, ConfigError
 from mezzo.train import TrainConfig, TrainResult, run
+from mezzo.train.checkpoint import load_checkpoint, save_model
 from mezzo.train.data import load_corpus
 from mezzo.train.device import choose_device
+from mezzo.train.predictor import Predictor
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,28 @@ def test_transformers_reads_the_best_model_and_scores_the_same(learned: tuple[Tr
     assert abs(accuracy_score([row.label for row in rows], names) - result.accuracy) <= (
         0 if config.policy != "fp16" else 1 / len(rows)
     )
+
+
+def test_the_best_model_is_tested_and_not_the_last(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    noise = [(text, draw.choice(["heads", "tails"])) for text, _ in emotion_rows(200)]
+    config = tiny(
+        write_tsv(tmp_path / "noise.tsv", noise), tmp_path / "out", epochs=12, lr=3e-3, eval_every=5, policy="fp32"
+    )
+    result = run(config)
+    assert result.best_step < result.applied_steps
+    rows = load_corpus(config).test
+    best = AutoModelForSequenceClassification.from_pretrained(config.out / "best")
+    last = copy.deepcopy(best)
+    last.load_state_dict(load_checkpoint(config.out / "checkpoint.pt")["model"])
+    reports = []
+    for model in (best, last):
+        save_model(tmp_path / "one", model, AutoTokenizer.from_pretrained(config.out / "best"))
+        found = Predictor(str(tmp_path / "one"), policy="fp32")([row.text for row in rows])
+        names = [one.label for one in found if one]
+        reports.append(classification_report([row.label for row in rows], names, output_dict=True, zero_division=0.0))
+    assert reports[0] != reports[1]  # else this test could not tell them apart
+    assert result.report == reports[0]
 
 
 def test_the_same_config_gives_the_same_run_bit_for_bit(data: Path, tmp_path: Path) -> None:
