@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import mezzo
 import mezzo.diagnose as diagnose
 from mezzo.errors import RegionError
 
+ROOT = Path(__file__).parents[2]
 HOOKS = {
     "module forward pre": module_hooks._global_forward_pre_hooks,
     "module forward": module_hooks._global_forward_hooks,
@@ -37,10 +39,6 @@ def installed(model: nn.Module) -> dict[str, int]:
         "parameter hooks": sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()),
         "module hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
     }
-
-
-def nothing(model: nn.Module) -> bool:
-    return not any(installed(model).values())
 
 
 class Net(nn.Module):
@@ -110,19 +108,21 @@ def test_a_sick_run_is_bit_equal() -> None:
 
 def test_nothing_is_left_behind() -> None:
     model = Net()
-    assert nothing(model)
+    before = installed(model)
     with diagnose.trace(model):
         train(model, 1)
-        assert not nothing(model)
-    assert nothing(model)
+        inside = installed(model)
+    assert {name for name in before if inside[name] > before[name]} == set(before) - {"module hooks"}
+    assert installed(model) == before
 
 
 def test_nothing_is_left_behind_by_an_exception() -> None:
     model = Net()
+    before = installed(model)
     with pytest.raises(ZeroDivisionError), diagnose.trace(model):
         model(torch.randn(2, 8))
         raise ZeroDivisionError
-    assert nothing(model)
+    assert installed(model) == before
 
 
 def test_an_exception_inside_a_module_does_not_shift_names() -> None:
@@ -138,15 +138,27 @@ def test_an_exception_inside_a_module_does_not_shift_names() -> None:
     assert t.report.findings[0].path == "(outside any module)"
 
 
-def test_no_tool_costs_nothing() -> None:
-    model, x = Net().eval(), torch.randn(2, 8)
-    gc.collect()
-    assert nothing(model)
-    before = len(gc.get_objects())
-    for _ in range(3):
-        model(x)
-    assert len(gc.get_objects()) - before < 20
-    assert nothing(model)
+ALONE = """
+import gc, torch, mezzo, mezzo.diagnose
+from tests.diagnose.test_tracer import Net, installed
+model, x = Net().eval(), torch.randn(2, 8)
+{plant}
+found = installed(model)
+assert not any(found.values()), found
+model(x); gc.collect()
+before = len(gc.get_objects())
+for _ in range(100): model(x)
+grown = len(gc.get_objects()) - before
+assert grown < 50, grown
+"""
+
+
+@pytest.mark.parametrize(("plant", "is_clean"), [("", True), ("mezzo.diagnose.trace(model).__enter__()", False)])
+def test_no_tool_costs_nothing(plant: str, is_clean: bool) -> None:
+    """In an interpreter of its own: no hook, no mode, no object a step."""
+    code = ALONE.format(plant=plant)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode == 0) == is_clean, done.stderr
 
 
 def test_a_trace_runs_once() -> None:
