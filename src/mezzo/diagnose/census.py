@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import LOW_DTYPES, dtype_name
-from .explain_flops import flops_of
+from .flops import flops_of
 from .opfacts import op_facts
 from .records import Site
 from .scene import Scene

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from ..formats import LOW_DTYPES
 from .call import Call
 from .compare_twins import Maker, Tally, Twins
-from .explain_flops import flops_of
+from .flops import flops_of
 from .measure import rerun_wide
 from .modules import Place, tensors_in
 from .opfacts import op_facts, plain

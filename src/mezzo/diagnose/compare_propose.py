@@ -15,8 +15,8 @@ from ..policy.rule_text import write_module_rule, write_op_rule
 from ..policy.table import known_ops
 from .compare_records import Measurement, ModuleError, OpError, Proposal
 
-WORTH_DB = 1.0
-"""Gains below this come and go with the rounding of other ops."""
+WORTH_DB = 2.0
+"""Gains below this come and go with the rounding of other ops: see decision 0066."""
 DEAR = 0.5
 """A rule that takes more of the work than this to fp32 is no rule but another policy."""
 _STANDS_OUT = 10.0

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from .compare_propose import WORTH_DB
 from .compare_records import Agreement, Measurement, ModuleError, OpError, Proposal
 from .report import Chart, Document, Facts, Heading, Note, Report, Series, Table
 from .report.document import Block, Cell
@@ -98,7 +99,7 @@ def _summary(m: Measurement) -> Facts:
 
 def _proposals(found: tuple[Proposal, ...], tried: int) -> list[Block]:
     if not found:
-        return [Note(text=f"{tried} fp32 rules were tried; none gains a dB.")] if tried else []
+        return [Note(text=f"{tried} fp32 rules were tried; none gains {WORTH_DB:g} dB.")] if tried else []
     rows = tuple(
         (
             p.edit,

@@ -16,9 +16,9 @@ from ..errors import ConfigError
 from ..formats import dtype_name
 from ..policy import Policy
 from .compare_collect import ComparingMode, OpKey
-from .compare_propose import candidates, is_worth_it, proposal, together
-from .compare_records import Agreement, GradientError, Measurement, ModuleError, OpError, Proposal
+from .compare_records import Agreement, GradientError, Measurement, ModuleError, OpError
 from .compare_report import CompareReport
+from .compare_trials import Trials
 from .compare_twins import Tally, decibels
 from .trial import LossFn, device_of, loss_of, scale_of, under, undisturbed
 
@@ -178,53 +178,6 @@ def _usable_scale(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: 
     return start
 
 
-class _Trials:
-    """Runs the step again under edited policies.
-
-    Args:
-        found: the step under the policy as it is.
-        again: measures the step under the policy with an edit.
-        tries: edits to try by themselves.
-    """
-
-    def __init__(self, found: Measurement, again: Callable[[str], Measurement], tries: int) -> None:
-        self._found, self._again = found, again
-        self.tried: list[str] = []
-        self.proposals: list[Proposal] = []
-        worthy = []
-        for candidate in candidates(found, tries):
-            self.tried.append(candidate.edit)
-            result = self._attempt(candidate.edit)
-            if result is not None:
-                worthy.append((candidate, result))
-        union = together(worthy, found)
-        if union is not None:
-            self._attempt(union.edit)
-        if tries and found.figure == -math.inf and not self.proposals:
-            self._follow_overflow(tries)
-        self.proposals.sort(key=lambda p: -p.gain)
-
-    def _attempt(self, edit: str) -> Proposal | None:
-        result = proposal(edit, self._found, self._again(edit))
-        if not is_worth_it(result):
-            return None
-        self.proposals.append(result)
-        return result
-
-    def _follow_overflow(self, tries: int) -> None:
-        """Add a rule for whatever overflows next, as a value too large for one op is for the op that reads it."""
-        edits: list[str] = []
-        now = self._found
-        while now.figure == -math.inf and len(edits) < tries:
-            worst = next(iter(candidates(now, 1)), None)
-            if worst is None:
-                return
-            edits.append(worst.edit)
-            now = self._again(", ".join(edits))
-        if now.figure != -math.inf:
-            self.proposals.append(proposal(", ".join(edits), self._found, now))
-
-
 def compare(
     model: nn.Module,
     batch: Any,
@@ -269,7 +222,7 @@ def compare(
     def again(edit: str) -> Measurement:
         return measure(model, batch, loss_fn, Policy.parse(f"{chosen}, {edit}"), scale)
 
-    trials = _Trials(found, again, tries)
+    trials = Trials(found, again, tries)
     return CompareReport(
         model=type(model).__name__,
         measurement=found,
