@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from mezzo.errors import ConfigError
 from mezzo.train import TrainConfig
-from mezzo.train.model import build_model, check_length, load_model, parameter_groups
+from mezzo.train.model import (
+    POSITION_SIZE,
+    build_model,
+    check_length,
+    load_model,
+    parameter_groups,
+    sinusoids,
+)
 from mezzo.train.tokens import train_tokenizer
 
 LABELS = ("bad", "good", "mixed")
@@ -30,6 +38,20 @@ def test_a_model_from_random_weights_has_the_shape_asked_for() -> None:
     assert (shape.max_position_embeddings, shape._attn_implementation) == (24, "sdpa")
     assert shape.id2label == {0: "bad", 1: "good", 2: "mixed"}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_positions_start_as_sinusoids() -> None:
+    table = sinusoids(20, 6).double()
+    for place in range(20):
+        angles = [place / 1000.0 ** (pair / 3) for pair in range(3)]
+        wanted = torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
+        # the angle is rounded, the wave has slope 1 at most
+        assert float((table[place] - wanted).abs().max()) <= 4 * max(place, 1) * torch.finfo(torch.float32).eps
+    assert sinusoids(4, 5).shape == (4, 5)
+    model = build_model(config(), LABELS, train_tokenizer(TEXTS, 300, 24))
+    weights = model.bert.embeddings.position_embeddings.weight
+    assert torch.equal(weights, POSITION_SIZE * sinusoids(24, 32))
+    assert weights.requires_grad
 
 
 def test_groups_are_those_of_the_transformers_trainer() -> None:

@@ -115,6 +115,10 @@ class TrainConfig:
         _check(self.chosen_policy.params is torch.float32,
                f"policy={self.policy!r} stores weights in 16 bit, which the training loop cannot yet update; "
                "write bf16 or fp16, which keep fp32 weights.")  # fmt: skip
+        rules = [rule.pattern for rule in self.chosen_policy.modules if rule.required]
+        _check(not rules,
+               f"policy={self.policy!r} has rules for modules ({', '.join(rules)}), which the training loop cannot yet bind; "
+               "write a rule for ops instead, such as op:layer_norm=fp32.")  # fmt: skip
 
     @property
     def learning_rate(self) -> float:
@@ -175,4 +179,7 @@ class TrainConfig:
 
 def demo_config(out: Path, *, amp: bool) -> TrainConfig:
     """Return the short `reviews` training that `mezzo demo` runs in fp32 and in mixed precision."""
-    return TrainConfig(out=out, amp=amp, overwrite=True)
+    return TrainConfig(
+        out=out, amp=amp, overwrite=True, vocab_size=5000, hidden=160, dropout=0.2, token_dropout=0.3, max_length=96,
+        batch_size=64, epochs=4,
+    )  # fmt: skip
