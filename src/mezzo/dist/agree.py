@@ -83,6 +83,10 @@ class Agreement:
         if self.every and (self.num_steps <= _ALWAYS or self.num_steps % self.every == 0):
             audit(self.group, self.num_steps, numbers, params())
 
+    def any(self, is_found: bool) -> bool:
+        """Return whether any rank found something; called on all of them. Raises: DistributedError. Syncs: yes."""
+        return bool(self.group.max_(self.group.place(torch.tensor([float(is_found)]))))
+
     def watching(self) -> AbstractContextManager[None]:
         """Return a block in which the error of a lost rank becomes a DistributedError that names it."""
         return self.group.watching()

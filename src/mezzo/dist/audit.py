@@ -40,7 +40,7 @@ def audit(group: Group, step: int, numbers: Mapping[str, Number], params: Mappin
     """
     sums = _checksums(params)
     # Odd factors are invertible modulo 2^64, so a change in one tensor always shows.
-    whole = (sums * torch.arange(1, 2 * len(sums), 2)).sum()
+    whole = (sums * (2 * torch.arange(len(sums)) + 1)).sum()
     values = torch.stack([*map(_bits_of, numbers.values()), torch.tensor(step), torch.tensor(len(sums)), whole])
     # The largest and, negated, the smallest: they agree only if all agree.
     extremes = group.max_(group.place(torch.cat([values, -values]))).cpu()

@@ -95,6 +95,7 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
         )
     result = _attempt(engine, closure, chosen[0], clip)
     while engine.policy.guard.on_overflow == "retry" and result.reason == "gradients":
+        engine.check()
         engine.gradients.zero(set_to_none=True)
         result = _attempt(engine, closure, chosen[0], clip)
     return result

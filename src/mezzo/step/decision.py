@@ -116,7 +116,8 @@ def decide(
     if agree is not None:
         findings, squares = agree.combine(findings, squares)
     early, loss, buffers = (flag != 0 for flag in findings[:3].unbind())
-    found = findings[3:] != 0
+    # Squares of parts that are finite one by one may add up to more than fp32 holds.
+    found = (findings[3:] != 0) | ~squares[:-1].isfinite()
     gradients = early | found.any()
     if skip == "together":
         skips = (gradients | loss | buffers).expand(len(shares))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dist.agree import Agreement
-from ..kernels.shards import is_spread
+from ..errors import NonFiniteStep
+from ..kernels.shards import is_spread, local
 from ..policy import Policy
 from ..scaling.state import LossScale, NoScaling
 from .buffers import Buffers
@@ -120,14 +121,42 @@ class Engine:
         self._audit()
         if skipped is not None:
             self._call_back({id(share.optimizer): not skip for share, skip in zip(shares, skipped, strict=True)})
-            self.guard.check()
+            if self.agree is None:  # ranks check together, when the next step begins
+                self.guard.check()
         return StepResult(verdict, self.guard.settle)
 
+    def check(self) -> None:
+        """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.
+
+        Raises:
+            NonFiniteStep: as `Guard.check`, or another rank does.
+            LossScaleExhausted: as `Guard.check`.
+
+        Syncs: with the last step.
+        """
+        error = self.guard.take_error()
+        # All ranks have read the same verdicts, but what else is not finite each sees in its own part.
+        if self.agree is not None and self.guard.is_troubled and self.agree.any(error is not None) and error is None:
+            error = NonFiniteStep(
+                f"step {self.guard.counters.seen} was skipped, and another rank stops the run: its message says why. "
+                "Load the last good checkpoint."
+            )
+        if error is not None:
+            raise error
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Return a block in which the loss of another rank is named as what it is."""
+        return nullcontext() if self.agree is None else self.agree.watching()
+
     def _audit(self) -> None:
-        """Compare what each rank has a whole copy of, in the steps that the agreement chooses for it."""
-        whole = {name: p for p, name in self.names.items() if not is_spread(p)} if self.agree is not None else {}
-        if self.agree is not None and whole:
-            self.agree.audit({"the loss scale": self.loss_scale.scale}, lambda: whole)
+        """Compare loss scale, counters and whole weights over the ranks, in steps that the agreement chooses."""
+        if self.agree is not None:
+            numbers = {
+                "the loss scale": self.loss_scale.scale,
+                "the number of clean steps since the loss scale moved": self.loss_scale.growth_tracker,
+                "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
+            }
+            self.agree.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_spread(p)})
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -160,7 +189,8 @@ class Engine:
                 function()
 
     def _nonfinite_weights(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        counts = {name: int((~p.detach().isfinite()).sum()) for p, name in self.names.items()}
+        # Of a sharded weight the part here: one rank may ask alone, so nobody waits for the others.
+        counts = {name: int((~local(p.detach()).isfinite()).sum()) for p, name in self.names.items()}
         return {name: count for name, count in counts.items() if count}, self.buffers.nonfinite()
 
 

@@ -74,10 +74,15 @@ class Guard:
 
         Syncs: with the last step.
         """
-        self.settle()
-        error, self._error = self._error, None
+        error = self.take_error()
         if error is not None:
             raise error
+
+    def take_error(self) -> MezzoError | None:
+        """Bring the counters up to the last step; return, once, what `check` would raise. Syncs: with the last step."""
+        self.settle()
+        error, self._error = self._error, None
+        return error
 
     def _count(self, verdict: Verdict) -> None:
         facts, now = verdict.facts(), self.counters

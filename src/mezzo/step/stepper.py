@@ -68,12 +68,14 @@ class Stepper:
         Raises:
             StepError: a loss without graph or in a narrow dtype, gradients of the last step not dropped, or gradients
                 that somebody else changed since the last `backward`.
+            DistributedError: a rank ended or did not answer while gradients were averaged.
 
         Writes: gradients. Syncs: no.
         """
-        self._engine.gradients.backward(
-            loss, self._engine.scale, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-        )
+        with self._engine.watching():
+            self._engine.gradients.backward(
+                loss, self._engine.scale, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+            )
 
     def grad(
         self,
@@ -160,7 +162,7 @@ class Stepper:
         Syncs: no, with mezzo.optim and torch's fused optimizers without hooks or `on_applied`; else once.
         """
         clip = Clip(max_norm=max_norm, value=clip_value)
-        self._engine.guard.check()
+        self._engine.check()
         if closure is not None:
             return step_by_closure(self._engine, closure, optimizer, clip)
         if self.policy.guard.on_overflow == "retry":

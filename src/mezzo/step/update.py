@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..errors import StepError
 from ..kernels.gradients import GradientCheck, norm_and_finite
+from ..kernels.shards import local
 from ..optim.base import MasterOptimizer
 from ..optim.master import MasterWeights
 
@@ -150,7 +151,7 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def _distinct(grads: Iterable[Tensor]) -> Iterable[Tensor]:
-    return {id(grad): grad for grad in grads}.values()
+    return {id(grad): local(grad) for grad in grads}.values()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

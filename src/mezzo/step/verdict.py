@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..kernels.shards import local
+
 Reason = Literal["gradients", "loss", "buffers"]
 """What was not finite first in a step that was skipped."""
 
@@ -82,7 +84,8 @@ class Evidence:
         grad = reference()
         if grad is None or grad._version != version:
             return None
-        values = grad.coalesce().values() if grad.is_sparse else grad
+        # Of a sharded gradient the part here: one rank may ask alone, so nobody waits for the others.
+        values = grad.coalesce().values() if grad.is_sparse else local(grad)
         return int((~values.isfinite()).sum())
 
 
