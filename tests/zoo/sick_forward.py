@@ -345,6 +345,25 @@ def overflow_beside_a_mask(dtype: torch.dtype) -> Run:
     return functional(compute, dtype, torch.full((4, 4), 30000.0))
 
 
+def overflow_of_masked_scores(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        hidden = torch.ones(4, 4, dtype=torch.bool).triu(1)
+        scores = x.masked_fill(hidden, -math.inf)
+        scores = scores * 3  # FAULT
+        return scores.softmax(-1)
+
+    return functional(compute, dtype, torch.full((4, 4), 30000.0))
+
+
+def fault_chosen_over_an_infinity(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        discarded = x.detach().log()
+        kept = (x - 2).sqrt()  # FAULT
+        return torch.where(x < 1.5, kept, discarded)
+
+    return functional(compute, dtype, torch.tensor([0.0, 1.0, 3.0]))
+
+
 def poisoned_statistics(dtype: torch.dtype) -> Run:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -546,6 +565,8 @@ CASES = [
     Case(build=loss_in_16_bit, op="pow", verdict="overflow"),
     Case(build=product_of_many, op="to", module="body", verdict="overflow", phase="backward"),
     Case(build=overflow_beside_a_mask, op="mul", module="body", verdict="overflow"),
+    Case(build=overflow_of_masked_scores, op="mul", module="body", verdict="overflow"),
+    Case(build=fault_chosen_over_an_infinity, op="sqrt", module="body", verdict="singularity", dtypes=ALL),
     Case(build=poisoned_statistics, op="convolution", module="conv", verdict="overflow"),
     Case(build=logarithm_of_zero, op="log", module="sick", verdict="singularity", dtypes=ALL, names=("self=0",)),
     Case(build=logarithm_of_a_negative, op="log", module="body", verdict="singularity", dtypes=ALL),
