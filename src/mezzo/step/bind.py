@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..casting import autocast
 from ..errors import PolicyError
@@ -292,3 +293,11 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     module.__dict__[RECORD] = Bound(binding=binding, own=own, around=around, is_root=is_root, inner=inner)
     if not hasattr(type(module), "_mezzo_class"):
         module.__class__ = bound_class(type(module))
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers of torch.compile and DistributedDataParallel, whose names patterns match."""
+    if isinstance(model, DistributedDataParallel):
+        return innermost(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return innermost(inner) if isinstance(inner, nn.Module) else model

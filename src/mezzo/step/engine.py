@@ -13,11 +13,14 @@ from ..errors import NonFiniteStep
 from ..kernels.shards import is_spread, local
 from ..policy import Policy
 from ..scaling.state import LossScale, NoScaling
+from .bind import innermost
 from .buffers import Buffers
 from .decision import Decision, decide, move_scale_
 from .gradients import Gradients
 from .guard import Guard
+from .invariants import ALWAYS, Invariants, look
 from .ranks import agreement_around, agreement_of
+from .report import Report, make_report
 from .result import StepResult
 from .update import Clip, Order, Share, Skip, clamp_, decides_on_device, multiply_, step_
 from .verdict import Verdict
@@ -67,6 +70,10 @@ class Engine:
         self.callbacks: list[Callback] = []
         self.agree: Agreement | None = agreement_of(model, policy)
         self.is_stepping = False
+        self._num_taken = 0
+        self._invariants = Invariants(names, self.report, self.buffers.nonfinite)
+        named = innermost(model).named_buffers()
+        self._buffer_dtypes = {name: buffer.dtype for name, buffer in named if buffer.is_floating_point()}
 
     @property
     def scale(self) -> Tensor | None:
@@ -80,14 +87,29 @@ class Engine:
             self.agree = agreement_around(self.model, self.policy)
         self.buffers.begin()
 
+    def report(self) -> Report:
+        """Return what is declared beside what is; see `Stepper.report`."""
+        return make_report(innermost(self.model), self.optimizers, self.policy, self.names, self._buffer_dtypes)
+
     def take(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there; see `Stepper.step`."""
         shares = self.gradients.shares(optimizer)
         decision, verdict = self.judge(shares)
         by_host = bool(self.callbacks) or not all(decides_on_device(share.optimizer) for share in shares)
         skipped = verdict.facts().skipped if by_host else None
+        before = look(shares) if self._is_due() else None
         self._update(shares, decision, skipped, clip)
-        return self.settle(shares, decision, verdict, skipped)
+        result = self.settle(shares, decision, verdict, skipped)
+        if before is not None:
+            self.check()
+            self._invariants.check(before, shares, verdict.facts())
+        return result
+
+    def _is_due(self) -> bool:
+        """Whether the invariants of this step are looked at. Syncs: no."""
+        self._num_taken += 1
+        every = self.policy.guard.check_every
+        return every > 0 and (self._num_taken <= ALWAYS or self._num_taken % every == 0)
 
     def judge(self, shares: Sequence[Share]) -> tuple[Decision, Verdict]:
         """Say what is wrong with the gradients, if anything. Syncs: no."""

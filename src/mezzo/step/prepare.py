@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..errors import PolicyError, StepError
 from ..policy import Policy
 from ..policy.parts import CacheName
-from .bind import bind
+from .bind import bind, innermost
 from .stepper import Stepper, name_parameters
 from .storage import check_floats, check_optimizers, convert_, set_grad_dtype_
 from .update import Skip
@@ -71,20 +71,12 @@ def prepare(
     check_floats(model, resolved)
     check_optimizers(optimizers, resolved, names)
     _check_shared(optimizers, skip)
-    inner = _innermost(model)
+    inner = innermost(model)
     binding = bind(inner, resolved, cache)
     converted = convert_(inner, optimizers, resolved, is_replicated=isinstance(model, DistributedDataParallel))
     set_grad_dtype_(optimizers, resolved)
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
     return Stepper(model, optimizers, resolved, binding, skip=skip)
-
-
-def _innermost(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of torch.compile and DistributedDataParallel, whose names patterns match."""
-    if isinstance(model, DistributedDataParallel):
-        return _innermost(model.module)
-    inner = getattr(model, "_orig_mod", None)
-    return _innermost(inner) if isinstance(inner, nn.Module) else model
 
 
 def _check_shared(optimizers: Sequence[Optimizer], skip: Skip) -> None:

@@ -19,6 +19,7 @@ from .closure import step_by_closure
 from .direct import forbid_direct_steps
 from .engine import Engine
 from .guard import Counters
+from .report import Report, refuse_differing
 from .result import StepResult
 from .update import Clip, Skip, parameters
 
@@ -247,6 +248,22 @@ class Stepper:
         engine.buffers.forgive()
         checkpoint.say(sentences)
         return sentences
+
+    def report(self, strict: bool = False) -> Report:
+        """Return what is declared beside what is: dtypes of weights, gradients, moments, masters and buffers, and bytes.
+
+        Args:
+            strict: refuse a run in which anything is not what was declared.
+
+        Raises:
+            InvariantError: with `strict`, something is not.
+
+        Syncs: no.
+        """
+        report = self._engine.report()
+        if strict:
+            refuse_differing(report)
+        return report
 
     def export_weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Return a plain state dict of the model, its weights rounded once from their masters.

@@ -125,7 +125,7 @@ def convert_(
             f"params={dtype_name(policy.params)} with compute=fp32 stores weights that no op could take. "
             f"Write compute={dtype_name(policy.params)}, or params=fp32."
         )
-    targets = _targets(model, policy, bool(optimizers))
+    targets = storage_targets(model, policy, bool(optimizers))
     owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
     changed = {name: p for name, p in model.named_parameters() if p in targets and p.dtype is not targets[p]}
     if changed and is_replicated:
@@ -155,7 +155,8 @@ def _convert_spread_(model: nn.Module, targets: Mapping[Tensor, torch.dtype]) ->
     )
 
 
-def _targets(model: nn.Module, policy: Policy, is_trained: bool) -> dict[Tensor, torch.dtype]:
+def storage_targets(model: nn.Module, policy: Policy, is_trained: bool) -> dict[Tensor, torch.dtype]:
+    """Return the dtype that a policy stores parameters of a bound model in, for those it decides about."""
     targets: dict[Tensor, torch.dtype] = {}
     fp32: set[Tensor] = set()
     for module in model.modules():

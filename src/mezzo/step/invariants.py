@@ -1,0 +1,220 @@
+"""Six things that hold in every step, looked at in the first steps and now and then: a net under everything else."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..dist.audit import checksum
+from ..errors import InvariantError
+from ..kernels.gradients.check import values
+from ..kernels.gradients.reference import PART
+from ..kernels.shards import is_spread, local
+from ..kernels.weights import KEPT
+from .marks import first
+from .report import Report, refuse_differing
+from .update import Share, keeps_masters
+from .verdict import Facts
+
+_log = logging.getLogger("mezzo.step")
+
+ALWAYS = 3
+"""The first steps are all looked at: a wrong start shows there."""
+LOST_LIMIT = 0.5
+"""Share of elements with a gradient that may keep their value in an applied step before it is said."""
+_SAMPLE = 4096
+_NORM_ERROR = PART * torch.finfo(torch.float32).eps
+"""A norm is summed in fp32 over parts of this many terms (Higham 2002, section 3.1)."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Before:
+    """A step as it was before it was taken: checksums, not copies.
+
+    Attributes:
+        raw_norm: of the scaled gradients of all shares, in fp64; None where parts of them lie on other ranks.
+        weights: checksum of each parameter that has a gradient.
+        state: checksum of each tensor in the optimizers' state.
+        rates: learning rate of each group.
+        samples: the first elements of some parameters' masters, and whether their gradient is not 0.
+    """
+
+    raw_norm: float | None
+    weights: dict[Tensor, int]
+    state: dict[tuple[Tensor, str], int]
+    rates: list[float]
+    samples: dict[Tensor, tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def look(shares: Sequence[Share]) -> Before:
+    """Take down what a step must keep or change. Syncs: yes."""
+    params = {p: share.optimizer for share in shares for p in share.params}
+    grads = {p: values(local(p.grad)) for p in params if p.grad is not None}
+    return Before(
+        raw_norm=None if any(is_spread(p) for p in params) else _norm(grads.values()),
+        weights={p: int(checksum(local(p))) for p in params},
+        state=_state_sums(shares),
+        rates=_rates(shares),
+        samples={
+            p: (_sample(_master(optimizer, p)).clone(), _sample(grads[p]) != 0)
+            for p, optimizer in params.items()
+            if p.is_floating_point() and p.grad is not None and not p.grad.is_sparse
+        },
+    )
+
+
+class Invariants:
+    """Compares a step with what it was before.
+
+    Args:
+        names: of parameters.
+        report: makes the report of dtypes.
+        buffers: returns how many elements of each buffer are not finite.
+    """
+
+    def __init__(
+        self, names: Mapping[Tensor, str], report: Callable[[], Report], buffers: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._names = names
+        self._report = report
+        self._buffers = buffers
+
+    def check(self, before: Before, shares: Sequence[Share], facts: Facts) -> None:
+        """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
+
+        Raises:
+            InvariantError: something is not as it must be; says what, and what to look at.
+
+        Syncs: yes.
+        """
+        self._check_divisor(before, facts)
+        for share, skipped in zip(shares, facts.skipped, strict=True):
+            if skipped:
+                self._check_untouched(before, share)
+            else:
+                self._check_moved(before, share, facts)
+        if not facts.applied and before.rates != _rates(shares):
+            raise InvariantError(
+                f"a skipped step changed the learning rates from {before.rates} to {_rates(shares)}. "
+                "Register the scheduler with amp.on_applied(scheduler.step)."
+            )
+        refuse_differing(self._report())
+        self._check_finite(shares)
+
+    def _check_divisor(self, before: Before, facts: Facts) -> None:
+        raw = before.raw_norm
+        if raw is None or facts.gradients_bad:
+            return
+        expected = raw / facts.scale
+        if abs(facts.grad_norm - expected) > _NORM_ERROR * expected:
+            raise InvariantError(
+                f"the true gradients have norm {facts.grad_norm:.6g}, and the scaled ones {raw:.6g} at loss scale "
+                f"{facts.scale:g}, which makes {expected:.6g}: they were divided by something else than what the loss was "
+                "multiplied by. Something changed the gradients or the scale inside step()."
+            )
+
+    def _check_moved(self, before: Before, share: Share, facts: Facts) -> None:
+        rates = [float(group["lr"]) for group in share.optimizer.param_groups if "lr" in group]
+        if facts.grad_norm == 0 or (rates and max(rates) == 0):
+            return
+        still = [p for p in share.params if int(checksum(local(p))) == before.weights[p]]
+        changed_state = any(
+            before.state.get(key) != total for key, total in _state_sums([share], beside_weights=True).items()
+        )
+        if len(still) == len(share.params) and not changed_state:
+            raise InvariantError(
+                f"a step with gradient norm {facts.grad_norm:.6g} changed none of the {len(share.params)} parameters of "
+                f"{type(share.optimizer).__name__}: every update was smaller than the spacing of its weight, or the "
+                "optimizer does not step them. Raise the learning rate, or keep masters."
+            )
+        self._note_lost(before, share)
+
+    def _note_lost(self, before: Before, share: Share) -> None:
+        lost = total = 0
+        worst: list[str] = []
+        for p in share.params:
+            if p not in before.samples:
+                continue
+            old, wanted = before.samples[p]
+            kept = int(((_sample(_master(share.optimizer, p)) == old) & wanted).sum())
+            count = int(wanted.sum())
+            lost, total = lost + kept, total + count
+            if count and kept > LOST_LIMIT * count:
+                worst.append(self._names.get(p, "a parameter"))
+        if total and lost > LOST_LIMIT * total:
+            _log.warning(
+                "%.0f%% of the updates looked at were smaller than the spacing of their weights and were lost (%s): "
+                "raise the learning rate, or keep masters",
+                100 * lost / total, first(worst),
+            )  # fmt: skip
+
+    def _check_untouched(self, before: Before, share: Share) -> None:
+        now = _state_sums([share])
+        changed = [self._name(p) for p in share.params if int(checksum(local(p))) != before.weights[p]]
+        changed += [
+            f"{self._name(p)}.{key}" for (p, key), total in now.items() if before.state.get((p, key), total) != total
+        ]
+        if changed:
+            raise InvariantError(
+                f"a skipped step changed {first(changed)}. {type(share.optimizer).__name__} does not leave everything as it "
+                "is when found_inf is set; take another optimizer, or mezzo.optim.MasterWeights around it."
+            )
+
+    @torch.no_grad()
+    def _check_finite(self, shares: Sequence[Share]) -> None:
+        bad = [name for p, name in self._names.items() if not bool(local(p).isfinite().all())]
+        for share in shares:
+            for (p, key), tensor in _state_tensors(share.optimizer).items():
+                if tensor.is_floating_point() and not bool(local(tensor).isfinite().all()):
+                    bad.append(f"{self._name(p)}.{key}")
+        bad += self._buffers()
+        if bad:
+            raise InvariantError(
+                f"after the step {first(bad)} hold inf or NaN. Load the last good checkpoint; "
+                "mezzo.diagnose.trace(model) names the op that makes the first one."
+            )
+
+    def _name(self, param: Tensor) -> str:
+        return self._names.get(param, "a parameter")
+
+
+def _norm(grads: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+
+
+def _rates(shares: Sequence[Share]) -> list[float]:
+    return [float(group.get("lr", 0.0)) for share in shares for group in share.optimizer.param_groups]
+
+
+def _master(optimizer: Optimizer, param: Tensor) -> Tensor:
+    return local(optimizer.master(param) if keeps_masters(optimizer) else param.detach())
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten()[:_SAMPLE]
+
+
+def _state_tensors(optimizer: Optimizer) -> dict[tuple[Tensor, str], Tensor]:
+    return {
+        (p, key): value
+        for p, entry in optimizer.state.items()
+        for key, value in entry.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _state_sums(shares: Sequence[Share], beside_weights: bool = False) -> dict[tuple[Tensor, str], int]:
+    """Return a checksum of each tensor in the optimizers' state, or of those only that lie beside weights."""
+    return {
+        (p, key): int(checksum(local(tensor)))
+        for share in shares
+        for (p, key), tensor in _state_tensors(share.optimizer).items()
+        if not beside_weights or key in KEPT.values()
+    }

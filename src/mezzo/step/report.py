@@ -1,0 +1,201 @@
+"""What was declared beside what is: dtypes of everything a run keeps, and its bytes per parameter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import InvariantError
+from ..formats import LOW_DTYPES, dtype_name
+from ..kernels.weights import KEPT
+from ..optim.master import MasterWeights
+from ..policy import Policy
+from .storage import storage_targets
+from .update import parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One kind of tensor.
+
+    Attributes:
+        what: "weights that feed low ops", "moments", ...
+        declared: dtype or mode that the policy gives it; "as loaded" where it gives none.
+        observed: dtype or mode, and how many tensors have it.
+        nbytes: that they hold together.
+        differing: names of tensors that are not what was declared.
+    """
+
+    what: str
+    declared: str
+    observed: tuple[tuple[str, int], ...]
+    nbytes: int = 0
+    differing: tuple[str, ...] = ()
+
+    @property
+    def is_as_declared(self) -> bool:
+        """Whether every tensor is what was declared."""
+        return not self.differing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a run keeps, row by row; readable when printed.
+
+    Attributes:
+        policy: its text.
+        rows: one for each kind of tensor there is.
+        num_parameters: elements of all parameters.
+        bytes_per_parameter: bytes of weights, gradients as they are or will be, moments and masters, by that number.
+    """
+
+    policy: str
+    rows: tuple[Row, ...]
+    num_parameters: int
+    bytes_per_parameter: float
+
+    @property
+    def differing(self) -> tuple[Row, ...]:
+        """The rows that are not as declared."""
+        return tuple(row for row in self.rows if not row.is_as_declared)
+
+    def __str__(self) -> str:
+        lines = [("", "declared", "observed", "bytes")]
+        for row in self.rows:
+            observed = ", ".join(f"{name} x{count}" for name, count in row.observed) or "none yet"
+            mark = "" if row.is_as_declared else f"  differs: {', '.join(row.differing[:3])}"
+            lines.append((row.what, row.declared, observed + mark, str(row.nbytes) if row.nbytes else ""))
+        widths = [max(len(line[column]) for line in lines) for column in range(3)]
+        table = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, [*widths, 0], strict=True)).rstrip()
+            for line in lines
+        ]
+        total = f"{self.bytes_per_parameter:.2f} bytes for each of {self.num_parameters} parameters"
+        return "\n".join([f"policy: {self.policy}", *table, total])
+
+
+Found = tuple[str, Tensor, torch.dtype | None]
+"""Name, tensor, and the dtype declared for it; None where the policy declares none."""
+
+
+def make_report(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    policy: Policy,
+    names: Mapping[Tensor, str],
+    buffers: Mapping[str, torch.dtype],
+) -> Report:
+    """Look at everything a run keeps.
+
+    Args:
+        model: prepared, without wrappers.
+        optimizers: of it.
+        policy: with its compute dtype decided.
+        names: of parameters.
+        buffers: the dtype that each floating buffer had when the model was prepared.
+
+    Syncs: no.
+    """
+    moments, kept = _state(optimizers, names)
+    rows = [
+        *_weight_rows(model, bool(optimizers), policy, names),
+        *_row("gradients", list(_gradients(optimizers, names, policy))),
+        *_row("moments", [(name, moment, policy.state) for name, moment in moments]),
+        *_master_row(optimizers, policy, kept),
+    ]
+    total, count = sum(row.nbytes for row in rows), sum(p.numel() for p in names)
+    floating = [(name, b, buffers.get(name)) for name, b in model.named_buffers() if b.is_floating_point()]
+    return Report(
+        policy=str(policy),
+        rows=(*rows, *_row("buffers", floating)),
+        num_parameters=count,
+        bytes_per_parameter=total / max(count, 1),
+    )
+
+
+def _weight_rows(model: nn.Module, is_trained: bool, policy: Policy, names: Mapping[Tensor, str]) -> list[Row]:
+    targets = storage_targets(model, policy, is_trained)
+    stored: list[Found] = []
+    others: list[Found] = []
+    frozen: list[Found] = []
+    for p, name in names.items():
+        if p in targets:
+            stored.append((name, p, targets[p]))
+        elif p.is_floating_point():
+            (others if p.requires_grad else frozen).append((name, p, torch.float32 if p.requires_grad else None))
+    what = "other weights" if stored else "weights"
+    return [*_row("weights of low ops", stored), *_row(what, others), *_row("frozen weights", frozen)]
+
+
+def _gradients(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], policy: Policy) -> Iterator[Found]:
+    """Yield gradients; where there is none yet, a stand-in without memory in the dtype autograd would give it."""
+    for p in {p: None for optimizer in optimizers for p in parameters(optimizer) if p.requires_grad}:
+        grad = torch.empty_like(p, dtype=p.grad_dtype or p.dtype, device="meta") if p.grad is None else p.grad
+        yield names[p], grad, policy.grads or p.dtype
+
+
+def _state(
+    optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
+) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
+    """Return the moments by name, and what lies beside weights."""
+    moments, kept = [], []
+    for optimizer in optimizers:
+        for p, entry in optimizer.state.items():
+            for key, value in entry.items():
+                if not isinstance(value, Tensor) or key in ("step", "rounding_step"):
+                    continue
+                if key in KEPT.values():
+                    kept.append(value)
+                elif value.is_floating_point():
+                    moments.append((f"{names.get(p, 'a parameter')}.{key}", value))
+    return moments, kept
+
+
+def _master_row(optimizers: Sequence[Optimizer], policy: Policy, kept: Sequence[Tensor]) -> list[Row]:
+    modes: Counter[str] = Counter()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            mode = optimizer.masters.mode if isinstance(optimizer, MasterWeights) else group.get("master", "none")
+            modes[mode] += sum(p.requires_grad and p.dtype in LOW_DTYPES for p in group["params"])
+    observed = tuple((mode, count) for mode, count in modes.items() if count)
+    if not observed and policy.master == "none":
+        return []
+    differing = tuple(f"master={mode}" for mode, _ in observed if mode != policy.master)
+    nbytes = sum(tensor.nbytes for tensor in kept)
+    return [Row(what="masters", declared=policy.master, observed=observed, nbytes=nbytes, differing=differing)]
+
+
+def _row(what: str, found: Sequence[Found]) -> list[Row]:
+    if not found:
+        return []
+    declared = sorted({dtype_name(dtype) for _, _, dtype in found if dtype is not None})
+    row = Row(
+        what=what,
+        declared=" or ".join(declared) or "as loaded",
+        observed=tuple(Counter(dtype_name(tensor.dtype) for _, tensor, _ in found).items()),
+        nbytes=sum(tensor.nbytes for _, tensor, _ in found),
+        differing=tuple(name for name, tensor, dtype in found if dtype is not None and tensor.dtype is not dtype),
+    )
+    return [row]
+
+
+def refuse_differing(report: Report) -> None:
+    """Refuse a run in which something is not what was declared.
+
+    Raises:
+        InvariantError: names each kind and the first tensors.
+    """
+    if report.differing:
+        what = "; ".join(
+            f"{row.what} are declared {row.declared}, and {len(row.differing)} are not ({', '.join(row.differing[:3])})"
+            for row in report.differing
+        )
+        raise InvariantError(
+            f"what is stored is not what the policy declares: {what}. Prepare the model after it was loaded and cast, "
+            "or declare what is there; print(amp.report()) shows all of it."
+        )
