@@ -38,6 +38,9 @@ class Counting(Workload):
     def points(self) -> tuple[Point, ...]:
         return tuple(Point(label=label, workload=dataclasses.replace(self, label=label)) for label in "ab")
 
+    def load(self) -> None:
+        self.log.append(f"load {self.label}")
+
     def build(self, variant: Variant, setting: Setting) -> Session:
         self.log.append(f"build {self.label} in {variant.name}")
         held = Held()
@@ -79,10 +82,10 @@ def test_a_point_is_built_and_warmed_up_once_and_dropped_for_the_next() -> None:
     worker = VariantWorker(PLAN, Counting(), "fp32")
     worker.sample("a")
     worker.sample("a")
-    assert Counting.log == ["build a in fp32", "warm up a", "run a", "run a"]
+    assert Counting.log == ["load a", "build a in fp32", "warm up a", "run a", "run a"]
     assert Counting.held[0]() is not None
     worker.sample("b")
-    assert Counting.log[4:] == ["build b in fp32", "warm up b", "run b"]
+    assert Counting.log[5:] == ["load b", "build b in fp32", "warm up b", "run b"]
     assert Counting.held[0]() is None
 
 
@@ -91,7 +94,7 @@ def test_what_fills_memory_is_dropped_after_each_sample() -> None:
     worker.sample("a")
     assert Counting.held[0]() is None
     worker.sample("a")
-    assert Counting.log == ["build a in fp32", "warm up a", "run a"] * 2
+    assert Counting.log == ["load a", "build a in fp32", "warm up a", "run a"] * 2
 
 
 def test_a_sample() -> None:
@@ -100,7 +103,7 @@ def test_a_sample() -> None:
     assert 0 < first["seconds"] < 42.0
     assert own["seconds"] == 42.0
     assert {name: first[name] for name in ("loss", "units", "data_bytes", "measures")} == {
-        "loss": 0.5, "units": 3, "data_bytes": 7, "measures": {"runs": 3.0},
+        "loss": 0.5, "units": 3, "data_bytes": 7, "measures": {"runs": 4.0},
     }  # fmt: skip
     assert json.loads(json.dumps(first)) == first
 

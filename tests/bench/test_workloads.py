@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from mezzo.bench import text
 from mezzo.bench.inference import DecoderLayer, Inference
 from mezzo.bench.lora import Lora, LoraLinear
 from mezzo.bench.overhead import Overhead
@@ -143,6 +144,14 @@ def test_batches_are_the_reviews(corpus: Corpus) -> None:
         assert torch.equal(mask.bool(), ids != 0)
         assert int(ids.max()) < size.vocabulary
         assert bool((mask.diff(dim=1) <= 0).all())
+
+
+def test_the_reviews_are_read_before_memory_is_watched() -> None:
+    text._encoded_reviews.cache_clear()
+    SMALL["text"].load()
+    loss(SMALL["text"], VARIANTS["fp32"])
+    found = text._encoded_reviews.cache_info()
+    assert (found.misses, found.hits) == (1, 1)
 
 
 def test_a_whole_training(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Reviews(Workload):
 
     unit: ClassVar[str] = "run"
     talks: ClassVar[bool] = True
-    imports: ClassVar[tuple[str, ...]] = (*IMPORTS, "tokenizers", "sklearn.metrics", "matplotlib.figure")
+    imports: ClassVar[tuple[str, ...]] = (*IMPORTS, "snownlp", "tokenizers", "sklearn.metrics", "matplotlib.figure")
     tests: ClassVar[tuple[str, ...]] = ("tests/train",)
 
     data: str = REVIEWS

@@ -72,7 +72,7 @@ def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
         in_seconds(measurement.median / measurement.units),
         _times(result.ratio(measurement, "fp32")),
         _times(result.ratio(measurement, amp_baseline(result) + compiled)),
-        MISSING if share is None else f"{share:.0%}",
+        MISSING if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}",
         in_bytes(measurement.peak_bytes),
         _times(measurement.peak_bytes / fp32.peak_bytes if fp32 and fp32.peak_bytes > 0 else None),
         f"{measurement.loss:.6g}",

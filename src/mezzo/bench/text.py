@@ -116,6 +116,10 @@ class Text(Workload):
             dropout=self.dropout,
         )  # fmt: skip
 
+    def load(self) -> None:
+        """Read and tokenize the reviews."""
+        _encoded_reviews(self.vocabulary, self.tokens, self.batch_size * self.num_batches)
+
     def build(self, variant: Variant, setting: Setting) -> Session:
         """Return a seeded fine-tuning of one variant. Writes: torch's random state."""
         batches = review_batches(self.size, self.batch_size, self.tokens, self.num_batches, setting.device)

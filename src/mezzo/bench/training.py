@@ -139,10 +139,15 @@ def training_step(
     return _scaled(model, optimizer, loss_of, region, scaler, training.max_norm)
 
 
+def _stored(setting: Setting) -> Policy:
+    """Return the policy that stores weights in the 16-bit dtype: nothing is left to cast at every use."""
+    return Policy.parse(f"{dtype_name(setting.dtype)}-master")
+
+
 def _prepared(
     variant: Variant, setting: Setting, model: nn.Module, loss_of: LossOf[Batch], training: Training
 ) -> StepOf[Batch]:
-    policy = Policy.parse(f"{dtype_name(setting.dtype)}-master")
+    policy = _stored(setting)
     amp = prepare(model, training.make_optimizer(model, policy), policy, cache=training.cache)
     if variant.compiled:
         model.compile()
@@ -221,7 +226,7 @@ def forward(variant: Variant, setting: Setting, model: nn.Module) -> Callable[..
     if variant.pure:
         model.to(setting.dtype)
     if variant.prepared:
-        prepare(model, None, dtype_name(setting.dtype), cache="persistent")
+        prepare(model, None, _stored(setting))
     if variant.compiled:
         model.compile()
     region = region_of(variant, setting)

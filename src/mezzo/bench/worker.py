@@ -74,8 +74,10 @@ class VariantWorker:
 
     def _build(self, label: str) -> None:
         self._drop()
+        workload = self._points[label].workload
+        workload.load()
         self._memory = PeakMemory(self._setting.device)
-        self._session = self._points[label].workload.build(self._variant, self._setting)
+        self._session = workload.build(self._variant, self._setting)
         self._rounds = seconds_of_rounds(self._session, self._setting.device)
         self._label = label
 

@@ -138,6 +138,10 @@ class Workload(abc.ABC):
     def points(self) -> tuple[Point, ...]:
         """Return the sizes at which this workload is measured."""
 
+    def load(self) -> None:
+        """Read the data that every variant shares, before the memory of a variant is watched; most have none."""
+        return
+
     @abc.abstractmethod
     def build(self, variant: Variant, setting: Setting) -> Session:
         """Return one variant of this workload at this size, seeded. Writes: torch's random state."""
