@@ -18,6 +18,7 @@ from mezzo.kernels.adamw import cpu as adamw_cpu
 from mezzo.kernels.adamw import reference as adamw_reference
 from mezzo.kernels.gradients import ScaledGradients
 from mezzo.kernels.gradients import cpu as gradients_cpu
+from mezzo.kernels.gradients import foreach as gradients_foreach
 from mezzo.kernels.gradients import reference as gradients_reference
 from mezzo.kernels.native import build
 from mezzo.kernels.sgd import SGDRule, sgd_scalars
@@ -182,6 +183,15 @@ def test_norms_equal_the_reference(dtype: torch.dtype, threads: int) -> None:
     torch.testing.assert_close(got, exact, rtol=relative(torch.float32, 1 << 10), atol=0.0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_torchs_multi_tensor_norms_equal_the_reference(dtype: torch.dtype) -> None:
+    grads = [torch.randn(size).to(dtype) for size in (0, 1, 63, 5000)] + [torch.tensor([1.0, math.inf]).to(dtype)]
+    want = gradients_reference.tensor_norms(grads)
+    torch.testing.assert_close(
+        gradients_foreach.tensor_norms(grads), want, rtol=relative(torch.float32, 5000), atol=0.0
+    )
+
+
 def test_threads_do_not_change_a_bit() -> None:
     rule, step = AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8), torch.tensor(3.0)
     runs = []
@@ -233,7 +243,8 @@ def test_without_a_compiler_the_reference_runs_and_says_why(monkeypatch: pytest.
     try:
         cpu = torch.device("cpu")
         assert registry.why("adamw", cpu, torch.bfloat16) == (
-            "adamw on cpu bf16: reference, not cpu: no C++ compiler (g++, clang++, or the one that CXX names)"
+            "adamw on cpu bf16: reference, not cpu: no C++ compiler (g++, clang++, or the one that CXX names); "
+            "not triton: it is for CUDA"
         )
         assert registry.kernel("adamw", cpu, torch.bfloat16) is adamw_reference
         with pytest.raises(ConfigError) as refused:
@@ -261,8 +272,8 @@ def test_what_does_not_compile_is_reported(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("device", "dtype", "why"), [
     ("cpu", torch.float32, "adamw on cpu fp32: cpu, the fastest that can run here"),
-    ("cpu", torch.float64, "adamw on cpu fp64: reference, not cpu: it does not compute in fp64"),
-    ("meta", torch.bfloat16, "adamw on meta bf16: reference, not cpu: it is for the CPU"),
+    ("cpu", torch.float64, "adamw on cpu fp64: reference, not cpu: it does not compute in fp64; not triton: it does not compute in fp64"),
+    ("meta", torch.bfloat16, "adamw on meta bf16: reference, not cpu: it is for CPU; not triton: it is for CUDA"),
 ])  # fmt: skip
 def test_the_choice_is_explained(device: str, dtype: torch.dtype, why: str) -> None:
     assert registry.why("adamw", torch.device(device), dtype) == why

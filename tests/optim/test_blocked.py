@@ -40,7 +40,8 @@ def poisoned(grads: list[Tensor], step: int) -> list[Tensor]:
 def test_200_blocked_steps_leave_every_bit(
     optimizer: Any, options: dict[str, Any], dtype: torch.dtype, found: Tensor
 ) -> None:
-    rounds = 200 if found.shape == () and found.item() == 1 else 3
+    long = found.shape == () and found.item() == 1 and options["state_dtype"] is torch.float32
+    rounds = 200 if long else 3
     got, want = (optimizer(parameters(dtype), **options) for _ in range(2))
     stream = list(gradients(parameters(dtype), 4, torch.bfloat16))
     for step, grads in enumerate(stream):

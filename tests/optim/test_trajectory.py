@@ -13,7 +13,7 @@ from tests.tolerance import relative
 
 from mezzo.optim import SGD, AdamW
 
-STEPS = 24
+STEPS = 16
 ADAMW: list[dict[str, Any]] = [
     {},
     {"lr": 0.03, "weight_decay": 0.3, "eps": 1e-3},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +18,14 @@ from ..errors import ConfigError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name
 from .native.build import NativeBuildError, library
 
-Backend = Literal["auto", "reference", "cpu"]
+Backend = Literal["auto", "reference", "cpu", "foreach", "triton"]
 """auto picks the fastest that can run here; any other name is that one or an error."""
 
 # Fastest first; the reference runs everywhere and ends every list.
 _ORDER: dict[str, tuple[str, ...]] = {
-    "gradients": ("cpu", "reference"),
-    "adamw": ("cpu", "reference"),
-    "sgd": ("cpu", "reference"),
+    "gradients": ("cpu", "foreach", "reference"),
+    "adamw": ("cpu", "triton", "reference"),
+    "sgd": ("cpu", "triton", "reference"),
 }
 _log = logging.getLogger("mezzo.kernels")
 
@@ -33,7 +35,7 @@ class Choice:
     """The implementation that runs, and what decided.
 
     Attributes:
-        backend: "reference" or "cpu".
+        backend: "reference", "cpu", "foreach" or "triton".
         reason: one clause for a report.
     """
 
@@ -43,11 +45,24 @@ class Choice:
 
 def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -> str:
     """Say why a backend cannot run an op here; empty if it can."""
+    if backend not in _ORDER[op]:
+        return f"{op} has no {backend} implementation"
+    if backend == "reference":
+        return ""
+    if dtype not in (torch.float32, *LOW_DTYPES):
+        return f"it does not compute in {dtype_name(dtype)}"
+    place = "cpu" if backend == "cpu" else "cuda"
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != place and not interpreted:
+        return f"it is for {place.upper()}"
+    return _missing(backend, op)
+
+
+def _missing(backend: str, op: str) -> str:
+    """Say what a backend lacks on this machine; empty if nothing."""
+    if backend == "triton":
+        return "" if importlib.util.find_spec("triton") else "triton is not installed"
     if backend == "cpu":
-        if device.type != "cpu":
-            return "it is for the CPU"
-        if dtype not in (torch.float32, *LOW_DTYPES):
-            return f"it does not compute in {dtype_name(dtype)}"
         try:
             library(Path(__file__).parent / op / "cpu.cpp")
         except NativeBuildError as error:
@@ -102,7 +117,7 @@ def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "a
     """Return one line that names the implementation and what decided; arguments and errors are those of `choose`.
 
     >>> why("gradients", torch.device("meta"), torch.bfloat16)
-    'gradients on meta bf16: reference, not cpu: it is for the CPU'
+    'gradients on meta bf16: reference, not cpu: it is for CPU; not foreach: it is for CUDA'
     """
     choice = choose(op, device, dtype, backend)
     return f"{op} on {device.type} {dtype_name(dtype)}: {choice.backend}, {choice.reason}"

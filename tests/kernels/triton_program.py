@@ -1,0 +1,111 @@
+"""The Triton kernels under Triton's interpreter against the reference; run by test_triton_kernels.py in a process.
+
+The interpreter computes IEEE operations, fused ones too. So does torch, but for its unfused square root, which is given
+the nearest value here; then the two are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from tests.kernels.test_cpu_kernels import HOW, STORED, copy, grads_of, same, weights_of
+from torch import Tensor
+
+from mezzo.kernels import registry
+from mezzo.kernels.adamw import AdamWRule, Moments, adamw_scalars
+from mezzo.kernels.adamw import reference as adamw_reference
+from mezzo.kernels.gradients import ScaledGradients
+from mezzo.kernels.sgd import SGDRule, sgd_scalars
+from mezzo.kernels.sgd import reference as sgd_reference
+
+LENGTH = 1100
+"""Two programs for the longer tensors, the second with a tail."""
+
+
+def trim(item: Any) -> Any:
+    """Return the first elements of every tensor, and of the special values every 61st."""
+    if isinstance(item, Tensor):
+        return (
+            (item[::61] if item.numel() == 1 << 16 else item[:LENGTH]).clone()
+            if item.dim() == 1 and item.numel() > 1
+            else item
+        )
+    if isinstance(item, list):
+        return [trim(one) for one in item]
+    if hasattr(item, "__dataclass_fields__"):
+        return type(item)(**{name: trim(getattr(item, name)) for name in item.__dataclass_fields__})
+    return item
+
+
+def rounded_alone(root: Any) -> Any:
+    return lambda x: root(x.double()).to(x.dtype)
+
+
+def check(step_: Any, reference_: Any, weights: Any, grads: ScaledGradients, means: Any, rest: tuple[Any, ...]) -> None:
+    one, other = (copy(weights), copy(means)), (copy(weights), copy(means))
+    blocked = ScaledGradients(values=grads.values, found_inf=torch.ones(()))
+    step_(other[0], blocked, other[1], *rest)
+    assert_same(other, (weights, means))
+    reference_(one[0], grads, one[1], *rest)
+    step_(other[0], grads, other[1], *rest)
+    assert_same(other, one)
+
+
+def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
+    for a, b in zip(got, want, strict=True):
+        names = a.__dataclass_fields__ if hasattr(a, "__dataclass_fields__") else [None]
+        for name in names:
+            x, y = (a, b) if name is None else (getattr(a, name), getattr(b, name))
+            if x and isinstance(x[0], Tensor):
+                assert same(list(x), list(y)), name
+
+
+def main(every: bool) -> None:
+    from mezzo.kernels.adamw import triton as adamw
+    from mezzo.kernels.sgd import triton as sgd
+
+    np.seterr(all="ignore")
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    assert registry.choose("adamw", cpu, torch.bfloat16, "triton").backend == "triton"
+    Tensor.sqrt = rounded_alone(Tensor.sqrt)  # type: ignore[method-assign]  # a process of its own
+    adamw_rules = (
+        AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8),
+        AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True),
+    )
+    sgd_rules = (
+        SGDRule(weight_decay=0.0, momentum=0.9),
+        SGDRule(weight_decay=0.1, momentum=0.9, nesterov=True),
+        SGDRule(weight_decay=0.1, momentum=0.0),
+    )
+    turns = itertools.cycle(sgd_rules)
+    for number, (mode, dtype) in enumerate(STORED):
+        for way, state in enumerate((torch.float32, torch.bfloat16)):
+            if not every and way != number % 2:
+                continue
+            weights = trim(weights_of(mode, dtype))
+            if way:  # parts of larger tensors take the noise of the whole
+                weights = replace(weights, firsts=[1000 * place for place in range(len(weights.values))])
+            grads = trim(grads_of(torch.float32 if way else dtype, **HOW[way]))
+            step = torch.tensor(7.0)
+            made = [torch.randn(x.shape).to(state) for x in weights.values]
+            positive = [torch.rand(x.shape).to(state) for x in weights.values]
+            moments = Moments(
+                means=made, squares=positive, peaks=[x / 2 for x in positive] if way else [], seeds=weights.seeds
+            )
+            rule = adamw_rules[way]
+            rest = (rule, adamw_scalars(step, rule, 0.01, 0.1), step)
+            check(adamw.step_, adamw_reference.step_, weights, grads, moments, rest)
+            turn = next(turns)
+            sums = made if turn.momentum else []
+            check(sgd.step_, sgd_reference.step_, weights, grads, sums, (turn, sgd_scalars(step, turn, 0.1, 0.2), step))
+        print("equal", mode, dtype, flush=True)
+
+
+if __name__ == "__main__":
+    main("every" in sys.argv)
