@@ -8,9 +8,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import DistributedError
 from ..formats import LOW_DTYPES
+
+_summed_apart = WeakTensorKeyDictionary()
+
+
+def is_summed_apart(param: Tensor) -> bool:
+    """Whether micro-batches of a parameter are summed in fp32 beside its gradient, which is 16 bit."""
+    return param in _summed_apart
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +53,7 @@ class Accumulator:
         for p in params:
             if p.requires_grad and p.dtype in LOW_DTYPES:
                 p.grad_dtype = p.dtype
+                _summed_apart[p] = True
                 p.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]  # torch's own
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..dist.accumulate import is_summed_apart
 from ..errors import InvariantError
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels.weights import KEPT
@@ -136,7 +137,7 @@ def _gradients(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], pol
     """Yield gradients; where there is none yet, a stand-in without memory in the dtype autograd would give it."""
     for p in {p: None for optimizer in optimizers for p in parameters(optimizer) if p.requires_grad}:
         grad = torch.empty_like(p, dtype=p.grad_dtype or p.dtype, device="meta") if p.grad is None else p.grad
-        yield names[p], grad, policy.grads or p.dtype
+        yield names[p], grad, p.dtype if policy.grads is None or is_summed_apart(p) else policy.grads
 
 
 def _state(

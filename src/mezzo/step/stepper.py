@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..dist.agree import Agreement
 from ..errors import StepError
 from ..policy import Policy
 from . import checkpoint
@@ -197,6 +198,18 @@ class Stepper:
         Syncs: no.
         """
         self._engine.gradients.zero(set_to_none)
+
+    @property
+    def agree(self) -> Agreement | None:
+        """What makes decisions equal on all ranks, found by itself for DistributedDataParallel and `fully_shard`.
+
+        None on one rank. Assign a `mezzo.dist.Agreement` for ranks that nothing wraps, or to choose group and timeout.
+        """
+        return self._engine.agree
+
+    @agree.setter
+    def agree(self, agree: Agreement | None) -> None:
+        self._engine.agree = agree
 
     def counters(self) -> Counters:
         """Return how many steps were seen, applied and skipped. Syncs: with the last step."""
