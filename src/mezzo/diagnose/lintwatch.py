@@ -114,7 +114,7 @@ class LintWatch:
     def _accumulator(self, call: Call, site: Site, low: Tensor) -> None:
         is_sum = call.facts.kernel in ("aten.add_", "aten.sub_") and low.dim() == 0
         if is_sum and not site.root:
-            self.add("half-accumulator", site, low.dtype, "a running sum", float(low), call.facts.kernel)
+            self.add("half-accumulator", site, low.dtype, "a running sum", float(low.detach()), call.facts.kernel)
 
     def softmax(self, site: Site, dtype: torch.dtype, rows: int, kernel: str) -> None:
         """Note rows of a softmax with nothing left in them."""

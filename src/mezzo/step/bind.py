@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casting import autocast
+from ..casting.frame import bind_frame
 from ..errors import PolicyError
 from ..policy import Policy
 from ..policy.parts import CacheName
@@ -102,6 +103,17 @@ class _Here(threading.local):
 
     binding: Binding | None = None
     traced: bool = False
+    outside: bool = False
+
+
+class _Outside:
+    """What a checkpoint recomputes was called from outside the model, and is so again."""
+
+    def __enter__(self) -> None:
+        self._before, _here.outside = _here.outside, True
+
+    def __exit__(self, *_: object) -> None:
+        _here.outside = self._before
 
 
 _here = _Here()
@@ -116,7 +128,7 @@ def _is_recompute() -> bool:
 
     torch's checkpoint enters that state, which shows in the nesting of autocast; a module called in a hook does not.
     """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    if torch.compiler.is_compiling() or _here.outside or torch._C._current_graph_task_id() == -1:
         return False
     torch.autocast_increment_nesting()
     return bool(torch.autocast_decrement_nesting() > 0)
@@ -140,9 +152,12 @@ def _enter(
         binding.follow(module)
         if bound.is_root and binding.before_forward is not None:
             binding.before_forward()
-    if bound.around in FP32_RULES and bound.own is None and not _is_recompute():
+    resumes = not bound.is_root and _is_recompute()
+    if is_eager and not resumes and torch.is_grad_enabled():
+        bind_frame(_Outside)
+    if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
-    region = binding.resumed() if _is_recompute() else binding.region(bound.around, traced)
+    region = binding.resumed() if resumes else binding.region(bound.around, traced)
     _here.binding, _here.traced = binding, traced
     try:
         with region:
