@@ -20,8 +20,9 @@ def parameters(dtype: torch.dtype, seed: int = 1) -> list[torch.nn.Parameter]:
     values = [torch.randn(shape, generator=generator) * 0.5 for shape in SHAPES]
     values[-1] = values[-1].to(memory_format=torch.channels_last)
     values.append(torch.randn(9, 6, generator=generator).t())
-    values.append(torch.randn(9, 6, generator=generator)[::2, ::3])
-    return [torch.nn.Parameter(value.to(torch.bfloat16).to(dtype)) for value in values]
+    whole = torch.randn(9, 6, generator=generator)
+    stored = [value.to(torch.bfloat16).to(dtype) for value in [*values, whole]]
+    return [torch.nn.Parameter(value) for value in [*stored[:-1], stored[-1][::2, ::3]]]
 
 
 def gradients(

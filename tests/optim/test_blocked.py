@@ -35,14 +35,18 @@ def poisoned(grads: list[Tensor], step: int) -> list[Tensor]:
     return [torch.full_like(grad, bad) if place == step % len(grads) else grad for place, grad in enumerate(grads)]
 
 
-@pytest.mark.parametrize("found", [torch.ones(()), torch.ones(1), torch.tensor(3.0)], ids=["0-d", "1-d", "three"])
+@pytest.mark.parametrize(
+    ("found", "backend"),
+    [(torch.ones(()), "auto"), (torch.ones(1), "reference"), (torch.tensor(3.0), "reference")],
+    ids=["0-d", "1-d", "three"],
+)
 @pytest.mark.parametrize(("optimizer", "options", "dtype"), KINDS, ids=kind_id)
 def test_200_blocked_steps_leave_every_bit(
-    optimizer: Any, options: dict[str, Any], dtype: torch.dtype, found: Tensor
+    optimizer: Any, options: dict[str, Any], dtype: torch.dtype, found: Tensor, backend: str
 ) -> None:
     long = found.shape == () and found.item() == 1 and options["state_dtype"] is torch.float32
     rounds = 200 if long else 3
-    got, want = (optimizer(parameters(dtype), **options) for _ in range(2))
+    got, want = (optimizer(parameters(dtype), backend=backend, **options) for _ in range(2))
     stream = list(gradients(parameters(dtype), 4, torch.bfloat16))
     for step, grads in enumerate(stream):
         got.found_inf = found

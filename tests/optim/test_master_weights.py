@@ -49,7 +49,9 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def test_fp32_masters_equal_the_same_optimizer_on_fp32_weights(
     kind: Any, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    got, want = wrapped(kind, options, dtype, "fp32"), kind(parameters(torch.float32), **options)
+    # in rows for torch alone: its fused kernels go wrong where a gradient lies otherwise in memory than its weight
+    rows = [torch.nn.Parameter(p.detach().contiguous()) for p in parameters(torch.float32)]
+    got, want = wrapped(kind, options, dtype, "fp32"), kind(rows, **options)
     for grads in gradients(params_of(got), 12, dtype):
         feed(got, grads)
         feed(want, grads)

@@ -329,5 +329,8 @@ class MasterWeights(torch.optim.Optimizer):
             grads = ScaledGradients(values=[p.grad], inv_scale=inv_scale, clip_coef=clip_coef)
             if target is p:
                 raw[p] = p.grad
-            target.grad = grads.read(0, target.dtype)
+            grad = grads.read(0, target.dtype)
+            # torch's fused kernels walk memory and take for granted that a gradient lies as its weight does
+            other_way = target is not p and grad.layout is torch.strided and grad.stride() != target.stride()
+            target.grad = torch.empty_like(target).copy_(grad) if other_way else grad
         return raw
