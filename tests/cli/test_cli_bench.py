@@ -10,7 +10,8 @@ import torch
 
 from mezzo.bench import load
 from mezzo.bench.recipe import Recipe
-from mezzo.bench.workload import WORKLOADS
+from mezzo.bench.workload import WORKLOADS, find_workload
+from mezzo.cli import bench as cli_bench
 from mezzo.cli import main
 from mezzo.cli.bench import parse
 
@@ -38,6 +39,23 @@ def test_table_json_and_picture(
     out = capsys.readouterr().out
     assert out == data.read_text() == next((tmp_path / "again").glob("*.json")).read_text()
     assert json.loads(out)["plan"]["variants"] == ["fp32", "torch-amp"]
+
+
+def test_each_test_path_runs_once_for_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("mezzo.cli.bench.run_tests", lambda paths: ran.extend(paths) or "1 passed")
+    cli_bench._tested.cache_clear()
+    said = [cli_bench.tests_of(find_workload(name).for_device(torch.device("cpu"))) for name in WORKLOADS]
+    cli_bench._tested.cache_clear()
+    assert sorted(ran) == sorted({path for name in WORKLOADS for path in find_workload(name).tests})
+    assert said[0].split("; ") == [f"{path} 1 passed" for path in Recipe.tests]
+
+
+def test_red_tests_stop_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Recipe, "tests", ("tests/no_such_test.py",))
+    monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: pytest.fail("timed on red"))
+    assert main(["bench", "recipe", "--device", "cpu"]) == 2
+    assert "the tests of what would be timed do not pass" in capsys.readouterr().err
 
 
 def test_every_number_is_an_option() -> None:

@@ -14,7 +14,7 @@ from .bert import IMPORTS, BertLogits, BertSize, random_tokens
 from .floor import Phase
 from .training import forward
 from .variant import Variant, those_that_run
-from .workload import Point, Session, Setting, Workload
+from .workload import REGION_TESTS, Point, Session, Setting, Workload
 
 WARM_UP_FORWARDS = 3
 MODELS = ("decoder", "bert")
@@ -67,7 +67,7 @@ class Inference(Workload):
 
     unit: ClassVar[str] = "forward"
     imports: ClassVar[tuple[str, ...]] = IMPORTS
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting",)
+    tests: ClassVar[tuple[str, ...]] = (*REGION_TESTS, "tests/step/test_bind.py")
 
     models: tuple[str, ...] = MODELS
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)

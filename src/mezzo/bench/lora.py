@@ -13,7 +13,7 @@ from .floor import Phase
 from .recipe import Batch, mean_squared_error
 from .training import Training, training_step
 from .variant import Variant, those_that_run
-from .workload import Point, Session, Setting, Workload
+from .workload import TRAINING_TESTS, Point, Session, Setting, Workload
 
 WARM_UP_STEPS = 3
 
@@ -54,7 +54,7 @@ class Lora(Workload):
         lr: learning rate of AdamW.
     """
 
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
 
     width: int = 4096
     layers: int = 4

@@ -13,7 +13,7 @@ from .bert import IMPORTS, BertLogits, BertSize, classification_loss, random_tok
 from .floor import Phase
 from .training import Training, forward, training_step
 from .variant import Variant, those_that_run
-from .workload import Point, Session, Setting, Workload
+from .workload import TRAINING_TESTS, Point, Session, Setting, Workload
 
 WARM_UP_STEPS = 5
 MODES = ("train", "eval")
@@ -34,7 +34,7 @@ class Overhead(Workload):
     """
 
     imports: ClassVar[tuple[str, ...]] = IMPORTS
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
 
     layers: int = 12
     width: int = 64

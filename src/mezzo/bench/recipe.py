@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .floor import Phase
 from .training import Training, training_step
 from .variant import Variant, those_that_run
-from .workload import Point, Session, Setting, Workload
+from .workload import TRAINING_TESTS, Point, Session, Setting, Workload
 
 WARM_UP_STEPS = 3
 Batch = tuple[Tensor, Tensor]
@@ -48,7 +48,7 @@ class Recipe(Workload):
     Source: PyTorch Recipes, Automatic Mixed Precision, for the network and its numbers.
     """
 
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
 
     batch_size: int = 512
     in_size: int = 4096

@@ -35,7 +35,7 @@ class Reviews(Workload):
     unit: ClassVar[str] = "run"
     talks: ClassVar[bool] = True
     imports: ClassVar[tuple[str, ...]] = (*IMPORTS, "snownlp", "tokenizers", "sklearn.metrics", "matplotlib.figure")
-    tests: ClassVar[tuple[str, ...]] = ("tests/train",)
+    tests: ClassVar[tuple[str, ...]] = ("tests/train/test_loop.py", "tests/train/test_update.py")
 
     data: str = REVIEWS
     folder: str = "runs/reviews"

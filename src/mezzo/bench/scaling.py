@@ -11,7 +11,7 @@ import torch
 from .floor import Phase
 from .recipe import Recipe
 from .variant import Variant, those_that_run
-from .workload import Point, Session, Setting, Workload
+from .workload import TRAINING_TESTS, Point, Session, Setting, Workload
 
 SMALL_BATCH = 8
 
@@ -31,7 +31,7 @@ class Scaling(Workload):
         steps: steps in a round.
     """
 
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
 
     width: int = 2048
     batch: int = 512

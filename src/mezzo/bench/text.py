@@ -14,7 +14,7 @@ from .bert import IMPORTS, BertLogits, BertSize, classification_loss
 from .floor import Phase
 from .training import Training, training_step
 from .variant import Variant, those_that_run
-from .workload import Point, Session, Setting, Workload
+from .workload import TRAINING_TESTS, Point, Session, Setting, Workload
 
 WARM_UP_STEPS = 3
 BERT_HEAD = 64
@@ -72,7 +72,7 @@ class Text(Workload):
     """
 
     imports: ClassVar[tuple[str, ...]] = IMPORTS
-    tests: ClassVar[tuple[str, ...]] = ("tests/casting", "tests/scaling", "tests/step")
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
 
     layers: int = 12
     width: int = 768

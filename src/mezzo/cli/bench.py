@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -136,11 +137,25 @@ def save(result: Result, folder: Path) -> tuple[Path, Path]:
     return data, picture
 
 
+@functools.cache
+def _tested(path: str) -> str:
+    return f"{path} {run_tests([path])}"
+
+
+def tests_of(workload: Workload) -> str:
+    """Run the tests of what a workload times, each path once in a process's life, and return what they said.
+
+    Raises:
+        BenchError: a test failed.
+    """
+    return "; ".join(_tested(path) for path in workload.tests)
+
+
 def run_one(name: str, argv: Sequence[str]) -> Result:
     """Measure one workload as its command line says, save it and print it. Writes: files, standard output."""
     options, workload = parse(name, argv)
     plan = options.plan
-    tests = run_tests(workload.tests) if options.check else "not run: --no-check"
+    tests = tests_of(workload) if options.check else "not run: --no-check"
     result = measured(workload, plan, tests)
     data, picture = save(result, options.out)
     if options.json:
