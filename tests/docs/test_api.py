@@ -1,0 +1,60 @@
+"""docs/api.md lists every public name with the first line of its docstring; `python -m tests.docs.test_api` writes it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import mezzo
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+SPACES = ("mezzo", "mezzo.policy", "mezzo.casting", "mezzo.optim", "mezzo.step", "mezzo.diagnose", "mezzo.dist")
+
+
+def public(module: ModuleType) -> list[str]:
+    return sorted(
+        name
+        for name in dir(module)
+        if not name.startswith("_") and not isinstance(getattr(module, name), ModuleType) and name != "annotations"
+    )
+
+
+def first_line(value: object) -> str:
+    doc = inspect.getdoc(value) if inspect.isclass(value) or inspect.isfunction(value) else None
+    return (doc or f"a value of type {type(value).__name__}").splitlines()[0]
+
+
+def page() -> str:
+    lines = [
+        "# Public names",
+        "",
+        "Made from the docstrings by `python -m tests.docs.test_api`; a test holds it to them.",
+    ]
+    for space in SPACES:
+        module = importlib.import_module(space)
+        lines += ["", f"## {space}", "", *(f"- `{n}`: {first_line(getattr(module, n))}" for n in public(module))]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_every_public_callable_has_a_docstring() -> None:
+    for space in SPACES:
+        module = importlib.import_module(space)
+        for name in public(module):
+            value = getattr(module, name)
+            documented = inspect.isclass(value) or inspect.isfunction(value)
+            assert not documented or inspect.getdoc(value), f"{space}.{name}"
+
+
+def test_the_contract_holds_the_names_of_the_design() -> None:
+    names = "Policy autocast GradScaler custom_fwd custom_bwd prepare checkpoint_contexts optim diagnose".split()
+    assert [name for name in names if not hasattr(mezzo, name)] == []
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
