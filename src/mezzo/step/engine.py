@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dist.agree import Agreement
-from ..errors import NonFiniteStep
+from ..errors import MezzoError, NonFiniteStep
+from ..kernels.gradients import norm_and_finite
 from ..kernels.shards import is_spread, local
 from ..policy import Policy
 from ..scaling.state import LossScale, NoScaling
@@ -90,6 +91,27 @@ class Engine:
     def report(self) -> Report:
         """Return what is declared beside what is; see `Stepper.report`."""
         return make_report(innermost(self.model), self.optimizers, self.policy, self.names, self._buffer_dtypes)
+
+    def check_before_step(self) -> None:
+        """Stop the run as `check` does; the step in the making, which is not taken, then leaves no trace.
+
+        Writes: if it raises, gradients, and buffers that the forward of this step wrote.
+        """
+        try:
+            self.check()
+        except MezzoError:
+            if self.policy.guard.restore_buffers:
+                self.buffers.settle(True)
+            self.gradients.zero(set_to_none=True)
+            raise
+
+    def drop(self, set_to_none: bool) -> None:
+        """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""
+        was_pending = self.gradients.is_pending
+        self.gradients.zero(set_to_none)
+        if was_pending:
+            written = self.buffers.written() if self.policy.guard.restore_buffers else []
+            self.buffers.settle(norm_and_finite(written).found_nonfinite != 0 if written else False)
 
     def take(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there; see `Stepper.step`."""

@@ -164,7 +164,7 @@ class Stepper:
         Syncs: no, with mezzo.optim and torch's fused optimizers without hooks or `on_applied`; else once.
         """
         clip = Clip(max_norm=max_norm, value=clip_value)
-        self._engine.check()
+        self._engine.check_before_step()
         if closure is not None:
             return step_by_closure(self._engine, closure, optimizer, clip)
         if self.policy.guard.on_overflow == "retry":
@@ -192,12 +192,14 @@ class Stepper:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all optimizers and of the model, and with them the step in the making.
 
+        Buffers that its forward wrote stay as they are, unless they came out not finite.
+
         Args:
             set_to_none: as in torch; False writes zeros.
 
         Syncs: no.
         """
-        self._engine.gradients.zero(set_to_none)
+        self._engine.drop(set_to_none)
 
     @property
     def agree(self) -> Agreement | None:
