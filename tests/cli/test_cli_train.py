@@ -64,7 +64,7 @@ def test_it_trains_and_reports(data: Path, tmp_path: Path, capsys: pytest.Captur
     [
         (["--data", "nix.tsv"], "the data file nix.tsv does not exist"),
         (["--policy", "bf61"], "Did you mean 'bf16'"),
-        (["--policy", "bf16-master"], "stores weights in 16 bit"),
+        (["--policy", "bf16, *.nrom*=fp32"], "no module of the model has a name or class"),
         (["--resume"], "there is no checkpoint"),
         (["--batch-size", "0"], "batch_size=0 must be at least 1"),
         (["--label-column", "emotion"], "has no column 'emotion'"),

@@ -126,12 +126,12 @@ def test_what_is_no_checkpoint_is_refused(content: bytes | None, words: str, tmp
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"format": 99}, path)
-    with pytest.raises(CheckpointError, match="has checkpoint format 99; this version of mezzo reads format 1"):
+    with pytest.raises(CheckpointError, match="has checkpoint format 99; this version of mezzo reads format 2"):
         saving.load_checkpoint(path)
 
 
 def test_a_checkpoint_that_runs_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"format": 1, "evil": Path("x")}, tmp_path / "checkpoint.pt")
+    torch.save({"format": saving.FORMAT, "evil": Path("x")}, tmp_path / "checkpoint.pt")
     with pytest.raises(CheckpointError, match="is not a checkpoint that can be read"):
         saving.load_checkpoint(tmp_path / "checkpoint.pt")
 

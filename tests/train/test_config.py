@@ -64,16 +64,6 @@ def test_unknown_policy_is_refused_before_anything_starts() -> None:
         TrainConfig(policy="bf61")
 
 
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [("bf16-master", "stores weights in 16 bit"), ("fp16, *.norm*=fp32", r"has rules for modules \(\*\.norm\*\)")],
-)
-def test_a_policy_the_loop_cannot_carry_out_is_refused(policy: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        TrainConfig(policy=policy)
-    TrainConfig(policy="fp16, op:layer_norm=fp32")  # what the message says to write
-
-
 def test_the_learning_rate_depends_on_where_the_weights_come_from() -> None:
     assert TrainConfig().learning_rate == 1e-3
     assert TrainConfig(model="bert").learning_rate == 3e-5

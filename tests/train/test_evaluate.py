@@ -10,7 +10,7 @@ from tests.tolerance import relative
 from tests.train.small import tiny
 from tests.train.test_tokens import TEXTS
 
-from mezzo import autocast
+from mezzo import prepare
 from mezzo.train.evaluate import Encoded, evaluate, report
 from mezzo.train.model import build_model
 from mezzo.train.tokens import encode, train_tokenizer
@@ -25,10 +25,6 @@ def rows_and_model() -> tuple[Encoded, torch.nn.Module]:
     return rows, build_model(tiny(Path("x.tsv"), Path("out"), dropout=0.5), ("a", "b", "c"), tokenizer)
 
 
-def fp32() -> autocast:
-    return autocast("cpu", enabled=False)
-
-
 @pytest.mark.parametrize("batch_size", [7, 32])
 def test_batches_padding_and_order_do_not_matter(batch_size: int) -> None:
     rows, model = rows_and_model()
@@ -36,7 +32,7 @@ def test_batches_padding_and_order_do_not_matter(batch_size: int) -> None:
     with torch.no_grad():
         one_by_one = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in rows.tokens])
     model.float().train()
-    found = evaluate(model, rows, fp32, batch_size=batch_size, device=CPU)
+    found = evaluate(model, rows, batch_size=batch_size, device=CPU)
     margin = one_by_one.sort(-1).values.diff()[:, -1]
     terms = 32 * 24 * 8  # width, tokens, layers: more than any sum in this model has
     decided = margin > relative(torch.float32, terms) * one_by_one.abs().max()
@@ -52,18 +48,18 @@ def test_evaluating_leaves_no_trace() -> None:
     rows, model = rows_and_model()
     model.train()
     before = torch.get_rng_state()
-    first = evaluate(model, rows, fp32, batch_size=16, device=CPU)
+    first = evaluate(model, rows, batch_size=16, device=CPU)
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
-    assert evaluate(model, rows, fp32, batch_size=16, device=CPU) == first  # no dropout
+    assert evaluate(model, rows, batch_size=16, device=CPU) == first  # no dropout
 
 
-def test_the_forward_pass_runs_in_the_region() -> None:
+def test_a_prepared_model_is_evaluated_under_its_policy() -> None:
     rows, model = rows_and_model()
     seen = []
     model.bert.pooler.dense.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    evaluate(model, rows, lambda: autocast("cpu", torch.bfloat16), batch_size=400, device=CPU)
+    evaluate(prepare(model, policy="bf16").model, rows, batch_size=400, device=CPU)
     assert seen == [torch.bfloat16]
 
 

@@ -88,7 +88,7 @@ def test_the_best_model_is_tested_and_not_the_last(tmp_path: Path) -> None:
     rows = load_corpus(config).test
     best = AutoModelForSequenceClassification.from_pretrained(config.out / "best")
     last = copy.deepcopy(best)
-    last.load_state_dict(load_checkpoint(config.out / "checkpoint.pt")["model"])
+    last.load_state_dict(load_checkpoint(config.out / "checkpoint.pt")["step"]["model"])
     reports = []
     for model in (best, last):
         save_model(tmp_path / "one", model, AutoTokenizer.from_pretrained(config.out / "best"))

@@ -68,9 +68,10 @@ def kill_in_the_middle(config: TrainConfig, wanted: int) -> None:
 def assert_same_end(config: TrainConfig, undisturbed: TrainConfig) -> None:
     assert metrics(config.out) == metrics(undisturbed.out)
     one, other = (load_checkpoint(c.out / "checkpoint.pt") for c in (config, undisturbed))
-    assert one["model"].keys() == other["model"].keys()
-    assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
-    assert repr(one["updater"]) == repr(other["updater"])
+    assert one["step"]["model"].keys() == other["step"]["model"].keys()
+    assert all(torch.equal(tensor, other["step"]["model"][name]) for name, tensor in one["step"]["model"].items())
+    assert repr(one["step"]) == repr(other["step"])
+    assert one["schedule"] == other["schedule"]
     assert torch.equal(one["random"]["cpu"], other["random"]["cpu"])
     best = [(c.out / "best" / "model.safetensors").read_bytes() for c in (config, undisturbed)]
     assert best[0] == best[1]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from .config import TrainConfig
 from .hub import quiet
 
-FORMAT = 1
+FORMAT = 2
 """Rises when older checkpoints can no longer be read."""
 
 
@@ -139,7 +139,7 @@ def check_same_run(state: dict[str, Any], config: TrainConfig, labels: tuple[str
         )
 
 
-def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
+def save_model(folder: Path, model: nn.Module, tokenizer: Any, weights: dict[str, Tensor] | None = None) -> None:
     """Save a model and its tokenizer as the transformers library has it, each file whole or not at all.
 
     Files that are there already keep their content until the new ones are on the disk; the weights are one file and
@@ -149,6 +149,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
         folder: where `predict` and `from_pretrained` find it.
         model: a transformers model.
         tokenizer: a transformers tokenizer.
+        weights: a state dict to save in place of the model's own: the masters of 16-bit weights.
 
     Raises:
         CheckpointError: it could not be written; the model that was there still is.
@@ -162,7 +163,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             with quiet():
-                model.save_pretrained(aside, max_shard_size="1000TB")  # type: ignore[operator]  # transformers' own
+                model.save_pretrained(aside, state_dict=weights, max_shard_size="1000TB")  # type: ignore[operator]  # transformers' own
                 tokenizer.save_pretrained(aside)
             for file in aside.iterdir():
                 _sync(file)

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import ConfigError, did_you_mean
 from ..policy import Policy, as_policy
 
@@ -112,13 +110,7 @@ class TrainConfig:
         _check(self.hidden % self.heads == 0,
                f"hidden={self.hidden} is not a multiple of heads={self.heads}.")  # fmt: skip
         _check(not (self.resume and self.overwrite), "resume and overwrite contradict each other; write one of them.")
-        _check(self.chosen_policy.params is torch.float32,
-               f"policy={self.policy!r} stores weights in 16 bit, which the training loop cannot yet update; "
-               "write bf16 or fp16, which keep fp32 weights.")  # fmt: skip
-        rules = [rule.pattern for rule in self.chosen_policy.modules if rule.required]
-        _check(not rules,
-               f"policy={self.policy!r} has rules for modules ({', '.join(rules)}), which the training loop cannot yet bind; "
-               "write a rule for ops instead, such as op:layer_norm=fp32.")  # fmt: skip
+        as_policy(self.policy)
 
     @property
     def learning_rate(self) -> float:

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batches import Batch, by_length, collate
-
-Region = Callable[[], AbstractContextManager[object]]
-"""Makes the region in which a forward pass runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +64,12 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, rows: Encoded, region: Region, *, batch_size: int, device: torch.device) -> Evaluation:
+def evaluate(model: nn.Module, rows: Encoded, *, batch_size: int, device: torch.device) -> Evaluation:
     """Run a model over rows in evaluation mode; draws no random number.
 
     Args:
-        model: a transformers classifier, on `device`.
+        model: a transformers classifier, on `device`, prepared or not.
         rows: at least one.
-        region: in which the forward passes run.
         batch_size: rows at a time.
         device: of the model.
 
@@ -88,8 +83,7 @@ def evaluate(model: nn.Module, rows: Encoded, region: Region, *, batch_size: int
     logits_NC = None
     for places in by_length(rows.lengths, batch_size):
         batch = rows.batch(places).to(device)
-        with region():
-            logits_BC = logits_of(model, batch).cpu()
+        logits_BC = logits_of(model, batch).cpu()
         if logits_NC is None:
             logits_NC = torch.empty(len(rows.tokens), logits_BC.shape[1])
         logits_NC[torch.tensor(places)] = logits_BC

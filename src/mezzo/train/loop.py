@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..step import prepare
 from .checkpoint import check_same_run, load_checkpoint, write_json, writing
 from .config import TrainConfig
 from .curves import save_curves
@@ -140,9 +141,9 @@ def run(config: TrainConfig) -> TrainResult:
         _encoded(rows, corpus, tokenizer, config.max_length) for rows in (corpus.train, corpus.dev, corpus.test)
     )
     updates = config.epochs * updates_per_epoch(len(train.labels), config.batch_size)
-    updater = Updater(model, policy, config, updates=updates, device=device)
+    updater = Updater(model, policy, config, updates=updates)
     trainer = Trainer(
-        config, model, updater, tokenizer,
+        config, updater, tokenizer,
         train=train, dev=dev, folder=folder, device=device, identity=_identity(config, corpus, tokenizer),
     )  # fmt: skip
     _open_folder(config, folder)
@@ -150,8 +151,8 @@ def run(config: TrainConfig) -> TrainResult:
         trainer.load(state)
     with progress_bar(trainer.position.step, trainer.total) as progress:
         trainer.train(progress)
-    best = load_model(folder.best).to(device)
-    found = evaluate(best, test, updater.region, batch_size=config.batch_size, device=device)
+    best = prepare(load_model(folder.best).to(device), policy=policy).model
+    found = evaluate(best, test, batch_size=config.batch_size, device=device)
     result = _result(trainer.position, corpus, test, found, policy=str(policy), device=device, folder=folder)
     write_json(folder.result, result.to_dict())
     save_curves(folder.metrics, folder.curves)

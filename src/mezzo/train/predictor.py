@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..casting import autocast
 from ..errors import ConfigError
 from ..policy import as_policy
+from ..step import prepare
 from .batches import collate
 from .device import choose_device
 from .evaluate import logits_of
@@ -46,20 +46,20 @@ class Predictor:
 
     Raises:
         ConfigError: the model cannot be loaded, or has fewer positions than `max_length`.
-        PolicyError: the policy cannot be read.
+        PolicyError: the policy cannot be read, or does not fit the model.
     """
 
     def __init__(self, model: str, *, policy: str = "auto", device: str = "auto", max_length: int = 0) -> None:
         chosen = as_policy(policy)
         self._device = choose_device(device)
         name = _model_folder(model)
-        self._tokenizer, self._model = load_tokenizer(name), load_model(name).to(self._device).eval()
+        self._tokenizer = load_tokenizer(name)
+        self._model = prepare(load_model(name).to(self._device).eval(), policy=chosen, cache="persistent").model
         config: Any = self._model.config
         self._names = {int(index): str(label) for index, label in config.id2label.items()}
         most = getattr(config, "max_position_embeddings", self._tokenizer.model_max_length)
         self._max_length = max_length or min(self._tokenizer.model_max_length, most)
         check_length(self._model, self._max_length)
-        self._region = autocast(self._device, policy=chosen.resolve(self._device), cache="persistent")
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> list[Prediction | None]:
@@ -80,8 +80,7 @@ class Predictor:
         tokens = encode(self._tokenizer, [texts[place].strip() for place in places], self._max_length)
         pad_id = self._tokenizer.pad_token_id or 0
         batch = collate(tokens, None, pad_id=pad_id, max_length=self._max_length).to(self._device)
-        with self._region:
-            logits_BC = logits_of(self._model, batch)
+        logits_BC = logits_of(self._model, batch)
         best_B = logits_BC.softmax(-1).max(-1)
         for place, value, index in zip(places, best_B.values.tolist(), best_B.indices.tolist(), strict=True):
             found[place] = Prediction(label=self._names[index], probability=value)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .batches import epoch_batches, hide_tokens
 from .checkpoint import save_checkpoint, save_model
@@ -56,8 +56,7 @@ class Trainer:
 
     Args:
         config: of the run.
-        model: on `device`.
-        updater: of that model.
+        updater: of the model, on `device`.
         tokenizer: saved beside the model; knows the marks.
         train: rows to learn from.
         dev: rows for evaluation.
@@ -69,7 +68,6 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        model: nn.Module,
         updater: Updater,
         tokenizer: Any,
         *,
@@ -80,7 +78,8 @@ class Trainer:
         identity: dict[str, Any],
     ) -> None:
         self.position = Position()
-        self._config, self._model, self._updater, self._tokenizer = config, model, updater, tokenizer
+        self._config, self._updater, self._tokenizer = config, updater, tokenizer
+        self._model = updater.amp.model
         self._train, self._dev, self._folder, self._device, self._identity = train, dev, folder, device, identity
         self._per_epoch = updates_per_epoch(len(train.tokens), config.batch_size)
         self.total = config.epochs * self._per_epoch
@@ -113,10 +112,10 @@ class Trainer:
         batch = hide_tokens(
             self._train.batch(rows), self._config.token_dropout, marks.mask_token_id, marks.all_special_ids
         ).to(self._device)
-        with self._updater.region():
-            loss = F.cross_entropy(logits_of(self._model, batch), cast(Tensor, batch.labels_B))
-        update = self._updater.step(loss)
-        at, value = self.position, loss.item()
+        update = self._updater.step(
+            lambda: F.cross_entropy(logits_of(self._model, batch), cast(Tensor, batch.labels_B))
+        )
+        at, value = self.position, update.loss
         at.step += 1
         if update.applied:
             at.epoch_loss += value
@@ -137,9 +136,7 @@ class Trainer:
         progress.update(at.step, loss=value, scale=update.scale, skipped=at.skipped)
 
     def _evaluate(self, progress: Progress) -> None:
-        found = evaluate(
-            self._model, self._dev, self._updater.region, batch_size=self._config.batch_size, device=self._device
-        )
+        found = evaluate(self._model, self._dev, batch_size=self._config.batch_size, device=self._device)
         at = self.position
         at.seconds = time.perf_counter() - self._started
         self._log.add(
@@ -147,7 +144,7 @@ class Trainer:
         )
         if found.accuracy > at.best_accuracy:
             at.best_accuracy, at.best_step = found.accuracy, at.step
-            save_model(self._folder.best, self._model, self._tokenizer)
+            save_model(self._folder.best, self._model, self._tokenizer, self._updater.amp.export_weights())
         self.save()
         progress.note(
             f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
@@ -160,8 +157,7 @@ class Trainer:
         state = {
             **self._identity,
             "position": asdict(self.position),
-            "model": self._model.state_dict(),
-            "updater": self._updater.state_dict(),
+            **self._updater.state_dict(),
             "random": {"cpu": torch.get_rng_state(), "cuda": self._cuda_random()},
         }
         save_checkpoint(self._folder.checkpoint, state)
@@ -172,8 +168,7 @@ class Trainer:
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `save` wrote. Writes: model, optimizer, torch's global random state. Syncs: yes."""
         self.position = Position(**state["position"])
-        self._model.load_state_dict(state["model"])
-        self._updater.load_state_dict(state["updater"])
+        self._updater.load_state_dict(state)
         torch.set_rng_state(state["random"]["cpu"])
         if self._device.type == "cuda" and state["random"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["random"]["cuda"], self._device)

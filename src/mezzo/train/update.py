@@ -1,18 +1,17 @@
-"""One update of the weights: scale, backward, unscale, clip, step, rescale, and the schedule after it."""
+"""One update of the weights, with the learning rate's schedule after it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..casting import autocast
-from ..errors import NonFiniteStep
+from ..optim import AdamW
 from ..policy import Policy
-from ..scaling import GradScaler
+from ..step import prepare
 from .config import TrainConfig
 from .model import parameter_groups
 
@@ -23,18 +22,20 @@ class Update:
 
     Attributes:
         applied: False if gradients held inf or NaN, and nothing was changed.
+        loss: as it was computed; inf or NaN where it was.
         scale: the loss scale the gradients carried.
         grad_norm: of the true gradients, before clipping.
         lr: learning rate of the update.
     """
 
     applied: bool
+    loss: float
     scale: float
     grad_norm: float
     lr: float
 
 
-def warmup_then_decay(updates: int, warmup: float) -> Any:
+def warmup_then_decay(updates: int, warmup: float) -> Callable[[int], float]:
     """Return the factor of the learning rate as a function of updates done: up to 1, then down to 0, in lines.
 
     Args:
@@ -50,92 +51,74 @@ def warmup_then_decay(updates: int, warmup: float) -> Any:
 
 
 class Updater:
-    """Owns the optimizer of a run, its schedule and its loss scale.
+    """Owns the optimizer of a run and its schedule, which only updates that were applied move.
 
     Args:
-        model: the classifier, on its device.
+        model: the classifier, on its device; its forward runs under the policy from now on.
         policy: resolved for that device.
         config: learning rate, weight decay, clipping.
         updates: of the whole run.
-        device: of the model.
+
+    Attributes:
+        amp: takes the steps.
+
+    Raises:
+        PolicyError: the policy does not fit the model.
     """
 
-    def __init__(
-        self, model: nn.Module, policy: Policy, config: TrainConfig, *, updates: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, config: TrainConfig, *, updates: int) -> None:
         groups = parameter_groups(model, config.weight_decay)
-        self._model, self._policy, self._device, self._max_norm = model, policy, device, config.max_norm
-        self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+        optimizer = AdamW(groups, lr=config.learning_rate, master=policy.master, state_dtype=policy.state)
+        self.amp = prepare(model, optimizer, policy)
         factor = warmup_then_decay(updates, config.warmup)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, factor)
-        scaling = policy.scaling
-        numbers = {} if scaling is None else asdict(scaling)
-        self._scaler = GradScaler(device.type, enabled=scaling is not None, patience=policy.guard.patience, **numbers)
-        self._skipped_in_a_row = 0
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        self.amp.on_applied(self._schedule.step)
+        self._max_norm = config.max_norm
 
-    def region(self) -> autocast:
-        """Return the region for forward and loss."""
-        return autocast(self._device, policy=self._policy)
-
-    def step(self, loss: Tensor) -> Update:
+    def step(self, forward: Callable[[], Tensor]) -> Update:
         """Apply the gradients of a loss, unless they hold inf or NaN.
 
         Args:
-            loss: shape (), fp32.
+            forward: computes the loss: shape (), fp32; called again where the policy says on_overflow=retry.
 
         Returns:
             What was done.
 
         Raises:
-            NonFiniteStep: without a loss scale, too many updates in a row with inf or NaN.
-            LossScaleExhausted: the same with one.
+            NonFiniteStep: too many updates in a row with inf or NaN, or weights that hold them.
+            LossScaleExhausted: the same with a loss scale.
 
         Writes: weights, optimizer, schedule, scale. Syncs: yes.
         """
-        scale, lr = self._scaler.get_scale(), float(self._schedule.get_last_lr()[0])
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's own
-        self._scaler.unscale_(self._optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_norm))
-        applied = self._apply() if self._scaler.is_enabled() else self._apply_finite(norm)
-        self._optimizer.zero_grad()
-        if applied:
-            self._schedule.step()
-        return Update(applied=applied, scale=scale, grad_norm=norm, lr=lr)
+        losses: list[Tensor] = []
 
-    def _apply(self) -> bool:
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        return self._scaler.last_step.applied
+        def closure() -> Tensor:
+            self.amp.zero_grad()
+            loss = forward()
+            losses.append(loss.detach())
+            self.amp.backward(loss)
+            return loss
 
-    def _apply_finite(self, norm: float) -> bool:
-        if math.isfinite(norm):
-            self._skipped_in_a_row = 0
-            self._optimizer.step()
-            return True
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self._policy.guard.patience:
-            raise NonFiniteStep(
-                f"{self._skipped_in_a_row} updates in a row had inf or NaN in their gradients, and without a loss scale "
-                "nothing will change that. Lower --lr, or look for the cause with `mezzo doctor`."
-            )
-        return False
+        lr = float(self._schedule.get_last_lr()[0])
+        if self.amp.policy.guard.on_overflow == "retry":
+            result = self.amp.step(closure, max_norm=self._max_norm)
+        else:
+            closure()
+            result = self.amp.step(max_norm=self._max_norm)
+        update = Update(
+            applied=result.applied, loss=losses[-1].item(), scale=result.scale, grad_norm=result.grad_norm, lr=lr
+        )
+        self.amp.zero_grad()
+        return update
 
     def state_dict(self) -> dict[str, Any]:
-        """Return optimizer, schedule and scale. Syncs: yes."""
-        return {
-            "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "skipped_in_a_row": self._skipped_in_a_row,
-        }
+        """Return model, optimizer, loss scale and schedule. Syncs: yes."""
+        return {"step": self.amp.state_dict(), "schedule": self._schedule.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; a run that scales now and did not before starts with a fresh scale.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; under another policy it is converted, and the log says so.
 
-        Writes: optimizer, schedule, scale. Syncs: yes.
+        Writes: model, optimizer, loss scale, schedule. Syncs: yes.
         """
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.amp.load_state_dict(state["step"])
         self._schedule.load_state_dict(state["schedule"])
-        if state["scaler"] and self._scaler.is_enabled():
-            self._scaler.load_state_dict(state["scaler"])
-        self._skipped_in_a_row = state["skipped_in_a_row"]
