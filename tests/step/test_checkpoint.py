@@ -160,6 +160,15 @@ class TestAnotherPolicy:
         other.load_state_dict(amp.export_weights())
         assert torch.equal(other.inner.weight, plain.inner.weight)
 
+    def test_from_a_run_in_copies_whose_wrapper_names_the_weights_its_own_way(self) -> None:
+        plain = Net()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        weights = {f"module.{name}": value for name, value in plain.state_dict().items()}
+        amp = start("bf16-split")
+        amp.load_state_dict({"model": weights, "optimizer": optimizer.state_dict()})
+        for name, value in amp.export_weights().items():
+            assert torch.equal(value, plain.state_dict()[name])
+
     def test_masters_start_from_fp32_weights_that_were_never_stepped(self) -> None:
         before, after = start("fp32"), start("bf16-split")
         after.load_state_dict(before.state_dict())

@@ -16,6 +16,7 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..kernels.weights import KEPT, read_master
 from ..policy import Master, Policy
 from ..scaling.state import LossScale, NoScaling
+from .bind import innermost
 from .guard import Counters
 from .update import keeps_masters, parameters
 
@@ -40,11 +41,12 @@ def save(
 
     Syncs: yes, for the loss scale. Tensors are those of the run, not copies.
     """
+    inner = innermost(model)
     return {
         "format": FORMAT,
         "policy": policy.to_dict(),
-        "declared": {name: dtype_name(p.dtype) for name, p in model.named_parameters()},
-        "model": model.state_dict(),
+        "declared": {name: dtype_name(p.dtype) for name, p in inner.named_parameters()},
+        "model": inner.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "scaling": None if isinstance(loss_scale, NoScaling) else dataclasses.asdict(loss_scale.numbers()),
         "counters": dataclasses.asdict(counters),
@@ -93,7 +95,8 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
 
     Writes: weights, buffers, optimizer states.
     """
-    saved: Mapping[str, Tensor] = state["model"]
+    model = innermost(model)
+    saved = _unwrapped(state["model"], model)
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     before = {name: p.dtype for p, name in names.items()}
     model.load_state_dict(saved)
@@ -119,6 +122,14 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
             modes = _take_masters_(params, names, saved, entry)
             optimizer.load_state_dict(_for_plain(optimizer, entry))
             yield from (f"{count} {mode} masters became the fp32 weights" for mode, count in modes.items())
+
+
+def _unwrapped(saved: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """Return weights under the model's own names, where they were saved from a DistributedDataParallel wrapper."""
+    prefix = "module."
+    if not saved or hasattr(model, "module") or not all(name.startswith(prefix) for name in saved):
+        return saved
+    return {name.removeprefix(prefix): value for name, value in saved.items()}
 
 
 def _with_masters(entry: Mapping[str, Any], wide: Mapping[int, Tensor]) -> dict[str, Any]:
@@ -202,7 +213,7 @@ def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype
     """
     owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
     weights: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in innermost(model).state_dict(keep_vars=True).items():
         if not isinstance(value, nn.Parameter) or not value.is_floating_point():
             weights[name] = value.detach() if isinstance(value, Tensor) else value
             continue
