@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo.dist import traffic
-from mezzo.errors import DistributedError, NonFiniteStep, PolicyError
+from mezzo.dist.ddp import connect
+from mezzo.errors import DistributedError, InvariantError, NonFiniteStep, PolicyError
 
 pytestmark = pytest.mark.distributed
 
@@ -144,6 +145,35 @@ def test_16_bit_traffic_halves_the_bytes_within_its_rounding() -> None:
         error = (narrow[0][0][name] - exact).abs()
         assert bool((error <= relative(torch.bfloat16, 2) * size).all())
         assert torch.equal(narrow[0][0][name], narrow[1][0][name])
+
+
+def _reported(rank: int, world: int, wrapped_first: bool) -> tuple[list[object], list[object], str]:
+    amp, model = _prepared(world, "bf16, reduce=bf16", wrapped_first)
+    before = [row.what for row in amp.report().rows]
+    x, y = _batch(0, rank)
+    for _ in range(2):
+        amp.zero_grad()
+        amp.backward(nn.functional.mse_loss(model(x), y))
+        amp.step()
+    row = amp.report(strict=True).rows[-1]
+    found = [row.what, row.declared, row.observed, row.differing]
+    assert isinstance(model, DistributedDataParallel)
+    connect(model, mezzo.Policy.parse("bf16, reduce=fp32"))  # somebody else's idea, behind the policy's back
+    amp.zero_grad()
+    amp.backward(nn.functional.mse_loss(model(x), y))
+    try:
+        amp.report(strict=True)
+    except InvariantError as error:
+        return before, found, str(error)
+    return before, found, "no error"
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_the_report_has_what_really_travelled(wrapped_first: bool) -> None:
+    for before, found, error in run(2, _reported, wrapped_first):
+        assert ("reductions" in before) is wrapped_first
+        assert found == ["reductions", "bf16", (("bf16", 2),), ()]  # one bucket a step
+        assert "reductions are declared bf16, and 1 are not (1 in fp32)" in error
 
 
 def _local_part(rank: int, world: int, part: int) -> dict[str, Tensor]:

@@ -215,6 +215,8 @@ def _bare(rank: int, world: int) -> str:
     torchs_own(model)
     amp = mezzo.prepare(model, mezzo.optim.AdamW(model.parameters()), "bf16, output=fp32")
     amp.backward(model(torch.ones(2, 4)).sum())
+    reduced = amp.report(strict=True).rows[-1]
+    assert (reduced.what, reduced.declared, reduced.observed) == ("reductions", "fp32", (("fp32", 1),))
     return repr(bool(amp.step())) + str(amp.agree is not None)
 
 

@@ -71,6 +71,12 @@ def around(module: nn.Module) -> DistributedDataParallel | None:
     return ddp if ddp is not None and ddp.module is module else None
 
 
+def traffic_around(model: nn.Module) -> Traffic | None:
+    """Return what the connected wrapper of a model has sent so far on this rank; None if nothing connected wraps it."""
+    inside = (reducer.traffic for ddp, reducer in _reducers.items() if model in ddp.module.modules())
+    return next(inside, None)
+
+
 def traffic(ddp: nn.Module) -> Traffic:
     """Return what a wrapped model has sent so far on this rank; the object goes on counting.
 

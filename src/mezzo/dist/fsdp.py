@@ -109,6 +109,16 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
         _check_output(policy, given, name)
 
 
+def reduced_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype in which each group of a sharded model reduces its gradients, by the module it belongs to."""
+    found = {}
+    for name, module in sharded_modules(model).items():
+        given: MixedPrecisionPolicy = module._get_fsdp_state()._mp_policy
+        stored = next((p.dtype for p in model.get_submodule(name).parameters()), torch.float32)
+        found[name or "the root"] = given.reduce_dtype or given.param_dtype or stored
+    return found
+
+
 def _nearest(fqn: str, sharded: dict[str, FSDPModule]) -> str | None:
     while fqn not in sharded:
         if not fqn:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +24,18 @@ class Traffic:
 
     Attributes:
         num_ranks: that take part.
-        num_reductions: all-reduces, one for each bucket of gradients.
+        num_by_dtype: all-reduces, one for each bucket of gradients, by the dtype they were sent in.
         payload_bytes: of gradients in the dtype they were sent in.
     """
 
     num_ranks: int
-    num_reductions: int = 0
+    num_by_dtype: Counter[torch.dtype] = field(default_factory=Counter)
     payload_bytes: int = 0
+
+    @property
+    def num_reductions(self) -> int:
+        """All-reduces so far."""
+        return self.num_by_dtype.total()
 
     @property
     def wire_bytes(self) -> int:
@@ -60,7 +66,7 @@ class GradientReducer:
         buffer: Tensor = bucket.buffer()
         total = self._with_earlier(bucket).div_(self.group.size)
         sent = total.to(self.dtype) if total.dtype is torch.float32 or total.dtype in LOW_DTYPES else total
-        self.traffic.num_reductions += 1
+        self.traffic.num_by_dtype[sent.dtype] += 1
         self.traffic.payload_bytes += sent.numel() * sent.element_size()
         work = dist.all_reduce(sent, group=self.group.handle, async_op=True)
         assert work is not None  # it is None outside the group only

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dist.accumulate import is_summed_apart
+from ..dist.ddp import traffic_around
+from ..dist.fsdp import reduced_dtypes
 from ..errors import InvariantError
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels.weights import KEPT
@@ -22,12 +24,13 @@ from .update import parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One kind of tensor.
+    """One kind of tensor; "reductions" are the sums of gradients over ranks.
 
     Attributes:
         what: "weights that feed low ops", "moments", ...
         declared: dtype or mode that the policy gives it; "as loaded" where it gives none.
-        observed: dtype or mode, and how many tensors have it.
+        observed: dtype or mode, and how many tensors have it; of reductions, how many were sent, or how many sharded
+            modules send, in it.
         nbytes: that they hold together.
         differing: names of tensors that are not what was declared.
     """
@@ -113,7 +116,7 @@ def make_report(
     floating = [(name, b, buffers.get(name)) for name, b in model.named_buffers() if b.is_floating_point()]
     return Report(
         policy=str(policy),
-        rows=(*rows, *_row("buffers", floating)),
+        rows=(*rows, *_row("buffers", floating), *_reduction_row(model, policy)),
         num_parameters=count,
         bytes_per_parameter=total / max(count, 1),
     )
@@ -169,6 +172,24 @@ def _master_row(optimizers: Sequence[Optimizer], policy: Policy, kept: Sequence[
     differing = tuple(f"master={mode}" for mode, _ in observed if mode != policy.master)
     nbytes = sum(tensor.nbytes for tensor in kept)
     return [Row(what="masters", declared=policy.master, observed=observed, nbytes=nbytes, differing=differing)]
+
+
+def _reduction_row(model: nn.Module, policy: Policy) -> list[Row]:
+    sent, sharded = traffic_around(model), reduced_dtypes(model)
+    if sent is None and not sharded:
+        return []
+    observed = Counter(sharded.values()) if sent is None else sent.num_by_dtype
+    # fp64 gradients travel as they are.
+    others = [dtype for dtype in observed if dtype not in (policy.reduce, torch.float64)]
+    named = [name for name, dtype in sharded.items() if dtype in others]
+    return [
+        Row(
+            what="reductions",
+            declared=dtype_name(policy.reduce),
+            observed=tuple((dtype_name(dtype), count) for dtype, count in observed.items()),
+            differing=tuple(named or (f"{observed[dtype]} in {dtype_name(dtype)}" for dtype in others)),
+        )
+    ]
 
 
 def _row(what: str, found: Sequence[Found]) -> list[Row]:
