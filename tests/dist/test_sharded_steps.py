@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import mezzo
 from mezzo.dist import fully_shard
-from mezzo.errors import NonFiniteStep
+from mezzo.errors import MasterError, NonFiniteStep, PolicyError, StepError
 
 pytestmark = pytest.mark.distributed
 
@@ -222,3 +222,64 @@ def _bare(rank: int, world: int) -> str:
 
 def test_torchs_own_sharding_is_accepted_where_it_agrees() -> None:
     assert run(2, _bare) == ["TrueTrue"] * 2
+
+
+def _accumulates(rank: int, world: int, policy: str) -> State:
+    """Return the gradients of three micro-batches on each rank, which wait unaveraged until the last."""
+    amp = _prepared(world, policy, "adamw")
+    for micro in range(3):
+        if world > 1:
+            amp.model.set_requires_gradient_sync(micro == 2)
+        for part in range(2) if world == 1 else [rank]:
+            amp.backward(_loss(amp, _ids(micro, part)) / (6 if world == 1 else 3))
+    with amp.unscaled_grads() as grads:
+        found = {name: _whole(grad) for name, grad in grads.items()}
+    assert amp.step()
+    return found
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, grads=fp32"])
+def test_micro_batches_that_wait_are_summed_in_fp32(policy: str) -> None:
+    wanted = run(1, _accumulates, policy)[0]
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    for grads in run(2, _accumulates, policy):
+        for name, value in wanted.items():
+            # The same six terms in another order.
+            torch.testing.assert_close(grads[name], value, rtol=0, atol=relative(torch.float32, 6) * largest)
+
+
+def _asks_for_what_cannot_be(rank: int, world: int, policy: str, optimizer: str, waits: bool) -> str:
+    model = nn.Linear(4, 4)
+    fully_shard(model, policy)
+    wrapped = mezzo.optim.MasterWeights(torch.optim.AdamW(model.parameters()))
+    made = (
+        wrapped
+        if optimizer == "wrapped"
+        else OPTIMIZERS[optimizer](model.parameters(), mezzo.Policy.parse(policy).master)
+    )
+    try:
+        amp = mezzo.prepare(model, made, policy)
+        model.set_requires_gradient_sync(not waits)
+        amp.backward(model(torch.ones(2, 4)).float().sum())
+        amp.step()
+    except (PolicyError, MasterError, StepError) as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "waits", "sentence"),
+    [
+        ("bf16, reduce=bf16", "adamw", True, "set_requires_gradient_sync(False) was called on 'the root', whose weights are fp32, and torch sums gradients that wait in the dtype of the traffic, reduce=bf16. Average every micro-batch, which is then summed in fp32, or write reduce=fp32 in the policy."),
+        ("bf16", "adamw", True, "step() found no gradients"),
+        ("bf16-master, grads=fp32", "adamw", False, "the policy declares grads=fp32, and torch gives the 2 sharded parameters that are stored in 16 bit (weight, ...) gradients of their own dtype. Leave grads out, and sum micro-batches in fp32 before they are rounded: model.set_requires_gradient_sync(False) for all but the last of a step."),
+        ("bf16-master, master=fp32", "wrapped", False, "MasterWeights was given the sharded 16-bit parameter"),
+        ("bf16-master, reduce=bf16", "adamw", False, "done"),
+        ("fp32", "wrapped", False, "done"),
+    ],
+)  # fmt: skip
+def test_what_torch_would_sum_or_step_otherwise_is_refused(
+    policy: str, optimizer: str, waits: bool, sentence: str
+) -> None:
+    for found in run(2, _asks_for_what_cannot_be, policy, optimizer, waits):
+        assert sentence in found

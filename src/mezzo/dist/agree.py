@@ -28,6 +28,7 @@ class Agreement:
         timeout: how long to wait for the others before saying who is missing.
         every: steps from one comparison to the next; 0 compares nothing.
         before: called before each agreement; raises if the step must not be taken.
+        before_backward: called before each backward pass; raises if it must not be run.
 
     Raises:
         DistributedError: torch.distributed is not initialised.
@@ -40,11 +41,18 @@ class Agreement:
         timeout: timedelta = TIMEOUT,
         every: int = 100,
         before: Callable[[], None] | None = None,
+        before_backward: Callable[[], None] | None = None,
     ) -> None:
         self.group = Group(group, timeout=timeout)
         self.every = every
         self.num_steps = 0
         self._before = before
+        self._before_backward = before_backward
+
+    def check_backward(self) -> None:
+        """Raise what speaks against a backward pass now, such as a PolicyError about how its sums would be kept."""
+        if self._before_backward is not None:
+            self._before_backward()
 
     def combine(self, flags: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         """Agree on what was found and add up what each rank holds a part of.

@@ -9,12 +9,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..formats import LOW_DTYPES
+from ..errors import MasterError
+from ..formats import LOW_DTYPES, describe
 from ..kernels.rounding import mix, noise_key
+from ..kernels.shards import is_spread
 from ..kernels.weights import KEPT, WEIGHT_NOISE, read_master, store_master, write_
 from ..policy import Master
 
 Mode = Literal["fp32", "kahan", "stochastic"]
+
+
+def check_whole(param: Tensor) -> None:
+    """Refuse masters for a sharded parameter.
+
+    Raises:
+        MasterError: it is one.
+    """
+    if is_spread(param):
+        raise MasterError(
+            f"MasterWeights was given the sharded 16-bit parameter {describe(param)}, and it lends its masters to an "
+            "optimizer that knows nothing of shards. Write mezzo.optim.AdamW or SGD, whose masters lie in shards, or "
+            "params=fp32 in the policy."
+        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -42,6 +58,7 @@ class Masters:
     def stand_in(self, param: Tensor) -> torch.nn.Parameter:
         """Return the fp32 parameter that stands for a 16-bit one; an empty one the first time."""
         if param not in self.stand_ins:
+            check_whole(param)
             self.stand_ins[param] = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=param.device))
         return self.stand_ins[param]
 

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..dist.agree import Agreement
 from ..dist.ddp import around, connect
 from ..dist.fsdp import check_sharded, sharded_modules
+from ..dist.sums import check_storage, check_sums
 from ..policy import Policy
 
 
@@ -28,7 +29,8 @@ def agreement_of(model: nn.Module, policy: Policy) -> Agreement | None:
         return connect(model, policy)
     if sharded_modules(model):
         check_sharded(model, policy)
-        return Agreement()
+        check_storage(model, policy)
+        return Agreement(before_backward=lambda: check_sums(model, policy))
     return None
 
 

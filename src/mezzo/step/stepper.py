@@ -74,6 +74,8 @@ class Stepper:
 
         Writes: gradients. Syncs: no.
         """
+        if self._engine.agree is not None:
+            self._engine.agree.check_backward()
         with self._engine.watching():
             self._engine.gradients.backward(
                 loss, self._engine.scale, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs

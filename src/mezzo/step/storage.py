@@ -13,6 +13,7 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..kernels.shards import is_spread
 from ..optim.base import MasterOptimizer
 from ..optim.master import MasterWeights
+from ..optim.masters import check_whole
 from ..policy import Policy, Rule
 from ..policy.feeds import feeds_low
 from .bind import class_names, record
@@ -78,6 +79,10 @@ def _choices(optimizer: Optimizer) -> str:
 
 
 def _check_masters(optimizer: MasterOptimizer | MasterWeights, policy: Policy) -> None:
+    if isinstance(optimizer, MasterWeights):
+        for p in parameters(optimizer):
+            if p.dtype in LOW_DTYPES or policy.params in LOW_DTYPES:
+                check_whole(p)
     for group in optimizer.param_groups:
         if isinstance(optimizer, MasterWeights):
             option, mode, moments = "mode", optimizer.masters.mode, torch.float32
