@@ -38,11 +38,21 @@ class StepError(MezzoError, RuntimeError):
     """A prepared step used in the wrong order; names the right call."""
 
 
-class LossScaleExhausted(MezzoError, RuntimeError):
+class StoppedRun(MezzoError, RuntimeError):
+    """A run that cannot go on; base of the two errors that `step()` raises about inf and NaN.
+
+    Attributes:
+        report: the `mezzo.diagnose.TraceReport` of the last batch, run again op by op; None where it could not be.
+    """
+
+    report: object | None = None
+
+
+class LossScaleExhausted(StoppedRun):
     """The loss scale reached its floor, or too many steps in a row were skipped."""
 
 
-class NonFiniteStep(MezzoError, RuntimeError):
+class NonFiniteStep(StoppedRun):
     """A step met inf or NaN that no loss scale can mend; names parameters, buffers and counts."""
 
 

@@ -230,8 +230,3 @@ def test_an_optimizer_that_ignores_its_closure() -> None:
     amp = mezzo.prepare(model, Deaf(model.parameters()), "fp32")
     with pytest.raises(StepError, match=r"Deaf\.step\(closure\) never called the closure"):
         amp.step(amp_closure(amp, *batch()))
-
-
-def test_demotion_is_refused_until_it_exists() -> None:
-    with pytest.raises(mezzo.errors.PolicyError, match=r"guard\.on_overflow=demote"):
-        prepared("fp16, guard.on_overflow=demote")

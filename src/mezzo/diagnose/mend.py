@@ -80,6 +80,9 @@ def mend(verdict: Verdict, event: Event) -> Mend:
 
 
 def _mend_overflow(event: Event) -> Mend:
+    if event.site.op == "to" and event.site.phase == "backward":
+        return Mend(edit="", advice=f"the gradient is narrowed on its way out of {event.site.path}, because what feeds it "
+                    "is 16 bit: give that, the module or op before it, an fp32 rule too.")  # fmt: skip
     widest = next((w.dtype for w in event.wide if w.is_finite), "")
     if event.outputs[0].dtype in _LOW_NAMES and widest in ("fp32", ""):
         return Mend(

@@ -14,6 +14,8 @@ given inf or NaN as a number. leaf: found in a tensor made before or outside the
 """
 SinkKind = Literal["loss", "gradient", "parameter", "buffer", "output", "activation"]
 
+OUTSIDE = "(outside any module)"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
@@ -63,7 +65,7 @@ class Site:
     @property
     def path(self) -> str:
         """Module path as a reader calls it: the name, else the root's class, else what stands outside."""
-        return self.module or self.root or "(outside any module)"
+        return self.module or self.root or OUTSIDE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

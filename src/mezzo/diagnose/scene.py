@@ -39,7 +39,8 @@ class Names(TorchFunctionMode):
         """Run a function under its own name."""
         above, self.current = self.current, public_name(getattr(func, "__name__", ""))
         if self.current == "backward":
-            device = args[0].device.type
+            given = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]))
+            device = given.device.type
             self.backward_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         try:
             return func(*args, **(kwargs or {}))

@@ -120,6 +120,10 @@ class Trace:
         record = self.record
         return TraceReport(record=record, findings=find(record))
 
+    def assume_scale(self, scale: float) -> None:
+        """Say what factor gradients carry that backward is given, where no loss is there to show it."""
+        self._scene.loss_scale = scale
+
     def _on_sink(self) -> None:
         if self._collector.sinks[-1].kind == "loss":
             self._pending.clear()

@@ -53,6 +53,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     grads = {p: p.grad for p in model.parameters()}
     buffers = {b: b.detach().clone() for b in model.buffers()}
+    places = {m: dict(m._buffers) for m in model.modules() if m._buffers}
     training = {m: m.training for m in model.modules()}
     for p in grads:
         p.grad = None
@@ -63,6 +64,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for p, grad in grads.items():
             p.grad = grad
+        for module, held in places.items():
+            module._buffers.update(held)
         with torch.no_grad():
             for buffer, before in buffers.items():
                 buffer.copy_(before)

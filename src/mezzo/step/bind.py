@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,10 @@ RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
 
 
+AfterForward = Callable[[object], None]
+BeforeForward = Callable[[tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
+
+
 @dataclass(eq=False, kw_only=True)
 class Binding:
     """A policy as it is bound to the modules of one model.
@@ -32,14 +36,14 @@ class Binding:
         policy: with its compute dtype decided.
         device_type: of the model's tensors; None for several: the CPU and the accelerator.
         cache: where casts of weights are kept.
-        before_forward: called before each forward of the root outside torch.compile. It belongs to one stepper and is
-            not copied with the model.
+        before_forward: called before each forward of the root outside torch.compile, with its arguments; what it
+            returns, if anything, is called with the output. It belongs to one stepper and is not copied with the model.
     """
 
     policy: Policy
     device_type: str | None
     cache: CacheName = "region"
-    before_forward: Callable[[], None] | None = field(default=None, repr=False)
+    before_forward: BeforeForward | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._op_rules = self.policy.replace(modules=())
@@ -147,11 +151,11 @@ def _enter(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
     binding, outer, outer_traced = bound.binding, _here.binding, _here.traced
-    is_eager = not torch.compiler.is_compiling()
+    is_eager, after = not torch.compiler.is_compiling(), None
     if is_eager:
         binding.follow(module)
         if bound.is_root and binding.before_forward is not None:
-            binding.before_forward()
+            after = binding.before_forward(args, kwargs)
     resumes = not bound.is_root and _is_recompute()
     if is_eager and not resumes and torch.is_grad_enabled():
         bind_frame(_Outside)
@@ -164,8 +168,11 @@ def _enter(
             out = _run(bound, module, forward, args, kwargs)
     finally:
         _here.binding, _here.traced = outer, outer_traced
-    output = binding.policy.output
-    return cast_floating(out, output) if bound.is_root and output is not None else out
+    if bound.is_root and binding.policy.output is not None:
+        out = cast_floating(out, binding.policy.output)
+    if after is not None:
+        after(out)
+    return out
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -103,6 +103,8 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
 
 def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip) -> StepResult:
     before = _Snapshot(optimizer)
+    if engine.guard.may_stop:
+        engine.replay.keep_closure(closure)
     with ExitStack() as orders, engine.stepping():
         evaluations = _Evaluations(engine, optimizer, closure, clip, orders)
         try:

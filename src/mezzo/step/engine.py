@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dist.agree import Agreement
-from ..errors import MezzoError, NonFiniteStep
+from ..errors import NonFiniteStep
 from ..kernels.gradients import norm_and_finite
 from ..kernels.shards import is_spread, local
 from ..policy import Policy
 from ..scaling.state import LossScale, NoScaling
-from .bind import innermost
+from .bind import AfterForward, Binding, bind, innermost
 from .buffers import Buffers
+from .checkpoint import load_scale_
 from .decision import Decision, decide, move_scale_
+from .demote import check_demotion, demote
 from .gradients import Gradients
-from .guard import Guard
+from .guard import Guard, Stop, Trouble
 from .invariants import ALWAYS, Invariants, look
-from .ranks import agreement_around, agreement_of
+from .ranks import agreement_around, agreement_of, waits_for_ranks
+from .replay import Diagnosis, Replay
 from .report import Report, make_report
 from .result import StepResult
 from .update import Clip, Order, Share, Skip, clamp_, decides_on_device, multiply_, step_
@@ -38,14 +44,17 @@ class Engine:
         policy: with its compute dtype decided.
         names: of parameters.
         skip: what several optimizers do when one has bad gradients.
+        binding: of the policy to the model.
 
     Attributes:
+        policy: as given, or the one that demotion made of it.
         gradients: between backward and update.
         buffers: of the model, as a transaction.
         guard: counts and stops.
         loss_scale: as it is now.
         callbacks: functions to call after steps of an optimizer, or of all, that were taken.
         agree: makes findings the same on all ranks; None on one rank.
+        replay: keeps the last batch where it may be needed.
         is_stepping: whether an optimizer's step is called from here just now.
     """
 
@@ -56,12 +65,14 @@ class Engine:
         policy: Policy,
         names: Mapping[Tensor, str],
         skip: Skip,
+        binding: Binding,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
         self.policy = policy
         self.names = names
         self.skip: Skip = skip
+        self.binding = binding
         self.gradients = Gradients(model, self.optimizers, names, policy.loss)
         self.buffers = Buffers(model)
         self.guard = Guard(policy, self._nonfinite_weights)
@@ -70,7 +81,10 @@ class Engine:
         )
         self.callbacks: list[Callback] = []
         self.agree: Agreement | None = agreement_of(model, policy)
+        check_demotion(policy, self.agree)
         self.is_stepping = False
+        self.replay = Replay(innermost(model))
+        self._trouble: Trouble | None = None
         self._num_taken = 0
         self._invariants = Invariants(names, self.report, self.buffers.nonfinite)
         named = innermost(model).named_buffers()
@@ -82,11 +96,20 @@ class Engine:
         scale = self.loss_scale.scale
         return scale if isinstance(scale, Tensor) else None
 
-    def before_forward(self) -> None:
-        """Do what must be done before the model runs forward: open the buffers' transaction, notice other ranks."""
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
+        """Do what must be done before the model runs forward: open the buffers' transaction, notice other ranks.
+
+        Returns:
+            What must be called with its output, where the step may be the last one and its batch is kept.
+        """
+        if self.replay.is_running:
+            return None
         if self.agree is None:
-            self.agree = agreement_around(self.model, self.policy)
+            found = agreement_around(self.model, self.policy)
+            check_demotion(self.policy, found)
+            self.agree = found
         self.buffers.begin()
+        return self.replay.keep(args, kwargs) if self.guard.may_stop and torch.is_grad_enabled() else None
 
     def report(self) -> Report:
         """Return what is declared beside what is; see `Stepper.report`."""
@@ -97,18 +120,18 @@ class Engine:
 
         Writes: if it raises, gradients, and buffers that the forward of this step wrote.
         """
-        try:
-            self.check()
-        except MezzoError:
+        stop = self._stop()
+        if stop is not None:
             if self.policy.guard.restore_buffers:
                 self.buffers.settle(True)
             self.gradients.zero(set_to_none=True)
-            raise
+            raise self._explained(stop)
 
     def drop(self, set_to_none: bool) -> None:
         """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""
         was_pending = self.gradients.is_pending
         self.gradients.zero(set_to_none)
+        self.replay.drop(by_closure=self.is_stepping)
         if was_pending:
             written = self.buffers.written() if self.policy.guard.restore_buffers else []
             self.buffers.settle(norm_and_finite(written).found_nonfinite != 0 if written else False)
@@ -162,31 +185,96 @@ class Engine:
         self.buffers.settle(void if self.policy.guard.restore_buffers else False)
         move_scale_(self.loss_scale, decision, self.policy.scaling)
         self.gradients.close()
+        self.replay.close()
         self._audit()
         if skipped is not None:
             self._call_back({id(share.optimizer): not skip for share, skip in zip(shares, skipped, strict=True)})
             if self.agree is None:  # ranks check together, when the next step begins
-                self.guard.check()
+                self.check()
         return StepResult(verdict, self.guard.settle)
 
     def check(self) -> None:
         """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.
 
         Raises:
-            NonFiniteStep: as `Guard.check`, or another rank does.
-            LossScaleExhausted: as `Guard.check`.
+            NonFiniteStep: parameters or buffers are not finite, or too many steps in a row were skipped; or another
+                rank stops.
+            LossScaleExhausted: the loss scale cannot shrink any more, or too many steps in a row were skipped.
 
         Syncs: with the last step.
         """
-        error = self.guard.take_error()
+        stop = self._stop()
+        if stop is not None:
+            raise self._explained(stop)
+
+    def _stop(self) -> Stop | None:
+        """Return why the run cannot go on, if the last step showed that; where the policy says so, demote first."""
+        trouble = self._trouble = self.guard.take()
+        if not self.guard.is_troubled:
+            self.replay.forget()
+        if trouble is None or self._demote(trouble):
+            stop = None
+        else:
+            stop = trouble.stop
         # All ranks have read the same verdicts, but what else is not finite each sees in its own part.
-        if self.agree is not None and self.guard.is_troubled and self.agree.any(error is not None) and error is None:
-            error = NonFiniteStep(
-                f"step {self.guard.counters.seen} was skipped, and another rank stops the run: its message says why. "
-                "Load the last good checkpoint."
+        if self.agree is not None and self.guard.is_troubled and self.agree.any(stop is not None) and stop is None:
+            return Stop(
+                kind=NonFiniteStep,
+                what=f"step {self.guard.counters.seen} was skipped, and another rank stops the run: its message says why",
+                advice="Load the last good checkpoint.",
+                is_batch_to_blame=False,
             )
-        if error is not None:
-            raise error
+        return stop
+
+    def _explained(self, stop: Stop) -> Exception:
+        return stop.error(self._diagnosis(self._trouble) if stop.is_batch_to_blame and self._trouble else None)
+
+    def _diagnosis(self, trouble: Trouble) -> Diagnosis | None:
+        """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
+        if self.agree is not None and waits_for_ranks(innermost(self.model)):
+            return None
+        was_pending = self.gradients.is_pending
+        try:
+            return self.replay.run(trouble.step, trouble.scale, trouble.reason)
+        finally:
+            if not was_pending:
+                self.gradients.close()  # a closure that ran again took the marks off the gradients
+
+    def _demote(self, trouble: Trouble) -> bool:
+        counters = self.guard.counters
+        edits = demote(self.policy, counters.demoted, trouble, lambda: self._diagnosis(trouble), self.adopt)
+        if not edits:
+            return False
+        self.guard.counters = replace(counters, demoted=(*counters.demoted, *edits))
+        if trouble.reason == "gradients" and isinstance(self.loss_scale, LossScale) and self.policy.scaling:
+            # It fell because of an overflow that is mended now.
+            list(load_scale_(self.loss_scale, asdict(LossScale.start(self.policy.scaling))))
+        return True
+
+    def demote_again(self, edits: Sequence[str]) -> tuple[str, ...]:
+        """Add the rules that a run demoted to before it was saved, if this policy demotes.
+
+        Returns:
+            All edits that are in force. Writes: as `adopt`.
+        """
+        known = self.guard.counters.demoted
+        new = [edit for edit in edits if edit not in known] if self.policy.guard.on_overflow == "demote" else []
+        if new:
+            self.adopt(Policy.parse(", ".join([str(self.policy), *new])))
+        return (*known, *new)
+
+    def forget(self) -> None:
+        """Forget what earlier steps have shown: the run goes on from somewhere else. Syncs: with the last step."""
+        self.guard.take()
+        self.replay.drop()
+        self.replay.forget()
+
+    def adopt(self, policy: Policy) -> None:
+        """Bind another policy from the next forward on. Writes: the record of every module."""
+        hook = self.binding.before_forward
+        self.binding = bind(innermost(self.model), policy, self.binding.cache)
+        self.binding.before_forward = hook
+        self.policy = self.guard.policy = policy
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a block in which the loss of another rank is named as what it is."""

@@ -3,32 +3,78 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..errors import LossScaleExhausted, MezzoError, NonFiniteStep
+from ..errors import LossScaleExhausted, NonFiniteStep
 from ..policy import Policy
 from ..scaling.state import LossScale
-from .verdict import Facts, Verdict
+from .replay import Diagnosis
+from .verdict import Facts, Reason, Verdict
 
 _log = logging.getLogger("mezzo.step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """How many steps there were.
+    """How many steps there were, and what was demoted in them.
 
     Attributes:
         seen: calls of `step`.
         applied: those that every optimizer took.
         skipped: the others.
         skipped_in_a_row: skipped steps since the last one that was taken.
+        demoted: edits that guard.on_overflow=demote made to the policy.
     """
 
     seen: int = 0
     applied: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    demoted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """Why a run cannot go on.
+
+    Attributes:
+        kind: the error to raise.
+        what: what happened.
+        advice: what to do, where no diagnosis says it.
+        is_batch_to_blame: running the last batch again may show the cause.
+    """
+
+    kind: type[NonFiniteStep] | type[LossScaleExhausted]
+    what: str
+    advice: str
+    is_batch_to_blame: bool = True
+
+    def error(self, diagnosis: Diagnosis | None = None) -> NonFiniteStep | LossScaleExhausted:
+        """Return the error, with what running the last batch again has shown."""
+        is_found = diagnosis is not None and bool(diagnosis.sentence)
+        advice = f"{diagnosis.sentence} {diagnosis.mend}" if diagnosis is not None and is_found else self.advice
+        error = self.kind(f"{self.what}. {advice}")
+        error.report = None if diagnosis is None else diagnosis.report
+        return error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """The last step that was read, where it was skipped.
+
+    Attributes:
+        step: its number, from 0.
+        reason: what was not finite.
+        scale: loss scale of its gradients.
+        stop: why the run cannot go on; None where it can.
+    """
+
+    step: int
+    reason: Reason | None
+    scale: float
+    stop: Stop | None
 
 
 class Guard:
@@ -39,21 +85,34 @@ class Guard:
     Args:
         policy: its guard and scaling.
         nonfinite_weights: counts inf and NaN in parameters and in buffers, by name; asked only about a bad step.
+
+    Attributes:
+        policy: as given, or the one that demotion made of it.
+        counters: up to the last step that was read.
     """
 
     def __init__(
         self, policy: Policy, nonfinite_weights: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]]
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         self._nonfinite_weights = nonfinite_weights
         self._waiting: list[Verdict] = []
-        self._error: MezzoError | None = None
+        self._trouble: Trouble | None = None
+        self._next_scale = math.inf if policy.scaling is None else policy.scaling.init_scale
         self.counters = Counters()
 
     @property
     def is_troubled(self) -> bool:
         """Whether the last step that was read was skipped. Syncs: no."""
         return self.counters.skipped_in_a_row > 0
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the next step may be the last one, or the first that needs a diagnosis. Syncs: no."""
+        guard, scaling = self.policy.guard, self.policy.scaling
+        is_at_floor = scaling is not None and self._next_scale <= scaling.min_scale
+        always = guard.patience == 1 or guard.on_overflow == "demote" or is_at_floor
+        return guard.enabled and (always or self.is_troubled)
 
     def push(self, verdict: Verdict) -> None:
         """Take note of a step. Syncs: no."""
@@ -65,36 +124,32 @@ class Guard:
             self._count(self._waiting.pop(0))
         return self.counters
 
-    def check(self) -> None:
-        """Bring the counters up to the last step, and stop the run if that showed that it cannot go on.
-
-        Raises:
-            NonFiniteStep: parameters or buffers are not finite, or too many steps in a row were skipped.
-            LossScaleExhausted: the loss scale cannot shrink any more, or too many steps in a row were skipped.
-
-        Syncs: with the last step.
-        """
-        error = self.take_error()
-        if error is not None:
-            raise error
-
-    def take_error(self) -> MezzoError | None:
-        """Bring the counters up to the last step; return, once, what `check` would raise. Syncs: with the last step."""
+    def take(self) -> Trouble | None:
+        """Bring the counters up to the last step; return, once, what was wrong with it. Syncs: with the last step."""
         self.settle()
-        error, self._error = self._error, None
-        return error
+        trouble, self._trouble = self._trouble, None
+        return trouble
 
     def _count(self, verdict: Verdict) -> None:
         facts, now = verdict.facts(), self.counters
         if facts.applied:
             self.counters = replace(now, seen=now.seen + 1, applied=now.applied + 1, skipped_in_a_row=0)
+            if self._trouble is not None and self._trouble.stop is None:
+                self._trouble = None
         else:
             row = now.skipped_in_a_row + 1
             self.counters = replace(now, seen=now.seen + 1, skipped=now.skipped + 1, skipped_in_a_row=row)
             self._log_skip(verdict, facts)
-            if self._policy.guard.enabled:
-                self._error = self._error or self._judge(verdict, facts)
+            if self.policy.guard.enabled:
+                self._note(verdict, facts)
         verdict.skipped_in_a_row = self.counters.skipped_in_a_row
+
+    def _note(self, verdict: Verdict, facts: Facts) -> None:
+        before, scaling = self._trouble, self.policy.scaling
+        stop = before.stop if before is not None and before.stop is not None else self._judge(verdict, facts)
+        self._trouble = Trouble(step=self.counters.seen - 1, reason=facts.reason, scale=facts.scale, stop=stop)
+        if scaling is not None:
+            self._next_scale = facts.scale * scaling.backoff_factor
 
     def _log_skip(self, verdict: Verdict, facts: Facts) -> None:
         row = self.counters.skipped_in_a_row
@@ -104,33 +159,42 @@ class Guard:
                 self.counters.seen, row, self.counters.skipped, facts.reason, facts.scale,
             )  # fmt: skip
 
-    def _judge(self, verdict: Verdict, facts: Facts) -> MezzoError | None:
+    def _judge(self, verdict: Verdict, facts: Facts) -> Stop | None:
         parameters, buffers = self._nonfinite_weights()
         if parameters or buffers:
-            return NonFiniteStep(
-                f"step {self.counters.seen} was skipped, and no loss scale can mend it: "
-                f"{_spell_weights(parameters, buffers)}. Load the last good checkpoint; "
-                "mezzo.diagnose.trace(model) names the op that makes the first inf or NaN."
+            return Stop(
+                kind=NonFiniteStep,
+                what=f"step {self.counters.seen} was skipped, and no loss scale can mend it: "
+                f"{_spell_weights(parameters, buffers)}",
+                advice="Load the last good checkpoint; mezzo.diagnose.trace(model) names the op that makes the first "
+                "inf or NaN.",
+                is_batch_to_blame=False,
             )
-        row, scaling, patience = self.counters.skipped_in_a_row, self._policy.scaling, self._policy.guard.patience
+        row, scaling, patience = self.counters.skipped_in_a_row, self.policy.scaling, self.policy.guard.patience
         if scaling is not None and facts.reason == "gradients":
             state = LossScale(scale=facts.scale, skipped_in_a_row=row - 1)
             if not state.is_exhausted(True, scaling, patience):
                 return None
-            return LossScaleExhausted(
-                f"{row} steps in a row were skipped, the last at loss scale {facts.scale:g} (floor {scaling.min_scale:g}): "
-                f"{_spell_gradients(verdict)}. A smaller scale does not help; mezzo.diagnose.trace(model) "
-                "names the op, and a rule such as 'NAME=fp32' for its module mends an fp16 overflow."
+            return Stop(
+                kind=LossScaleExhausted,
+                what=f"{_spell_row(row)}, the last at loss scale {facts.scale:g} "
+                f"(floor {scaling.min_scale:g}): {_spell_gradients(verdict)}",
+                advice="A smaller scale does not help; mezzo.diagnose.trace(model) "
+                "names the op, and a rule such as 'NAME=fp32' for its module mends an fp16 overflow.",
             )
         if row < patience:
             return None
-        what = (
-            _spell_gradients(verdict) if facts.reason == "gradients" else f"the {facts.reason} of each was inf or NaN"
+        loss = f"the {facts.reason} of each was inf or NaN" if row > 1 else f"its {facts.reason} was inf or NaN"
+        what = _spell_gradients(verdict) if facts.reason == "gradients" else loss
+        return Stop(
+            kind=NonFiniteStep,
+            what=f"{_spell_row(row)} (guard.patience={patience}): {what}",
+            advice="mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
         )
-        return NonFiniteStep(
-            f"{row} steps in a row were skipped (guard.patience={patience}): {what}. "
-            "mezzo.diagnose.trace(model) names the op that makes the first inf or NaN."
-        )
+
+
+def _spell_row(row: int) -> str:
+    return f"{row} steps in a row were skipped" if row > 1 else "the step was skipped"
 
 
 def _spell_counts(counts: Mapping[str, int | None], noun: str, limit: int = 5) -> str:

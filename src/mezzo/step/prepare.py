@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..errors import PolicyError, StepError
+from ..errors import StepError
 from ..policy import Policy
 from ..policy.parts import CacheName
 from .bind import bind, innermost
+from .demote import check_demotion
 from .stepper import Stepper, name_parameters
 from .storage import check_floats, check_optimizers, convert_, set_grad_dtype_
 from .update import Skip
@@ -62,11 +63,7 @@ def prepare(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
     resolved = chosen.resolve(next((p.device for p in model.parameters()), torch.device("cpu")))
-    if resolved.guard.on_overflow == "demote":
-        raise PolicyError(
-            "guard.on_overflow=demote was asked for, and this version cannot give modules another rule by itself. "
-            "Write guard.on_overflow=skip, and add the rule that mezzo.diagnose.trace(model) names."
-        )
+    check_demotion(resolved, None)
     names = name_parameters(model, optimizers)
     check_floats(model, resolved)
     check_optimizers(optimizers, resolved, names)

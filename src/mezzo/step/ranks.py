@@ -10,6 +10,7 @@ from ..dist.agree import Agreement
 from ..dist.ddp import around, connect
 from ..dist.fsdp import check_sharded, sharded_modules
 from ..dist.sums import check_storage, check_sums
+from ..kernels.shards import is_spread
 from ..policy import Policy
 
 
@@ -40,3 +41,10 @@ def agreement_around(model: nn.Module, policy: Policy) -> Agreement | None:
         return None
     wrapper = around(model)
     return None if wrapper is None else connect(wrapper, policy)
+
+
+def waits_for_ranks(model: nn.Module) -> bool:
+    """Whether the forward of a model, its wrapper left out, meets other ranks: to gather weights, or for statistics."""
+    return any(is_spread(p) for p in model.parameters()) or any(
+        isinstance(m, nn.SyncBatchNorm) for m in model.modules()
+    )

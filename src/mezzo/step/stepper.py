@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from ..dist.agree import Agreement
 from ..errors import StepError
 from ..policy import Policy
 from . import checkpoint
-from .bind import Binding
+from .bind import AfterForward, BeforeForward, Binding
 from .closure import step_by_closure
+from .demote import check_demotion
 from .direct import forbid_direct_steps
 from .engine import Engine
 from .guard import Counters
@@ -35,7 +37,6 @@ class Stepper:
     Attributes:
         model: the bound model.
         optimizers: as given to `prepare`.
-        policy: with its compute dtype decided.
     """
 
     def __init__(
@@ -43,8 +44,7 @@ class Stepper:
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
-        self.policy = policy
-        self._engine = Engine(model, self.optimizers, policy, name_parameters(model, self.optimizers), skip)
+        self._engine = Engine(model, self.optimizers, policy, name_parameters(model, self.optimizers), skip, binding)
         binding.before_forward = _weakly(self._engine)
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine)
@@ -213,10 +213,16 @@ class Stepper:
 
     @agree.setter
     def agree(self, agree: Agreement | None) -> None:
+        check_demotion(self.policy, agree)
         self._engine.agree = agree
 
+    @property
+    def policy(self) -> Policy:
+        """The policy in force: with its compute dtype decided, and the rules that on_overflow=demote added."""
+        return self._engine.policy
+
     def counters(self) -> Counters:
-        """Return how many steps were seen, applied and skipped. Syncs: with the last step."""
+        """Return how many steps were seen, applied and skipped, and what was demoted. Syncs: with the last step."""
         return self._engine.guard.settle()
 
     @property
@@ -254,14 +260,16 @@ class Stepper:
         Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
         """
         engine, complete = self._engine, checkpoint.check(state, len(self.optimizers))
-        engine.guard.settle()
+        counters = Counters(**(complete["counters"] or {}))
+        engine.forget()
         self.zero_grad()
+        counters = replace(counters, demoted=engine.demote_again(counters.demoted))
         sentences = (
             *checkpoint.compare_policies(complete["policy"], self.policy),
             *checkpoint.load_weights_(self.model, self.optimizers, complete),
             *checkpoint.load_scale_(engine.loss_scale, complete["scaling"]),
         )
-        engine.guard.counters = Counters(**(complete["counters"] or {}))
+        engine.guard.counters = counters
         engine.buffers.forgive()
         checkpoint.say(sentences)
         return sentences
@@ -293,14 +301,13 @@ class Stepper:
         return checkpoint.export(self.model, self.optimizers, dtype)
 
 
-def _weakly(engine: Engine) -> Callable[[], None]:
+def _weakly(engine: Engine) -> BeforeForward:
     """Return the engine's hook before forward as the model may hold it: without keeping the engine alive."""
     reference = weakref.ref(engine)
 
-    def before_forward() -> None:
+    def before_forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
         alive = reference()
-        if alive is not None:
-            alive.before_forward()
+        return None if alive is None else alive.before_forward(args, kwargs)
 
     return before_forward
 

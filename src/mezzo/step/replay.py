@@ -1,0 +1,248 @@
+"""The last batch, kept while its step may be the one that stops the run, and run again to say what went wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from .verdict import Reason
+
+_log = logging.getLogger("mezzo.step")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """What running a batch again has shown.
+
+    Attributes:
+        report: the `mezzo.diagnose.TraceReport`; None where a trace around the run has one already.
+        sentence: op, module, line and verdict; empty where nothing was found.
+        mend: what mends it, in a sentence.
+        edit: the policy edit that mends it, where a module or an op of the model overflowed 16 bit; else empty.
+    """
+
+    report: object
+    sentence: str
+    mend: str
+    edit: str
+
+
+class Diagnose(Protocol):
+    """Follows a run op by op and leaves model, gradients and random state as they were."""
+
+    def __call__(self, model: nn.Module, run: Callable[[], object], *, step: int, scale: float) -> Diagnosis:
+        """Return what is found.
+
+        Args:
+            model: names are relative to it.
+            run: runs the batch.
+            step: number of the step, from 0.
+            scale: loss scale that the gradients carry.
+        """
+
+
+_OUTSIDE = (
+    "Run again op by op, the last batch gives finite outputs: the inf or NaN is made after them, between the model and "
+    "amp.backward(loss)."
+)
+_OUTSIDE_MEND = "Put one step into `with mezzo.diagnose.trace(model) as t:` to have the op named in t.report."
+_diagnose: Diagnose | None = None
+
+
+def set_diagnose(diagnose: Diagnose) -> None:
+    """Say what follows a run. This layer stands below the tools, so they come to it. Writes: this module."""
+    global _diagnose  # noqa: PLW0603  # the one seam
+    _diagnose = diagnose
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from _tensors(getattr(value, f.name))
+
+
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(t.isfinite().all()) for t in tensors)
+
+
+def _versions(value: object) -> tuple[int, ...]:
+    return tuple(t._version for t in _tensors(value) if not t.is_inference())
+
+
+def _fresh(value: Any) -> Any:
+    """Return arguments cut from the graph they came with, which backward has freed."""
+    return tree_map(
+        lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.requires_grad else v, value
+    )
+
+
+def _random_states() -> tuple[Tensor, Tensor | None]:
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if started else None
+
+
+def _set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One forward of the root, by reference.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: named ones.
+        random: states of the generators before it.
+        versions: of the tensors among the arguments.
+        grads: what backward brought to its outputs, by their place.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    random: tuple[Tensor, Tensor | None]
+    versions: tuple[int, ...]
+    grads: dict[int, Tensor] = field(default_factory=dict)
+
+    def follow(self, out: object) -> None:
+        """Take note of the gradients that will arrive at the outputs."""
+        for place, tensor in enumerate(_tensors(out)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note, place))  # type: ignore[no-untyped-call]  # torch's own
+
+    def _note(self, place: int, grad: Tensor) -> None:
+        known = self.grads.get(place)
+        self.grads[place] = grad.detach() if known is None else known + grad.detach()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody wrote the arguments since."""
+        return self.versions == _versions((self.args, self.kwargs))
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What a step was made of: its forwards, and its closure where it had one."""
+
+    calls: list[_Call] = field(default_factory=list)
+    closure: Callable[[], object] | None = None
+    random: tuple[Tensor, Tensor | None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.calls) or self.closure is not None
+
+
+class Replay:
+    """Keeps the batch of a step, without copies, and runs it again under the tracer.
+
+    Args:
+        model: the root, without wrappers.
+
+    Attributes:
+        is_running: a batch is being run again just now.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._now, self._last = _Kept(), _Kept()
+        self.is_running = False
+        self._ended_outside = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch is kept."""
+        return not (self._now or self._last)
+
+    def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[object], None] | None:
+        """Keep a forward of the step in the making.
+
+        Returns:
+            What must be called with its output; None where it cannot be run again: inside a transform of functorch, or
+            in a checkpoint's recompute.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._current_graph_task_id() != -1:
+            return None
+        call = _Call(args, kwargs, _random_states(), _versions((args, kwargs)))
+        self._now.calls.append(call)
+        return call.follow
+
+    def keep_closure(self, closure: Callable[[], object]) -> None:
+        """Keep the closure of the step in the making, which is run again whole."""
+        self._now.closure, self._now.random = closure, _random_states()
+
+    def drop(self, *, by_closure: bool = False) -> None:
+        """Forget the step in the making: its gradients were dropped; by its own closure, which stays."""
+        self._now = _Kept(closure=self._now.closure, random=self._now.random) if by_closure else _Kept()
+
+    def close(self) -> None:
+        """End the step in the making; it is the last one now."""
+        self._now, self._last = _Kept(), self._now
+
+    def forget(self) -> None:
+        """Let go of the last step: it was taken."""
+        self._last = _Kept()
+
+    def run(self, step: int, scale: float, reason: Reason | None) -> Diagnosis | None:
+        """Run the last batch again under the tracer.
+
+        Args:
+            step: its number, from 0.
+            scale: loss scale that its gradients carried.
+            reason: what was not finite.
+
+        Returns:
+            What was found; None where there is no batch, or it cannot be run again.
+
+        Syncs: at every op.
+        """
+        kept = self._last or self._now
+        if not kept or _diagnose is None or not all(call.is_whole for call in kept.calls):
+            return None
+        self.is_running, self._ended_outside = True, False
+        try:
+            found = _diagnose(self._model, partial(self._again, kept, reason), step=step, scale=scale)
+        except Exception as failure:  # the run is about to stop, and for a reason that must not be hidden
+            _log.warning("the last batch could not be run again: %s: %s", type(failure).__name__, failure)
+            return None
+        finally:
+            self.is_running = False
+        if self._ended_outside and not found.sentence:
+            found = replace(found, sentence=_OUTSIDE, mend=_OUTSIDE_MEND)
+        return found
+
+    def _again(self, kept: _Kept, reason: Reason | None) -> None:
+        if kept.closure is not None:
+            assert kept.random is not None
+            _set_random_states(kept.random)
+            kept.closure()
+            return
+        outputs: list[Tensor] = []
+        grads: list[Tensor] = []
+        for call in kept.calls:
+            _set_random_states(call.random)
+            for place, tensor in enumerate(_tensors(self._model(*_fresh(call.args), **_fresh(call.kwargs)))):
+                if place in call.grads:
+                    outputs.append(tensor)
+                    grads.append(call.grads[place])
+        if not outputs or not _are_finite(outputs):
+            return
+        self._ended_outside = reason == "loss" or not _are_finite(grads)
+        if not self._ended_outside:
+            torch.autograd.backward(outputs, grads)

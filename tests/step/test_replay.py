@@ -1,0 +1,309 @@
+"""A run that stops says why: its last batch is run again op by op, and nothing else is changed by that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.step.step_models import Net, assert_same, batch, everything, mse, prepared
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import mezzo
+from mezzo.diagnose import TraceReport
+from mezzo.errors import LossScaleExhausted, NonFiniteStep
+
+
+class FeedForward(nn.Module):
+    """Its `down` overflows fp16 in forward, whatever the loss scale; dropout and a counter stand in the way."""
+
+    def __init__(self, factor: float = 1000.0) -> None:
+        super().__init__()
+        self.stats, self.up, self.down = nn.BatchNorm1d(4), nn.Linear(4, 32), nn.Linear(32, 8)
+        self.drop, self.norm, self.head = nn.Dropout(0.1), nn.LayerNorm(8), nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        with torch.no_grad():
+            self.up.weight.mul_(400)
+            self.down.weight.mul_(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.drop(self.up(self.stats(x)).relu())
+        return self.head(self.norm(self.down(h)))
+
+
+class Root(nn.Module):
+    """A square root whose derivative at 0 is infinite: the loss is finite, its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x).float().sqrt()
+
+
+class LogOfZero(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.lin(x).float().relu() * 0).log()
+
+
+def fail(amp: mezzo.Stepper, x: Tensor, y: Tensor, steps: int = 40) -> BaseException:
+    with pytest.raises((NonFiniteStep, LossScaleExhausted)) as caught:
+        for _ in range(steps):
+            amp.zero_grad()
+            amp.backward(mse(amp.model(x), y))
+            amp.step()
+    return caught.value
+
+
+@pytest.mark.parametrize("name", ["adamw", "fused-adamw", "mezzo-adamw"])
+@pytest.mark.parametrize("patience", [1, 2, 4])
+def test_the_error_names_op_module_line_verdict_and_edit(name: str, patience: int) -> None:
+    _, amp = prepared(f"fp16, output=fp32, guard.patience={patience}, guard.check_every=0", name, FeedForward())
+    error = fail(amp, *batch())
+    assert isinstance(error.report, TraceReport)
+    first = error.report.faults[0]
+    assert (first.verdict, first.op, first.phase, first.module) == ("overflow", "addmm", "forward", "down")
+    assert first.frame is not None and first.frame.file == __file__
+    text = str(error)
+    row = f"{patience} steps in a row were skipped" if patience > 1 else "the step was skipped"
+    assert text.startswith(f"{row} (guard.patience={patience}): ")
+    for part in (
+        "overflow in addmm, forward, module down",
+        f"{__file__}:{first.frame.line}",
+        "Add 'module:down=fp32' to the",
+    ):
+        assert part in text, text
+
+
+def test_the_edit_it_names_mends_it() -> None:
+    _, amp = prepared("fp16, output=fp32, guard.patience=2", "adamw", FeedForward())
+    edit = fail(amp, *batch()).report.faults[0].mend.edit
+    _, mended = prepared(f"fp16, output=fp32, {edit}", "adamw", FeedForward())
+    x, y = batch()
+    for _ in range(4):
+        mended.zero_grad()
+        mended.backward(mse(mended.model(x), y))
+        result = mended.step()
+    assert result
+
+
+def test_it_leaves_everything_as_it_was() -> None:
+    _, amp = prepared("fp16, output=fp32, guard.patience=3", "adamw", FeedForward())
+    x, y = batch()
+    for _ in range(2):
+        amp.zero_grad()
+        amp.backward(mse(amp.model(x), y))
+        amp.step()
+    before = everything(amp)
+    amp.zero_grad()
+    amp.backward(mse(amp.model(x), y))
+    random = torch.get_rng_state()
+    objects = {name: id(b) for name, b in amp.model.named_buffers()}
+    with pytest.raises(NonFiniteStep) as caught:
+        amp.step()
+    assert caught.value.report is not None
+    assert_same(everything(amp), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert {name: id(b) for name, b in amp.model.named_buffers()} == objects
+    assert amp.model.training
+    assert not amp.model._forward_hooks and _get_current_dispatch_mode() is None
+    assert all(not p._post_accumulate_grad_hooks for p in amp.model.parameters())
+
+
+def test_the_draws_are_those_of_the_batch() -> None:
+    """Only one draw in four overflows, so a replay with other draws would find nothing."""
+
+    class Chance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rare = (torch.rand(()) < 0.25).to(x.dtype)
+            return self.lin(x) * 0 + (self.lin(x).exp() + 1) * rare * 7e4
+
+    found = 0
+    for seed in range(8):
+        torch.manual_seed(seed)
+        _, amp = prepared("fp16, guard.patience=1", "adamw", Chance())
+        try:
+            amp.backward(amp.model(batch()[0].half()).float().mean())
+            amp.step()
+        except NonFiniteStep as error:
+            assert error.report is not None and error.report.faults, error
+            found += 1
+        except LossScaleExhausted:
+            pass
+    assert found
+
+
+@pytest.mark.parametrize("name", ["adamw", "mezzo-adamw"])
+def test_a_gradient_is_found_in_backward(name: str) -> None:
+    _, amp = prepared("fp16, output=fp32, scaling.init_scale=4, guard.check_every=0", name, Root())
+    x = torch.zeros(3, 4)
+    error = fail(amp, x, torch.ones(3, 4))
+    assert isinstance(error, LossScaleExhausted)
+    first = error.report.faults[0]
+    assert (first.verdict, first.op, first.phase) == ("singularity", "sqrt", "backward")
+    assert "its derivative at 0 is infinite" in str(error)
+
+
+def test_log_of_zero_is_a_singularity() -> None:
+    _, amp = prepared("bf16, output=fp32, guard.patience=2", "adamw", LogOfZero())
+    error = fail(amp, batch()[0], torch.ones(16, 4))
+    assert (error.report.faults[0].verdict, error.report.faults[0].op) == ("singularity", "log")
+
+
+def test_a_bad_batch_is_the_inputs_fault() -> None:
+    _, amp = prepared("fp32, guard.patience=2", "adamw")
+    x, y = batch()
+    x[3, 1] = float("nan")
+    first = fail(amp, x, y).report.faults[0]
+    assert first.verdict == "inherited" and "input" in first.why
+
+
+def test_a_loss_outside_the_model_is_said_to_be_there() -> None:
+    _, amp = prepared("fp32, guard.patience=2", "adamw")
+    x, _ = batch()
+    with pytest.raises(
+        NonFiniteStep, match=r"finite outputs: the inf or NaN is made after them, between the model and"
+    ):
+        for _ in range(4):
+            amp.zero_grad()
+            amp.backward((amp.model(x) * 0).log().mean())
+            amp.step()
+
+
+def test_a_closure_is_run_again_whole() -> None:
+    model = Net(has_batch_norm=False)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32, guard.patience=2")
+    x, _ = batch()
+
+    def closure() -> Tensor:
+        amp.zero_grad()
+        loss = (amp.model(x) * 0).log().mean()
+        amp.backward(loss)
+        return loss
+
+    with pytest.raises(NonFiniteStep) as caught:
+        for _ in range(4):
+            amp.step(closure)
+    first = caught.value.report.faults[0]
+    assert (first.verdict, first.op) == ("singularity", "log")
+    assert "(amp.model(x) * 0).log().mean()" in str(caught.value)
+    assert amp.counters().seen == 2
+
+
+def test_micro_batches_are_all_run_again() -> None:
+    _, amp = prepared("fp16, output=fp32, guard.patience=2", "adamw", nn.Linear(4, 1))
+    x, y = batch()
+    with pytest.raises(NonFiniteStep) as caught:
+        for _ in range(4):
+            amp.zero_grad()
+            for size in (1.0, 1e7, 1.0):
+                amp.backward(mse(amp.model(x * size), y))
+            amp.step()
+    assert caught.value.report.faults[0].verdict == "overflow"
+
+
+def test_bad_weights_need_no_batch() -> None:
+    model, amp = prepared("fp32, guard.patience=1", "adamw")
+    with torch.no_grad():
+        model.outer.weight[0, 0] = float("nan")
+    error = fail(amp, *batch())
+    assert error.report is None and "outer.weight (1)" in str(error)
+
+
+def test_a_batch_that_was_written_since_is_not_run_again() -> None:
+    _, amp = prepared("fp16, output=fp32, guard.patience=1", "adamw", FeedForward())
+    x, y = batch()
+    amp.backward(mse(amp.model(x), y))
+    x.zero_()
+    with pytest.raises(NonFiniteStep, match=r"mezzo\.diagnose\.trace\(model\) names the op") as caught:
+        amp.step()
+    assert caught.value.report is None
+
+
+def test_nothing_is_kept_while_all_is_well() -> None:
+    _, amp = prepared("fp16, output=fp32, scaling.init_scale=256", "adamw")
+    x, y = batch()
+    amp.backward(mse(amp.model(x), y))
+    replay = amp._engine.replay
+    assert replay.is_empty
+    amp.step()
+    amp.zero_grad()
+    assert replay.is_empty and not amp.model._forward_hooks
+
+
+def test_a_model_inside_ddp_is_run_again_without_its_wrapper() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = FeedForward()
+        _, amp = prepared("fp16, output=fp32, guard.patience=2", "adamw", model)
+        wrapped = DistributedDataParallel(model)
+        x, y = batch()
+        with pytest.raises(NonFiniteStep) as caught:
+            for _ in range(4):
+                amp.zero_grad()
+                amp.backward(mse(wrapped(x), y))
+                amp.step()
+        assert amp.agree is not None
+        assert caught.value.report.faults[0].module == "down"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_batch_is_let_go_once_a_step_is_taken() -> None:
+    _, amp = prepared("fp16, output=fp32, scaling.init_scale=256", "adamw")
+    x, y = batch()
+    kinds: list[bool] = []
+    for size in (1e38, 1.0, 1.0):
+        amp.zero_grad()
+        amp.backward(mse(amp.model(x), y) * size)
+        amp.step()
+        kinds.append(amp._engine.replay.is_empty)
+    assert kinds[-1]
+
+
+def test_the_tools_are_loaded_only_when_a_run_stops() -> None:
+    program = (
+        "import sys, torch, mezzo\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), 'fp32, guard.patience=1')\n"
+        "assert 'mezzo.diagnose' not in sys.modules\n"
+        "amp.backward(model(torch.full((1, 2), float('inf'))).sum())\n"
+        "try:\n    amp.step()\n"
+        "except mezzo.errors.NonFiniteStep as error:\n    print(error.report.faults[0].verdict)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "inherited", done.stderr
+
+
+def test_a_replay_that_fails_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.count = nn.Linear(4, 1), 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.count += 1
+            if self.count > 1:
+                raise KeyError("only once")
+            return self.lin(x) * torch.inf
+
+    _, amp = prepared("fp32, guard.patience=1", "adamw", Once())
+    amp.backward(amp.model(batch()[0]).sum())
+    with pytest.raises(NonFiniteStep, match="the step was skipped"):
+        amp.step()
+    assert "the last batch could not be run again: KeyError" in caplog.text
