@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tests.zoo import sick_forward
@@ -129,4 +130,31 @@ def test_the_annotated_view_marks_the_fault_in_the_users_code() -> None:
     [source] = [b for b in t.report.document().blocks if isinstance(b, Source)]
     [fault] = [line for line in source.lines if line[3]]
     assert fault[1].strip() == "return self.down(h)  # FAULT"
-    assert re.fullmatch(r"fwd fp16 2\^-?\d+(…2\^\d+)?; bwd fp16/fp32 2\^-?\d+…2\^\d+", fault[2])
+    span = r"2\^-?\d+(…2\^-?\d+)?"
+    note = rf"fwd fp16 {span}(, most {span})?\nbwd fp16/fp32 {span}(, most {span})?"
+    assert re.fullmatch(note, fault[2]), fault[2]
+
+
+def test_the_range_of_a_line_is_that_of_its_values(tmp_path: Path) -> None:
+    """Counted here by frexp over every result of the line."""
+    program = tmp_path / "program.py"
+    program.write_text("def f(x):\n    return x.mul(4.0).relu()\n", encoding="utf-8")
+    code: dict[str, Any] = {}
+    exec(compile(program.read_text(encoding="utf-8"), str(program), "exec"), code)
+    x = torch.tensor([2.0**e for e in range(-30, 20)] + [-1.0] * 50)
+    with diagnose.trace() as t:
+        code["f"](x)
+    [line] = [r for r in t.record.lines if r.file == str(program)]
+    results = torch.cat([x * 4, (x * 4).relu()])
+    exponents = sorted(math.frexp(v)[1] - 1 for v in results.abs().tolist() if v)
+    assert (line.lowest, line.highest) == (exponents[0], exponents[-1]) == (-28, 21)
+    assert line.middle == (exponents[math.ceil(0.05 * 150) - 1], exponents[math.ceil(0.95 * 150) - 1])
+    assert line.zeros == 50 / 200
+
+
+def test_the_largest_value_of_a_line_is_never_missed() -> None:
+    x = torch.ones(100_001)
+    x[12_345] = 2.0**40
+    with diagnose.trace() as t:
+        x.mul(2.0)
+    assert max(r.highest for r in t.record.lines if r.highest is not None) == 41

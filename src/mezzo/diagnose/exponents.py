@@ -48,6 +48,15 @@ class Histogram:
         """Exponent of the largest magnitude; None without numbers."""
         return next((e - BIAS for e in range(BINS - 2, 0, -1) if self.counts[e]), None)
 
+    def percentile(self, share: float) -> int | None:
+        """Return the smallest exponent that at least this share of the numbers do not exceed; None without numbers."""
+        wanted, seen = share * self.numbers, 0
+        for e in range(1, BINS - 1):
+            seen += self.counts[e]
+            if seen and seen >= wanted:
+                return e - BIAS
+        return None
+
     def __add__(self, other: Histogram) -> Histogram:
         return Histogram(counts=tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)))
 

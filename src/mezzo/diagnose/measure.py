@@ -35,6 +35,17 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(amax(tensor))
 
 
+def spaced(tensor: Tensor, count: int) -> Tensor:
+    """Return at most `count` evenly spaced values of a tensor; a view where its memory allows. Syncs: no."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // count))]
+
+
+def exponent_fields(values: Tensor) -> Tensor:
+    """Return the exponent field of each fp32 value: 0 for zeros and subnormals, 255 for inf and NaN. Syncs: no."""
+    return (values.contiguous().view(torch.int32) >> 23) & 255
+
+
 def tensor_facts(name: str, tensor: Tensor) -> TensorFacts:
     """Count what a report says about a tensor. Syncs: yes."""
     values = _readable(tensor.detach())

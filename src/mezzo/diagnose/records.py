@@ -275,15 +275,17 @@ class Lint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineRange:
-    """Magnitudes of what one line of source computed.
+    """Exponents of what one line of source computed: of sampled values, and of the largest ones.
 
     Attributes:
         file: of the line.
         line: its number.
-        phase: forward or backward.
+        phase: forward, backward or optimizer.
         dtypes: of the results, short names, sorted.
-        low: smallest largest-magnitude of any result, 0 excluded.
-        high: largest magnitude of any result.
+        lowest: exponent of the smallest finite magnitude above 0; None if there is none.
+        highest: exponent of the largest finite magnitude, of all values; None if there is none above 0.
+        middle: exponents between which nine tenths of the magnitudes lie; None if there are none.
+        zeros: share of values that are 0.
         ops: plain names, sorted.
     """
 
@@ -291,8 +293,10 @@ class LineRange:
     line: int
     phase: Phase
     dtypes: tuple[str, ...]
-    low: float
-    high: float
+    lowest: int | None
+    highest: int | None
+    middle: tuple[int, int] | None
+    zeros: float
     ops: tuple[str, ...]
 
 

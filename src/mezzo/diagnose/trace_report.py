@@ -18,6 +18,7 @@ from .report.document import Block
 _SHOWN = 5
 _MARGIN = 4
 _POINTS = 64
+_SHOWN_ZEROS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,12 +167,26 @@ def _charts(sizes: tuple[Size, ...], step: int) -> list[Block]:
 
 
 def _span(r: LineRange) -> str:
+    """Write a range: its ends, and between which exponents most values lie.
+
+    >>> r = LineRange(file="f", line=1, phase="forward", dtypes=("fp16",), lowest=-9, highest=3, middle=(-4, 1),
+    ...               zeros=0.5, ops=("relu",))
+    >>> _span(r)
+    'fwd fp16 2^-9…2^3, most 2^-4…2^1, 50% 0'
+    """
     phase = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}[r.phase]
-    if r.high == 0:
-        return f"{phase} {'/'.join(r.dtypes)} 0"
-    low, high = (math.floor(math.log2(v)) for v in (r.low, r.high))
-    span = f"2^{high}" if low == high else f"2^{low}…2^{high}"
-    return f"{phase} {'/'.join(r.dtypes)} {span}"
+    parts = [f"{phase} {'/'.join(r.dtypes)} {_ends(r.lowest, r.highest)}"]
+    if r.middle is not None and r.middle != (r.lowest, r.highest):
+        parts.append(f"most {_ends(*r.middle)}")
+    if r.highest is not None and r.zeros >= _SHOWN_ZEROS:
+        parts.append(f"{r.zeros:.0%} 0")
+    return ", ".join(parts)
+
+
+def _ends(low: int | None, high: int | None) -> str:
+    if low is None or high is None:
+        return "0"
+    return f"2^{high}" if low == high else f"2^{low}…2^{high}"
 
 
 def _annotated(lines: tuple[LineRange, ...], findings: tuple[Finding, ...]) -> list[Block]:
@@ -186,7 +201,10 @@ def _annotated(lines: tuple[LineRange, ...], findings: tuple[Finding, ...]) -> l
                 notes.setdefault(r.line, []).append(_span(r))
         shown = _window(file, notes, faults)
         if shown:
-            blocks += [Heading(text="Largest magnitudes by line"), Source(file=file, lines=tuple(shown))]
+            blocks += [
+                Heading(text="Magnitudes by line: smallest…largest, and where nine in ten lie"),
+                Source(file=file, lines=tuple(shown)),
+            ]
     return blocks
 
 
@@ -197,7 +215,7 @@ def _window(file: str, notes: dict[int, list[str]], faults: list[Frame]) -> list
     numbers = [n for n in sorted(wanted) if n > 0][:_POINTS]
     texts = textwrap.dedent("".join(linecache.getline(file, n).rstrip() + "\n" for n in numbers)).split("\n")
     return [
-        (n, text, "; ".join(notes.get(n, ())), n in marked)
+        (n, text, "\n".join(notes.get(n, ())), n in marked)
         for n, text in zip(numbers, texts, strict=False)
         if text or n in notes
     ]

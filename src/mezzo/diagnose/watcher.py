@@ -15,6 +15,7 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..step import Stepper, StepResult
 from ..step.update import keeps_masters, parameters
 from .exponents import BINS, Histogram
+from .measure import exponent_fields, spaced
 from .modules import tensors_in
 from .opfacts import plain
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
@@ -41,16 +42,13 @@ class _Rows:
 
     def put(self, row: int, tensor: Tensor) -> None:
         """Keep evenly spaced values of a tensor. Writes: one row. Syncs: no."""
-        width = self.values.shape[1]
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, -(-flat.numel() // width))]
+        sample = spaced(tensor.detach(), self.values.shape[1])
         self.values[row, : sample.numel()].copy_(sample)
         self._held[row] = sample.numel()
 
     def count(self) -> None:
         """Add this step's samples to the histograms, all in one reduction. Syncs: no."""
-        exponents = (self.values.view(torch.int32) >> 23) & (BINS - 1)
-        self._counts.scatter_add_(1, exponents.long(), self._ones)
+        self._counts.scatter_add_(1, exponent_fields(self.values).long(), self._ones)
         self.values.zero_()
         self.filled = [a + b for a, b in zip(self.filled, self._held, strict=True)]
         self._held = [0] * len(self._held)
@@ -177,8 +175,7 @@ class Watch:
         after = torch.zeros_like(before)
         width = before.shape[1]
         for row, (_, parameter) in enumerate(self._parameters):
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, -(-flat.numel() // width))]
+            sample = spaced(parameter.detach(), width)
             after[row, : sample.numel()].copy_(sample)
         meant = self._rows.values[self._first_gradient : self._first_weight] != 0
         moved = after != before

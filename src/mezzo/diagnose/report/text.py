@@ -72,8 +72,8 @@ def _chart(block: Chart) -> RenderableType:
 def _source(block: Source) -> RenderableType:
     grid = Grid(box=None, show_header=False, padding=(0, 1, 0, 0))
     grid.add_column(justify="right", style="dim", no_wrap=True, min_width=5)
-    grid.add_column(no_wrap=True, max_width=60)
-    grid.add_column(no_wrap=True, min_width=40)
+    grid.add_column(no_wrap=True, max_width=52)
+    grid.add_column(no_wrap=True)
     for number, text, note, is_fault in block.lines:
         grid.add_row(str(number), Text(text, style="bold red" if is_fault else ""), Text(note, style="dim"))
     return _titled(block.file, grid)
