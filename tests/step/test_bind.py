@@ -311,6 +311,21 @@ class TestModuleRules:
             model(torch.randn(512, 64, dtype=BF16, requires_grad=True))
         assert max(sizes) == 512 * 64 * 2
 
+    @pytest.mark.parametrize("policy", ["bf16", "bf16, ops=mezzo"])
+    def test_layer_norm_is_the_same_without_gradients(self, policy: str) -> None:
+        """Both engines, and the three ways a norm runs: with its own backward, without, and as torch's kernel."""
+        norm = nn.LayerNorm(64)
+        nn.init.normal_(norm.weight)
+        wide = twin(norm)
+        model, x = bound(policy, nn.Sequential(nn.Identity(), norm)), torch.randn(32, 64).to(BF16)
+        with torch.no_grad():
+            plain = model(x)
+        with torch.inference_mode():
+            inferred = model(x)
+        assert torch.equal(model(x).detach(), plain)
+        assert torch.equal(inferred, plain)
+        torch.testing.assert_close(plain, wide(x.float()).to(BF16), rtol=torch.finfo(BF16).eps, atol=0)
+
     def test_penalty_through_a_layer_norm(self) -> None:
         norm = nn.LayerNorm(8)
         nn.init.normal_(norm.weight)

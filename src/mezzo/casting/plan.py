@@ -43,12 +43,6 @@ def current_switch(device_type: str) -> Switch:
     return Switch(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
 
-def set_switch(switch: Switch) -> None:
-    """Set torch's autocast state on a device."""
-    torch.set_autocast_enabled(switch.device_type, switch.enabled)
-    torch.set_autocast_dtype(switch.device_type, switch.dtype)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What a region does when it is entered."""
@@ -58,9 +52,12 @@ class Plan:
     caches: bool
     store: ShadowStore | None
 
-    def saved(self) -> tuple[Switch, ...]:
-        """Return what torch's state is now, on the devices that entering changes."""
-        return tuple(current_switch(switch.device_type) for switch in self.switches)
+    def saved(self) -> list[tuple[str, torch.dtype, bool]]:
+        """Return what torch's state is now, on the devices that entering changes: as `Switch`, but a plain tuple."""
+        return [
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            for device, _, _ in self.switches
+        ]
 
     def new_mode(self, current: Callable[[CastMode], AbstractContextManager[Any]]) -> CastMode | None:
         """Return the interceptor to push, None where torch's dispatcher is the engine."""
@@ -141,7 +138,7 @@ def _make_plan(
             f"autocast(policy=...) has rules for modules ({', '.join(required)}), and a region has no model to bind "
             "them to. Write mezzo.prepare(model, optimizer, policy)."
         )
-    pairs = zip(devices, defaults, strict=True)
+    pairs = zip(devices, defaults or (None,) * len(devices), strict=True)
     switches = tuple(_switch(device, default, dtype, enabled, chosen) for device, default in pairs)
     live = tuple(switch.device_type for switch in switches if switch.enabled)
     by_mode = any(why_engine(rules, device, cache).engine == "mode" for device in live)
@@ -162,12 +159,13 @@ def plan_number(*key: Any) -> int:
 
 
 def _switch(
-    device_type: str, default: torch.dtype, dtype: torch.dtype | None, enabled: bool, policy: Policy | None
+    device_type: str, default: torch.dtype | None, dtype: torch.dtype | None, enabled: bool, policy: Policy | None
 ) -> Switch:
     if enabled and dtype is None and policy is not None:
         dtype = policy.resolve(device_type).compute
         enabled = dtype is not torch.float32
-    chosen = default if dtype is None or not enabled else dtype
+    chosen = default if default is not None and (dtype is None or not enabled) else dtype
+    assert chosen is not None
     if enabled:
         _check_device(device_type)
         _check_dtype(device_type, chosen)

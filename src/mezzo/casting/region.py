@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -15,18 +15,18 @@ from ..errors import CastError, RegionError
 from ..policy import Policy
 from ..policy.parts import CacheName
 from .mode import CastMode
-from .plan import PLANS, Plan, Switch, current_switch, device_types, plan_number, set_switch
+from .plan import PLANS, Plan, current_switch, device_types, plan_number
 from .provenance import traceback_message
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class _Frame:
     """What one entry changed, so that its exit can undo it."""
 
-    saved: tuple[Switch, ...]
+    saved: Sequence[tuple[str, torch.dtype, bool]]
     mode: CastMode | None
     thread: int = 0
     cache_enabled: bool = True
@@ -75,7 +75,8 @@ class autocast:  # the name torch gives it
         cache: CacheName = "region",
     ) -> None:
         devices = device_types(device_type)
-        defaults = tuple([torch.get_autocast_dtype(device) for device in devices])
+        is_decided = enabled and dtype is not None
+        defaults = () if is_decided else tuple([torch.get_autocast_dtype(device) for device in devices])
         self._plan = PLANS[plan_number(devices, defaults, dtype, enabled, cache_enabled, policy, cache)]
         self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache)
         self._frames: list[_Frame] = []
@@ -108,11 +109,12 @@ class autocast:  # the name torch gives it
         plan = self._plan
         mode = plan.new_mode(_repeat)
         if torch.compiler.is_compiling():
-            frame = _Frame(saved=plan.saved(), mode=mode)
+            frame = _Frame(plan.saved(), mode)
         else:
             frame = self._tracked_frame(mode)
-        for switch in plan.switches:
-            set_switch(switch)
+        for device_type, dtype, enabled in plan.switches:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         self._frames.append(frame)
@@ -121,13 +123,13 @@ class autocast:  # the name torch gives it
     def _tracked_frame(self, mode: CastMode | None) -> _Frame:
         outer = _innermost_mode()
         frame = _Frame(
-            saved=self._plan.saved(),
-            mode=mode,
-            thread=threading.get_ident(),
-            cache_enabled=torch.is_autocast_cache_enabled(),
-            outer=outer,
-            outer_suspended=outer is not None and outer.suspended,
-            nesting=torch.autocast_increment_nesting(),
+            self._plan.saved(),
+            mode,
+            threading.get_ident(),
+            torch.is_autocast_cache_enabled(),
+            outer,
+            outer is not None and outer.suspended,
+            torch.autocast_increment_nesting(),
         )
         torch.set_autocast_cache_enabled(False)
         if outer is not None:
@@ -144,7 +146,7 @@ class autocast:  # the name torch gives it
         _leave(frame)
         if frame.outer is not None:
             frame.outer.suspended = frame.outer_suspended
-        if torch.autocast_decrement_nesting() == 0:
+        if frame.nesting == 1:
             torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(frame.cache_enabled)
         if error is not None and not isinstance(error, CastError):
@@ -153,18 +155,21 @@ class autocast:  # the name torch gives it
                 raise CastError(message) from error
 
     def _pop(self) -> _Frame:
-        here = threading.get_ident()
-        index = next((i for i in reversed(range(len(self._frames))) if self._frames[i].thread == here), None)
-        if index is None:
+        here, frames = threading.get_ident(), self._frames
+        index = len(frames) - 1
+        while index >= 0 and frames[index].thread != here:
+            index -= 1
+        if index < 0:
             raise RegionError("a region was left that this thread has not entered; enter and leave it in one `with`.")
-        frame = self._frames[index]
-        in_order = frame.nesting == _nesting() and _innermost_mode() is (frame.mode or frame.outer)
-        if not in_order:
+        frame = frames[index]
+        in_order = torch.autocast_decrement_nesting() == frame.nesting - 1
+        if not in_order or _innermost_mode() is not (frame.mode or frame.outer):
+            torch.autocast_increment_nesting()
             raise RegionError(
                 "regions were left in another order than they were entered, so which dtype holds is undecided. "
                 "Use `with` for each, and no `await` or `yield` inside a region."
             )
-        return self._frames.pop(index)
+        return frames.pop(index)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return `function` run inside this region at every call."""
@@ -188,13 +193,9 @@ class autocast:  # the name torch gives it
 def _leave(frame: _Frame) -> None:
     if frame.mode is not None:
         frame.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-    for switch in frame.saved:
-        set_switch(switch)
-
-
-def _nesting() -> int:
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
+    for device_type, dtype, enabled in frame.saved:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
 
 
 def _innermost_mode() -> CastMode | None:

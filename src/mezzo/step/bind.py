@@ -7,10 +7,12 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casting import autocast
@@ -93,6 +95,7 @@ class Bound:
         around: the precision of the nearest module above it that has a rule; None where none has.
         is_root: whether it is the module that was prepared.
         inner: a forward of its own that the module had in place of its class's.
+        regular: the binding, if inside its region the module does nothing but run its class's forward.
     """
 
     binding: Binding
@@ -100,12 +103,20 @@ class Bound:
     around: Precision = None
     is_root: bool = False
     inner: Callable[..., Any] | None = None
+    regular: Binding | Literal[False] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.regular = self.own is None and self.inner is None and self.binding
 
 
 class _Here(threading.local):
-    """Which binding's region this thread is in, and whether functorch was at work when it was entered."""
+    """Which binding's region this thread is in, and whether functorch was at work when it was entered.
+
+    `plain` is the binding where it was not: the one attribute that a module without a rule reads at each call.
+    """
 
     binding: Binding | None = None
+    plain: Binding | None = None
     traced: bool = False
     outside: bool = False
 
@@ -123,8 +134,12 @@ class _Outside:
 _here = _Here()
 
 
+def _stand_in(binding: Binding | None, traced: bool) -> None:
+    _here.binding, _here.traced, _here.plain = binding, traced, None if traced else binding
+
+
 def _is_traced() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not is_compiling() and peek_interpreter_stack() is not None
 
 
 def _is_recompute() -> bool:
@@ -132,7 +147,7 @@ def _is_recompute() -> bool:
 
     torch's checkpoint enters that state, which shows in the nesting of autocast; a module called in a hook does not.
     """
-    if torch.compiler.is_compiling() or _here.outside or torch._C._current_graph_task_id() == -1:
+    if is_compiling() or _here.outside or torch._C._current_graph_task_id() == -1:
         return False
     torch.autocast_increment_nesting()
     return bool(torch.autocast_decrement_nesting() > 0)
@@ -151,7 +166,7 @@ def _enter(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
     binding, outer, outer_traced = bound.binding, _here.binding, _here.traced
-    is_eager, after = not torch.compiler.is_compiling(), None
+    is_eager, after = not is_compiling(), None
     if is_eager:
         binding.follow(module)
         if bound.is_root and binding.before_forward is not None:
@@ -162,12 +177,12 @@ def _enter(
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
     region = binding.resumed() if resumes else binding.region(bound.around, traced)
-    _here.binding, _here.traced = binding, traced
+    _stand_in(binding, traced)
     try:
         with region:
             out = _run(bound, module, forward, args, kwargs)
     finally:
-        _here.binding, _here.traced = outer, outer_traced
+        _stand_in(outer, outer_traced)
     if bound.is_root and binding.policy.output is not None:
         out = cast_floating(out, binding.policy.output)
     if after is not None:
@@ -194,6 +209,8 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound: Bound | None = self.__dict__.get(RECORD)
         if bound is None:
+            return original.forward(self, *args, **kwargs)
+        if _here.plain is bound.regular and (is_compiling() or peek_interpreter_stack() is None):
             return original.forward(self, *args, **kwargs)
         return _run(bound, self, original.forward if bound.inner is None else bound.inner, args, kwargs)
 

@@ -20,12 +20,10 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        # Only the CPU kernel takes 16-bit inputs with fp32 weights.
-        wide = x if x.device.type == "cpu" and weight is not None else x.float()
-        out, mean, rstd = torch.native_layer_norm(wide, shape, _wide(weight), _wide(bias), eps)
+        out, mean, rstd = _forward(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.shape = shape
-        return out.to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
@@ -42,6 +40,15 @@ class _LayerNorm(torch.autograd.Function):
             grad_bias.to(bias.dtype) if needs_bias else None,
             None,
         )
+
+
+def _forward(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Only the CPU kernel takes 16-bit inputs with fp32 weights.
+    wide = x if x.is_cpu and weight is not None else x.float()
+    out, mean, rstd = torch.native_layer_norm(wide, shape, _wide(weight), _wide(bias), eps)
+    return out.to(x.dtype), mean, rstd
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:
@@ -61,5 +68,8 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     Syncs: no.
     Source: Ba et al. 2016.
     """
-    out: Tensor = _LayerNorm.apply(x, list(module.normalized_shape), module.weight, module.bias, module.eps)  # type: ignore[no-untyped-call]  # torch's own
+    args = (x, list(module.normalized_shape), module.weight, module.bias, module.eps)
+    if not torch.is_grad_enabled():
+        return _forward(*args)[0]
+    out: Tensor = _LayerNorm.apply(*args)  # type: ignore[no-untyped-call]  # torch's own
     return out

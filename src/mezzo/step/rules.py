@@ -84,8 +84,11 @@ def run_ruled(
         with regions.region(precision, traced):
             return forward(module, *args, **kwargs)
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
+    is_low_norm = low is not None and _is_low_layer_norm(forward, args, low, traced)
+    if is_low_norm and torch._C._len_torch_function_stack() == 0:
+        return layer_norm(module, *args)  # type: ignore[arg-type]  # all its ops say their dtype: no region needed
     with regions.region(precision, traced):
-        if low is not None and _is_low_layer_norm(forward, args, low, traced):
+        if is_low_norm:
             return layer_norm(module, *args)  # type: ignore[arg-type]  # its forward says it is one
         wide = torch.float32 if low is None else _own_dtype(module)
         out = forward(module, *cast_floating(args, wide), **cast_floating(kwargs, wide))
