@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -201,3 +202,96 @@ def test_options_out_of_range(options: dict[str, int]) -> None:
     _, amp = make("fp32")
     with pytest.raises(ConfigError, match="both must be at least 1"):
         diagnose.watch(amp, **options)
+
+
+def plain_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, dtype: torch.dtype | None = None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(torch.randn(6, 8, generator=generator)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+class TestAModelThatIsNotPrepared:
+    def test_the_histograms_are_exact(self) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        weights, gradients, outputs = [], [], []
+        model.act.register_forward_hook(lambda module, args, out: outputs.append(out.detach().clone()))
+
+        def note(*_: object) -> None:
+            weights.append(model.a.weight.detach().clone())
+            gradients.append(model.a.weight.grad.clone())
+
+        optimizer.register_step_pre_hook(note)
+        with diagnose.watch(model, every=2) as w:
+            plain_loop(model, optimizer, 4)
+        found = {(t.kind, t.name): t.histogram for t in w.report.tensors}
+        assert found["weight", "a.weight"] == histogram(torch.stack(weights[::2]))
+        assert found["gradient", "a.weight"] == histogram(torch.stack(gradients[::2]))
+        assert found["activation", "act"] == histogram(torch.stack(outputs[::2]))
+        assert (w.report.num_steps, w.report.steps, w.report.compute) == (4, (), "fp32")
+
+    def test_its_report_has_no_scale_and_no_skips(self) -> None:
+        model = Net()
+        with diagnose.watch(model) as w:
+            plain_loop(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, torch.bfloat16)
+        text = str(w.report)
+        assert text.startswith("mezzo watch of Net, not prepared")
+        assert "loss scale" not in text and "skipped" not in text and w.report.compute == "bf16"
+
+    def test_training_is_bit_equal_and_nothing_is_left(self) -> None:
+        hooks = optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks
+        before = [len(h) for h in hooks]
+        states = []
+        for watching in (False, True):
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters())
+            w = diagnose.watch(model, every=1) if watching else None
+            plain_loop(model, optimizer, 5, torch.bfloat16)
+            if w is not None:
+                w.close()
+            states.append(model.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(states[0].values(), states[1].values(), strict=True))
+        assert [len(h) for h in hooks] == before
+        assert not any(m._forward_hooks for m in model.modules())
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+    @pytest.mark.parametrize("is_kept", [False, True])
+    def test_lost_updates(self, is_kept: bool) -> None:
+        model = Net().bfloat16()
+        make = mezzo.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-7), mode="fp32")
+        optimizer = make if is_kept else torch.optim.AdamW(model.parameters(), lr=1e-7)
+        model.b.bias.data.zero_()  # one weight that moves
+        with diagnose.watch(model, every=1) as w:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(6, 8).bfloat16()).float().square().mean().backward()
+                optimizer.step()
+        lost = {t.name: t.lost for t in w.report.tensors if t.kind == "weight"}
+        assert (lost["a.weight"] > 0.5) is not is_kept
+        assert w.report.num_steps == 2
+
+    def test_another_models_optimizer_is_no_step(self) -> None:
+        model, other = Net(), Net()
+        with diagnose.watch(model) as w:
+            plain_loop(other, torch.optim.SGD(other.parameters(), lr=0.1), 3)
+        assert w.report.num_steps == 0 and w.report.tensors == ()
+
+    def test_a_model_that_is_only_run(self) -> None:
+        model, x = Net(), torch.randn(6, 8)
+        with diagnose.watch(model) as w, torch.no_grad():
+            out = model(x)
+        kinds = {(t.kind, t.name): t.histogram for t in w.report.tensors}
+        assert kinds["activation", "b"] == histogram(out)
+        assert kinds["weight", "a.weight"] == histogram(model.a.weight)
+        assert not [k for k in kinds if k[0] == "gradient"]
+
+    def test_anything_else_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="watch was given Tensor; it takes what"):
+            diagnose.watch(torch.ones(1))  # type: ignore[arg-type]

@@ -68,12 +68,13 @@ class WatchReport(Report):
 
     Attributes:
         model: class name.
-        policy: text.
+        policy: text; empty for a model that is not prepared.
         compute: short name of the format low ops run in.
         every: sampled one step in so many.
-        steps: every step.
+        num_steps: how many there were.
+        steps: every step of a prepared run; none of another.
         tensors: by kind and name.
-        loss_scale: of the last step.
+        loss_scale: of the last step; 1 where it is not known.
         host_share: share of the host's time that watching took, as measured in this run.
     """
 
@@ -81,6 +82,7 @@ class WatchReport(Report):
     policy: str
     compute: str
     every: int
+    num_steps: int
     steps: tuple[StepRecord, ...]
     tensors: tuple[TensorRecord, ...]
     loss_scale: float
@@ -124,19 +126,17 @@ class WatchReport(Report):
 
     def document(self) -> Document:
         """Return the layout."""
-        facts = Facts(
-            pairs=(
-                ("steps", f"{len(self.steps)}, {self.skipped} skipped; one in {self.every} sampled"),
-                ("loss scale", self._scale_in_words()),
-                ("watching took", f"{self.host_share:.1%} of the host's time in this run"),
-            )
-        )
+        skipped = f", {self.skipped} skipped" if self.policy else ""
+        pairs = [("steps", f"{self.num_steps}{skipped}; one in {self.every} sampled")]
+        if self.policy:
+            pairs.append(("loss scale", self._scale_in_words()))
+        pairs.append(("watching took", f"{self.host_share:.1%} of the host's time in this run"))
         warnings = self.warnings
         verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else "Healthy."
-        blocks: list[Block] = [facts, *(Note(text=text) for text in warnings[:_ROWS])]
+        blocks: list[Block] = [Facts(pairs=tuple(pairs)), *(Note(text=text) for text in warnings[:_ROWS])]
         blocks += [_ranges(self), *_histograms(self), *_history(self.steps), *_skips(self.steps)]
         return Document(
-            title=f"mezzo watch of {self.model} under {self.policy}",
+            title=f"mezzo watch of {self.model}" + (f" under {self.policy}" if self.policy else ", not prepared"),
             verdict=verdict,
             is_good=not warnings,
             blocks=tuple(blocks),

@@ -1,14 +1,15 @@
-"""`watch`: samples a prepared run: exponents of activations, gradients and weights, lost updates, scale, skips."""
+"""`watch`: samples a run: exponents of activations, gradients and weights, lost updates, scale, skips."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_hooks
 
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name
@@ -54,6 +55,11 @@ class _Rows:
         self._held = [0] * len(self._held)
         self._steps += 1
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether values wait to be counted."""
+        return any(self._held)
+
     def histograms(self) -> list[Histogram]:
         """Return the histograms so far. Syncs: one read."""
         width = self.values.shape[1]
@@ -66,22 +72,23 @@ class _Rows:
 
 
 class Watch:
-    """Watches a stepper's run until it is closed; made by `mezzo.diagnose.watch`.
+    """Watches a run until it is closed; made by `mezzo.diagnose.watch`.
 
     Args:
-        amp: what is watched.
+        model: whose activations, gradients and weights are watched.
+        amp: the stepper that trains it; None for a model that is not prepared: then the steps are those of any
+            optimizer of its parameters.
         every: steps from one sampled step to the next.
         width: values sampled of each tensor.
 
-    Writes: hooks on leaf modules and parameters, and `step` of this stepper; all are taken back by `close`.
+    Writes: hooks on leaf modules and parameters, and `step` of the stepper or torch's global optimizer hooks; all are
+        taken back by `close`.
     """
 
-    def __init__(self, amp: Stepper, every: int, width: int) -> None:
-        self._amp, self._every = amp, every
-        self._leaves = [(n, m) for n, m in amp.model.named_modules() if not any(True for _ in m.children())]
-        self._parameters = [
-            (n, p) for n, p in amp.model.named_parameters() if p.requires_grad and p.is_floating_point()
-        ]
+    def __init__(self, model: nn.Module, amp: Stepper | None, every: int, width: int) -> None:
+        self._model, self._amp, self._every = model, amp, every
+        self._leaves = [(n, m) for n, m in model.named_modules() if not any(True for _ in m.children())]
+        self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
         device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
         count = len(self._parameters)
         # one block for all: activations, then gradients, then weights
@@ -92,13 +99,17 @@ class Watch:
         self._unread: list[tuple[int, StepResult]] = []
         self._seen = 0
         self._spent_s, self._started = 0.0, time.perf_counter()
-        self._without_masters = self._find_without_masters()
+        self._dtypes = {p.dtype for _, p in self._parameters}
+        self._have_masters: set[int] = set()
         self._handles: list[Any] = []
+        self._ids = {id(p) for _, p in self._parameters}
+        self._running = 0
+        self._before: Tensor | None = None
         self._install()
 
-    def _find_without_masters(self) -> list[bool]:
-        kept = {id(p) for o in self._amp.optimizers if keeps_masters(o) for p in parameters(o) if p.dtype in LOW_DTYPES}
-        return [id(p) not in kept for _, p in self._parameters]
+    def _note_masters(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        kept = (p for o in optimizers if keeps_masters(o) for p in parameters(o) if p.dtype in LOW_DTYPES)
+        self._have_masters |= {id(p) for p in kept}
 
     def _install(self) -> None:
         for row, (_, module) in enumerate(self._leaves):
@@ -106,12 +117,37 @@ class Watch:
         for row, (_, parameter) in enumerate(self._parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._on_gradient(self._first_gradient + row))  # type: ignore[no-untyped-call]  # torch's own
             self._handles.append(handle)
+        if self._amp is None:
+            self._handles += [
+                optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
+                optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
+            ]
+            return
+        self._note_masters(self._amp.optimizers)
         step = self._amp.step
 
         def watched(*args: Any, **kwargs: Any) -> StepResult:
             return self._step(step, *args, **kwargs)
 
         setattr(self._amp, "step", watched)  # noqa: B010  # shadows the method on this one object
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._running += self._owns(optimizer)
+        if self._running == 1 and self._owns(optimizer):
+            self._note_masters([optimizer])
+            self._before = self._timed(self._sample_weights) if self._is_sampling else None
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._running -= self._owns(optimizer)
+        # an optimizer inside another, as in MasterWeights, is part of its step
+        if self._running == 0 and self._owns(optimizer):
+            before = self._before
+            if before is not None:
+                self._timed(lambda: self._compare_weights(before))
+            self._seen += 1
+
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._ids for p in parameters(optimizer))
 
     @property
     def _is_sampling(self) -> bool:
@@ -124,6 +160,7 @@ class Watch:
             start = time.perf_counter()
             found = next((v for _, t in tensors_in(output, "") if (v := plain(t)) is not None), None)
             if found is not None and found.numel():
+                self._dtypes.add(found.dtype)
                 with torch.no_grad():
                     self._rows.values[row].zero_()
                     self._rows.put(row, found)
@@ -199,15 +236,23 @@ class Watch:
             )
         self._unread.clear()
 
+    def _compute(self) -> torch.dtype:
+        """Return the format low ops run in: the policy's, else the 16-bit one that was seen."""
+        if self._amp is not None:
+            return self._amp.policy.compute or torch.float32
+        return next((dtype for dtype in LOW_DTYPES if dtype in self._dtypes), torch.float32)
+
     @property
     def report(self) -> WatchReport:
         """What was seen so far. Syncs: yes, here and nowhere between reports."""
         self._read_results()
-        scale = self._steps[-1].scale if self._steps else 1.0
+        if self._seen == 0 and self._amp is None and self._rows.is_holding:
+            self._timed(self._sample_weights)
+            self._rows.count()  # a model that is only run, never trained
         moved = self._moved.tolist()
         lost = [
-            (lost / meant if meant else 0.0) if bare else 0.0
-            for meant, lost, bare in zip(moved[0], moved[1], self._without_masters, strict=True)
+            lost / meant if meant and id(p) not in self._have_masters else 0.0
+            for meant, lost, (_, p) in zip(moved[0], moved[1], self._parameters, strict=True)
         ]
         kinds: list[tuple[Kind, str, float]] = [
             *(("activation", name, 0.0) for name, _ in self._leaves),
@@ -221,16 +266,16 @@ class Watch:
             )
             if filled
         ]
-        policy = self._amp.policy
         elapsed = time.perf_counter() - self._started
         return WatchReport(
-            model=type(self._amp.model).__name__,
-            policy=str(policy),
-            compute=dtype_name(policy.compute or torch.float32),
+            model=type(self._model).__name__,
+            policy="" if self._amp is None else str(self._amp.policy),
+            compute=dtype_name(self._compute()),
             every=self._every,
+            num_steps=self._seen,
             steps=tuple(self._steps),
             tensors=tuple(tensors),
-            loss_scale=scale,
+            loss_scale=self._steps[-1].scale if self._steps else 1.0,
             host_share=self._spent_s / elapsed if elapsed else 0.0,
         )
 
@@ -239,7 +284,8 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        vars(self._amp).pop("step", None)
+        if self._amp is not None:
+            vars(self._amp).pop("step", None)
 
     def __enter__(self) -> Watch:
         return self
@@ -250,14 +296,15 @@ class Watch:
         self.close()
 
 
-def watch(amp: Stepper, *, every: int = 10, width: int = 1024) -> Watch:
-    """Watch a prepared run: where its values lie in the formats' ranges, what is lost, what the scale does.
+def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Watch:
+    """Watch a run: where its values lie in the formats' ranges, what is lost, what the scale does.
 
     On every `every`-th step some values of each activation, gradient and weight are put into one block of memory
     and counted by exponent in one reduction. The host reads nothing until `report` is asked for.
 
     Args:
-        amp: what `mezzo.prepare` returned.
+        run: what `mezzo.prepare` returned; or a model that is not prepared, whose report has no loss scale and no
+            skipped steps, and whose gradients are those that its own loop made, scaled or not.
         every: steps from one sampled step to the next; the first is sampled.
         width: values sampled of each tensor, evenly spaced.
 
@@ -265,9 +312,10 @@ def watch(amp: Stepper, *, every: int = 10, width: int = 1024) -> Watch:
         The watch, to be closed or used as a context. Its `report` says how much host time it took.
 
     Raises:
-        ConfigError: `every` or `width` below 1.
+        ConfigError: `every` or `width` below 1, or something else to watch.
 
-    Writes: hooks on leaf modules and parameters, and `step` of `amp`, until it is closed.
+    Writes: hooks on leaf modules and parameters, and `step` of a stepper or torch's global optimizer hooks, until it is
+        closed.
     Syncs: no; `report` does.
 
     >>> import mezzo
@@ -281,4 +329,10 @@ def watch(amp: Stepper, *, every: int = 10, width: int = 1024) -> Watch:
     """
     if every < 1 or width < 1:
         raise ConfigError(f"watch was asked for every={every}, width={width}; both must be at least 1.")
-    return Watch(amp, every, width)
+    if isinstance(run, Stepper):
+        return Watch(run.model, run, every, width)
+    if isinstance(run, nn.Module):
+        return Watch(run, None, every, width)
+    raise ConfigError(
+        f"watch was given {type(run).__name__}; it takes what mezzo.prepare returned, or a model that is not prepared."
+    )
