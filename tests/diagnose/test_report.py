@@ -13,9 +13,9 @@ import torch
 from tests.zoo import sick_forward
 
 import mezzo.diagnose as diagnose
-from mezzo.diagnose.report import Chart, Document, Facts, Heading, Note, Report, Series, Source, Table, html, text
+from mezzo.diagnose.report import Chart, Document, Facts, Heading, Heat, Note, Report, Series, Source, Table, html, text
 from mezzo.diagnose.report.base import to_plain
-from mezzo.diagnose.report.svg import draw
+from mezzo.diagnose.report.svg import draw, draw_heat
 
 DOCUMENT = Document(
     title="a <title>",
@@ -31,6 +31,10 @@ DOCUMENT = Document(
             series=(Series(name="s", values=(0.0, math.nan, 7.0)),),
         ),
         Chart(title="bars", kind="bars", labels=("x", "y"), unit="%", series=(Series(name="s", values=(0.25, 0.75)),)),
+        Heat(
+            title="heat", labels=("2^0", "2^1", "2^2"), rows=(("a", (0.0, 1.0, 3.0)), ("b", (4.0, 0.0, 0.0))), unit="%",
+            bands=(("fp16", 0.0, 1.0),),
+        ),
         Source(file="f.py", lines=((3, "x = 1", "2^3", True), (4, "y < 2", "", False))),
     ),
 )  # fmt: skip
@@ -51,6 +55,9 @@ heading
   s  ▁x█  0 … 7 log2
   bars
   s  ▁█  0.25 … 0.75 %
+  heat, 2^0 to 2^2
+  a  ▁▃█
+  b  █▁▁
   f.py
       3 x = 1 2^3
       4 y < 2"""
@@ -96,7 +103,7 @@ def test_a_page_shows_every_block_escaped() -> None:
     page = html.render(DOCUMENT)
     for part in ("a &lt;title&gt;", "Sick: &amp; more", "heading", "because", "12,345", "a note", "y &lt; 2", "2^3"):
         assert part in page, part
-    assert page.count("<svg ") == 2
+    assert page.count("<svg ") == 3
 
 
 def test_a_line_breaks_where_a_value_is_missing() -> None:
@@ -111,6 +118,13 @@ def test_bars_start_at_zero_and_keep_their_ratio() -> None:
         for h in re.findall(r'<rect x="[^"]*" y="[^"]*" width="[^"]*" height="([^"]*)" fill', draw(DOCUMENT.blocks[5]))
     ]
     assert len(heights) >= 2 and math.isclose(heights[1] / heights[0], 3, rel_tol=0.01)
+
+
+def test_a_heat_map_is_darkest_where_most_of_a_row_lies() -> None:
+    drawn = draw_heat(DOCUMENT.blocks[6])
+    found = [float(v) for v in re.findall(r'fill-opacity="([^"]*)"', drawn)]
+    assert found == [round(0.12 + 0.88 / 3, 2), 1.0, 1.0]
+    assert drawn.count('class="band"') == 1 and ">fp16<" in drawn
 
 
 def test_a_trace_report_holds_its_record() -> None:

@@ -116,7 +116,7 @@ def test_training_is_bit_equal_and_nothing_is_left() -> None:
         train(watched, amp, 6)
     for (name, a), (_, b) in zip(plain.state_dict().items(), watched.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
-    assert "step" not in vars(amp)
+    assert not {"step", "backward"} & set(vars(amp))
     assert sum(len(m._forward_hooks) for m in watched.modules()) == before
     plain_hooks = [len(p._post_accumulate_grad_hooks or ()) for p in plain.parameters()]
     assert [len(p._post_accumulate_grad_hooks or ()) for p in watched.parameters()] == plain_hooks
@@ -157,6 +157,36 @@ def test_skips_are_logged_with_their_cause(caplog: pytest.LogCaptureFixture) -> 
     assert all(s.reason == "gradients" and s.names for s in skipped)
     assert [s.scale for s in skipped] == [33554432 / 2**i for i in range(len(skipped))]
     assert "Skipped steps" in str(w.report)
+
+
+def test_the_losses_are_those_of_each_step() -> None:
+    model, amp = make("fp32")
+    given = []
+    with diagnose.watch(amp, every=2) as w:
+        for _ in range(3):
+            amp.zero_grad()
+            for _ in range(2):
+                given.append(model(torch.randn(6, 8)).square().mean())
+                amp.backward(given[-1])
+            amp.step()
+    want = [float(a.detach() + b.detach()) for a, b in zip(given[::2], given[1::2], strict=True)]
+    assert [s.loss for s in w.report.steps] == pytest.approx(want)
+
+
+def test_the_loss_of_a_closure_is_its_last() -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3), policy="fp32")
+    x, given = torch.randn(6, 8), []
+
+    def closure() -> Tensor:
+        amp.zero_grad()
+        given.append(model(x).square().mean())
+        amp.backward(given[-1])
+        return given[-1]
+
+    with diagnose.watch(amp) as w:
+        amp.step(closure)
+    assert len(given) > 1 and w.report.steps[0].loss == float(given[-1].detach())
 
 
 @pytest.mark.parametrize(

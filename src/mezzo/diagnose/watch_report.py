@@ -9,8 +9,8 @@ from typing import Literal
 
 from ..formats import FORMATS
 from .exponents import BIAS, BINS, Histogram, largest_scale
-from .report import Chart, Document, Facts, Heading, Note, Report, Series, Table
-from .report.document import Block
+from .report import Chart, Document, Facts, Heading, Heat, Note, Report, Series, Table
+from .report.document import Band, Block
 from .verdict import number
 
 Kind = Literal["activation", "gradient", "weight"]
@@ -22,6 +22,7 @@ _WARN_HEADROOM = 1.0
 _LOST_SHARE = 0.5
 _ROWS = 12
 _POINTS = 128
+_LAYERS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,7 @@ class StepRecord:
         applied: it was taken.
         scale: loss scale its gradients carried.
         grad_norm: of the true gradients.
+        loss: sum of the losses given to `backward`; with a closure, the last one; None if there was none.
         reason: what was not finite; empty if it was taken.
         names: some parameters whose gradients were not finite.
     """
@@ -41,6 +43,7 @@ class StepRecord:
     applied: bool
     scale: float
     grad_norm: float
+    loss: float | None
     reason: str
     names: tuple[str, ...]
 
@@ -97,6 +100,12 @@ class WatchReport(Report):
         """Return the histogram of all tensors of a kind."""
         empty = Histogram(counts=(0,) * BINS)
         return reduce(Histogram.__add__, (t.histogram for t in self.tensors if t.kind == kind), empty)
+
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """The smallest and the largest exponent of anything that was seen; None if there were no numbers."""
+        found = [e for kind in KINDS for e in (self.total(kind).lowest, self.total(kind).highest) if e is not None]
+        return (min(found), max(found)) if found else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -162,29 +171,50 @@ def _ranges(report: WatchReport) -> Block:
 
 def _histograms(report: WatchReport) -> list[Block]:
     totals = [(kind, report.total(kind)) for kind in KINDS]
-    ends = [e for _, h in totals for e in (h.lowest, h.highest) if e is not None]
-    if not ends:
-        return []
-    low, high = min(ends), max(ends)
     series = tuple(
-        Series(
-            name=f"{kind}s", values=tuple(100 * h.counts[e + BIAS] / max(1, h.numbers) for e in range(low, high + 1))
-        )
-        for kind, h in totals
+        Series(name=f"{kind}s", values=_shares(h, report.ends)) for kind, h in totals if report.ends is not None
     )
-    bands = tuple(
-        (name, math.log2(FORMATS[name].smallest) - low, math.floor(math.log2(FORMATS[name].max)) - low)
-        for name in SHOWN
-    )
+    if report.ends is None:
+        return []
     chart = Chart(
-        title="Exponents; the strips below are the ranges of fp16, bf16, e4m3 and e5m2",
+        title="Exponents of all values, and the range of each format",
         kind="bars",
-        labels=tuple(f"2^{e}" for e in range(low, high + 1)),
+        labels=_powers(report.ends),
         series=series,
         unit="%",
-        bands=bands,
+        bands=_bands(report.ends),
     )
-    return [Heading(text="Where the numbers lie"), chart, _by_layer(report)]
+    return [Heading(text="Where the numbers lie"), chart, *_layers(report), _by_layer(report)]
+
+
+def _layers(report: WatchReport) -> list[Block]:
+    """Show the exponents of each tensor, in the order of the model."""
+    ends = report.ends
+    blocks: list[Block] = []
+    for kind in KINDS:
+        found = [t for t in report.tensors if t.kind == kind and t.histogram.numbers]
+        every = max(1, math.ceil(len(found) / _LAYERS))
+        if found and ends is not None:
+            rows = tuple((t.name, _shares(t.histogram, ends)) for t in found[::every])
+            title = f"Exponents of {kind}s, layer by layer" + (f" (every {every}th)" if every > 1 else "")
+            blocks.append(Heat(title=title, labels=_powers(ends), rows=rows, unit="%", bands=_bands(ends)))
+    return blocks
+
+
+def _shares(h: Histogram, ends: tuple[int, int] | None) -> tuple[float, ...]:
+    low, high = ends or (0, -1)
+    return tuple(100 * h.counts[e + BIAS] / max(1, h.numbers) for e in range(low, high + 1))
+
+
+def _powers(ends: tuple[int, int]) -> tuple[str, ...]:
+    return tuple(f"2^{e}" for e in range(ends[0], ends[1] + 1))
+
+
+def _bands(ends: tuple[int, int]) -> tuple[Band, ...]:
+    return tuple(
+        (name, math.log2(FORMATS[name].smallest) - ends[0], math.floor(math.log2(FORMATS[name].max)) - ends[0])
+        for name in SHOWN
+    )
 
 
 def _by_layer(report: WatchReport) -> Block:
@@ -214,9 +244,13 @@ def _history(steps: tuple[StepRecord, ...]) -> list[Block]:
         Series(name="gradient norm", values=norms),
     )
     labels = tuple(str(s.step) for s in shown)
-    return [
+    losses = Series(name="loss", values=tuple(math.nan if s.loss is None else s.loss for s in shown))
+    charts: list[Block] = [
         Chart(title="Loss scale and gradient norm over steps", kind="lines", labels=labels, series=series, unit="log2")
     ]
+    if any(math.isfinite(value) for value in losses.values):
+        charts.append(Chart(title="Loss over steps", kind="lines", labels=labels, series=(losses,), unit="loss"))
+    return charts
 
 
 def _skips(steps: tuple[StepRecord, ...]) -> list[Block]:

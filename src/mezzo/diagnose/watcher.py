@@ -81,7 +81,7 @@ class Watch:
         every: steps from one sampled step to the next.
         width: values sampled of each tensor.
 
-    Writes: hooks on leaf modules and parameters, and `step` of the stepper or torch's global optimizer hooks; all are
+    Writes: hooks on leaf modules and parameters, and `step` and `backward` of the stepper or torch's global optimizer hooks; all are
         taken back by `close`.
     """
 
@@ -96,7 +96,8 @@ class Watch:
         self._rows = _Rows(self._first_weight + count, width, device)
         self._moved = torch.zeros(3, count, dtype=torch.int64, device=device)
         self._steps: list[StepRecord] = []
-        self._unread: list[tuple[int, StepResult]] = []
+        self._unread: list[tuple[int, StepResult, list[Tensor]]] = []
+        self._losses: list[Tensor] = []
         self._seen = 0
         self._spent_s, self._started = 0.0, time.perf_counter()
         self._dtypes = {p.dtype for _, p in self._parameters}
@@ -124,12 +125,17 @@ class Watch:
             ]
             return
         self._note_masters(self._amp.optimizers)
-        step = self._amp.step
+        step, backward = self._amp.step, self._amp.backward
 
-        def watched(*args: Any, **kwargs: Any) -> StepResult:
-            return self._step(step, *args, **kwargs)
+        def watched(closure: Any = None, **kwargs: Any) -> StepResult:
+            return self._step(step, closure, **kwargs)
 
-        setattr(self._amp, "step", watched)  # noqa: B010  # shadows the method on this one object
+        def backward_watched(loss: Tensor, **kwargs: Any) -> None:
+            backward(loss, **kwargs)
+            self._losses.append(loss.detach())
+
+        # shadow the methods on this one object
+        vars(self._amp).update(step=watched, backward=backward_watched)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._running += self._owns(optimizer)
@@ -182,14 +188,13 @@ class Watch:
 
         return hook
 
-    def _step(self, step: Callable[..., StepResult], *args: Any, **kwargs: Any) -> StepResult:
-        if not self._is_sampling:
-            result = step(*args, **kwargs)
-        else:
-            before = self._timed(self._sample_weights)
-            result = step(*args, **kwargs)
+    def _step(self, step: Callable[..., StepResult], closure: Any, **kwargs: Any) -> StepResult:
+        before = self._timed(self._sample_weights) if self._is_sampling else None
+        result = step(closure, **kwargs)
+        if before is not None:
             self._timed(lambda: self._compare_weights(before))
-        self._unread.append((self._seen, result))
+        losses, self._losses = self._losses[-1:] if closure is not None else self._losses, []
+        self._unread.append((self._seen, result, losses))
         self._seen += 1
         if len(self._unread) >= _KEPT_RESULTS:
             self._read_results()
@@ -223,13 +228,14 @@ class Watch:
         self._rows.count()
 
     def _read_results(self) -> None:
-        for index, result in self._unread:
+        for index, result, losses in self._unread:
             self._steps.append(
                 StepRecord(
                     step=index,
                     applied=result.applied,
                     scale=result.scale,
                     grad_norm=result.grad_norm,
+                    loss=sum(float(loss) for loss in losses) if losses else None,
                     reason=result.reason or "",
                     names=() if result.applied else tuple(result.nonfinite)[:5],
                 )
@@ -285,7 +291,8 @@ class Watch:
             handle.remove()
         self._handles.clear()
         if self._amp is not None:
-            vars(self._amp).pop("step", None)
+            for name in ("step", "backward"):
+                vars(self._amp).pop(name, None)
 
     def __enter__(self) -> Watch:
         return self
@@ -314,7 +321,7 @@ def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Wa
     Raises:
         ConfigError: `every` or `width` below 1, or something else to watch.
 
-    Writes: hooks on leaf modules and parameters, and `step` of a stepper or torch's global optimizer hooks, until it is
+    Writes: hooks on leaf modules and parameters, and `step` and `backward` of a stepper or torch's global optimizer hooks, until it is
         closed.
     Syncs: no; `report` does.
 

@@ -71,6 +71,10 @@ class Series:
     values: tuple[float, ...]
 
 
+Band: TypeAlias = tuple[str, float, float]
+"""A span of a horizontal axis: name, first and last position."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
     """Lines or bars over labelled positions.
@@ -81,7 +85,7 @@ class Chart:
         labels: positions on the horizontal axis.
         series: what is drawn.
         unit: of the vertical axis.
-        bands: (name, low, high) spans of the horizontal axis, in positions, drawn behind.
+        bands: spans of the horizontal axis, drawn below it.
     """
 
     title: str
@@ -89,7 +93,26 @@ class Chart:
     labels: tuple[str, ...]
     series: tuple[Series, ...]
     unit: str
-    bands: tuple[tuple[str, float, float], ...] = ()
+    bands: tuple[Band, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heat:
+    """A row of shares for each of many things, over labelled positions.
+
+    Attributes:
+        title: above it.
+        labels: positions on the horizontal axis.
+        rows: name and one value per label.
+        unit: of the values.
+        bands: spans of the horizontal axis, drawn below it.
+    """
+
+    title: str
+    labels: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[float, ...]], ...]
+    unit: str
+    bands: tuple[Band, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +128,7 @@ class Source:
     lines: tuple[tuple[int, str, str, bool], ...]
 
 
-Block: TypeAlias = Heading | Facts | Note | Table | Chart | Source
+Block: TypeAlias = Heading | Facts | Note | Table | Chart | Heat | Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,14 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from .document import Chart, Document
-from .svg import draw
+from .document import Chart, Document, Heat
+from .svg import draw, draw_heat
 from .text import cell
 
 
-def _svg(chart: Chart) -> Markup:
+def _svg(block: Chart | Heat) -> Markup:
     # every text inside is escaped where it is drawn
-    return Markup(draw(chart))
+    return Markup(draw(block) if isinstance(block, Chart) else draw_heat(block))
 
 
 def render(document: Document) -> str:

@@ -1,20 +1,34 @@
-"""Draws a chart as SVG text: no script, no font, no network."""
+"""Draws charts as SVG text: no script, no font, no network."""
 
 from __future__ import annotations
 
 import math
 from html import escape
 
-from .document import Chart
+from .document import Band, Chart, Heat
 
-WIDTH, HEIGHT = 760, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 64
+WIDTH = 760
+_PLOT = 190
+_LEFT, _RIGHT, _TOP = 56, 12, 30
+_BAND_HEIGHT, _ROW_HEIGHT, _NAME_WIDTH = 12, 15, 210
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
-_TICKS = 5
-_LABELS = 16
+_LABELS, _LONGEST = 16, 20
+_FAINT = 1e-3
+"""Share of a row's largest value below which nothing is drawn."""
 
 
-def _scale(chart: Chart) -> tuple[float, float]:
+def _steps(low: float, high: float) -> list[float]:
+    """Return round numbers between two ends, four to nine of them.
+
+    >>> _steps(22.76, 55.8)
+    [25.0, 30.0, 35.0, 40.0, 45.0, 50.0, 55.0]
+    """
+    power = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = max(s * power for s in (1, 2, 5) if s * power <= (high - low) / 4)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _ends(chart: Chart) -> tuple[float, float]:
     """Return the vertical range: of the finite values, with 0 for bars."""
     values = [v for s in chart.series for v in s.values if math.isfinite(v)]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
@@ -23,48 +37,59 @@ def _scale(chart: Chart) -> tuple[float, float]:
     return (low - 0.5, high + 0.5) if low == high else (low, high)
 
 
+def _shortened(label: str, longest: int = _LONGEST) -> str:
+    return label if len(label) <= longest else f"…{label[1 - longest :]}"
+
+
+def _label_height(labels: tuple[str, ...]) -> float:
+    return 16 + 3.2 * max((len(_shortened(label)) for label in labels), default=0)
+
+
 class _Frame:
     """Turns positions and values into pixels."""
 
-    def __init__(self, chart: Chart) -> None:
-        self.low, self.high = _scale(chart)
-        self.count = max(1, len(chart.labels))
+    def __init__(self, count: int, low: float, high: float, left: int = _LEFT) -> None:
+        self.low, self.high, self.left = low, high, left
+        self.count = max(1, count)
 
     def x(self, position: float) -> float:
-        return _LEFT + (position + 0.5) / self.count * (WIDTH - _LEFT - _RIGHT)
+        return self.left + (position + 0.5) / self.count * (WIDTH - self.left - _RIGHT)
 
     def y(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
+        return _TOP + (self.high - value) / (self.high - self.low) * _PLOT
 
 
 def _axes(chart: Chart, frame: _Frame) -> list[str]:
-    parts = []
-    for i in range(_TICKS):
-        value = frame.low + (frame.high - frame.low) * i / (_TICKS - 1)
+    parts = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{escape(chart.unit)}</text>']
+    for value in _steps(frame.low, frame.high):
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
-    every = max(1, math.ceil(len(chart.labels) / _LABELS))
-    for i, label in enumerate(chart.labels):
-        if i % every == 0:
-            x, y = frame.x(i), HEIGHT - _BOTTOM + 14
-            parts.append(
-                f'<text x="{x:.1f}" y="{y}" text-anchor="end" transform="rotate(-30 {x:.1f} {y})">{escape(label[-22:])}</text>'
-            )
-    parts.append(f'<text x="4" y="{_TOP - 2}">{escape(chart.unit)}</text>')
     return parts
 
 
-def _bands(chart: Chart, frame: _Frame) -> list[str]:
+def _labels(labels: tuple[str, ...], frame: _Frame, y: float) -> list[str]:
+    every = max(1, math.ceil(len(labels) / _LABELS))
+    return [
+        f'<text x="{frame.x(i):.1f}" y="{y:.1f}" text-anchor="end" transform="rotate(-30 {frame.x(i):.1f} {y:.1f})">'
+        f"<title>{escape(label)}</title>{escape(_shortened(label, min(_LONGEST, int(frame.x(i) / 5.2))))}</text>"
+        for i, label in enumerate(labels)
+        if i % every == 0
+    ]
+
+
+def _bands(bands: tuple[Band, ...], frame: _Frame, top: float) -> list[str]:
+    """Draw each span on a row of its own, with its name before it."""
     parts = []
-    for i, (name, low, high) in enumerate(chart.bands):
-        left, right = max(_LEFT, frame.x(low)), min(WIDTH - _RIGHT, frame.x(high))
-        y = HEIGHT - 22 + 7 * (i % 3)
-        parts.append(
-            f'<line class="band" x1="{left:.1f}" y1="{y}" x2="{right:.1f}" y2="{y}" '
-            f'stroke="{_COLOURS[-1 - i % len(_COLOURS)]}"><title>{escape(name)}</title></line>'
-        )
+    for i, (name, low, high) in enumerate(bands):
+        left, right = max(frame.left, frame.x(low - 0.5)), min(WIDTH - _RIGHT, frame.x(high + 0.5))
+        y = top + _BAND_HEIGHT * (i + 0.5)
+        parts.append(f'<text x="{frame.left - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        if right > left:
+            parts.append(
+                f'<line class="band" x1="{left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}" '
+                f'stroke="{_COLOURS[-1 - i % len(_COLOURS)]}"/>'
+            )
     return parts
 
 
@@ -103,22 +128,51 @@ def _columns(chart: Chart, frame: _Frame) -> list[str]:
 
 
 def _legend(chart: Chart) -> list[str]:
+    if len(chart.series) == 1 and chart.series[0].name == chart.unit:
+        return []
     parts = []
     for n, series in enumerate(chart.series):
-        x = _LEFT + 130 * n
-        parts.append(f'<rect x="{x}" y="{HEIGHT - 12}" width="10" height="10" fill="{_COLOURS[n % len(_COLOURS)]}"/>')
-        parts.append(f'<text x="{x + 14}" y="{HEIGHT - 3}">{escape(series.name)}</text>')
+        x = _LEFT + 8 + 140 * n
+        parts.append(f'<rect x="{x}" y="3" width="10" height="10" fill="{_COLOURS[n % len(_COLOURS)]}"/>')
+        parts.append(f'<text x="{x + 14}" y="12">{escape(series.name)}</text>')
     return parts
+
+
+def _svg(title: str, height: float, parts: list[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}" '
+        'xmlns="http://www.w3.org/2000/svg">' + "".join(parts) + "</svg>"
+    )
 
 
 def draw(chart: Chart) -> str:
     """Return a chart as one `<svg>` element; exact values show on hovering."""
-    frame = _Frame(chart)
+    frame = _Frame(len(chart.labels), *_ends(chart))
     marks = _lines(chart, frame) if chart.kind == "lines" else _columns(chart, frame)
-    parts = [*_axes(chart, frame), *_bands(chart, frame), *marks, *_legend(chart)]
-    name = escape(chart.title)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}" xmlns="http://www.w3.org/2000/svg">'
-        + "".join(parts)
-        + "</svg>"
-    )
+    below = _TOP + _PLOT + 6
+    under = below + _BAND_HEIGHT * len(chart.bands)
+    parts = [*_axes(chart, frame), *_bands(chart.bands, frame, below), *marks, *_legend(chart)]
+    parts += _labels(chart.labels, frame, under + 10)
+    return _svg(chart.title, under + _label_height(chart.labels), parts)
+
+
+def draw_heat(heat: Heat) -> str:
+    """Return a heat map as one `<svg>` element: the darker, the more of the row's values lie there."""
+    frame = _Frame(len(heat.labels), 0.0, 1.0, _NAME_WIDTH)
+    width = (WIDTH - _NAME_WIDTH - _RIGHT) / frame.count
+    parts = []
+    for n, (name, values) in enumerate(heat.rows):
+        y, most = n * _ROW_HEIGHT, max(values, default=0.0) or 1.0
+        shown = _shortened(name, 32)
+        parts.append(f'<text x="{_NAME_WIDTH - 6}" y="{y + 11}" text-anchor="end">{escape(shown)}</text>')
+        for i, value in enumerate(values):
+            if value >= most * _FAINT:
+                parts.append(
+                    f'<rect x="{frame.x(i - 0.5):.1f}" y="{y}" width="{width:.2f}" height="{_ROW_HEIGHT - 2}" '
+                    f'fill="{_COLOURS[0]}" fill-opacity="{0.12 + 0.88 * value / most:.2f}">'
+                    f"<title>{escape(f'{name}, {heat.labels[i]}: {value:.3g} {heat.unit}')}</title></rect>"
+                )
+    below = _ROW_HEIGHT * len(heat.rows) + 4
+    under = below + _BAND_HEIGHT * len(heat.bands)
+    parts += [*_bands(heat.bands, frame, below), *_labels(heat.labels, frame, under + 10)]
+    return _svg(heat.title, under + _label_height(heat.labels), parts)

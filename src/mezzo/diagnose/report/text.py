@@ -10,10 +10,11 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from .document import Block, Cell, Chart, Document, Facts, Heading, Note, Source, Table
+from .document import Block, Cell, Chart, Document, Facts, Heading, Heat, Note, Source, Table
 
 WIDTH = 110
 _TONES = {"plain": "bold", "good": "bold green", "bad": "bold red"}
+_HEAT_ROWS = 16
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -69,6 +70,16 @@ def _chart(block: Chart) -> RenderableType:
     return _titled(block.title, grid)
 
 
+def _heat(block: Heat) -> RenderableType:
+    grid = Grid(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, values in block.rows[:_HEAT_ROWS]:
+        grid.add_row(Text(name), Text(sparkline(values)))
+    rest = len(block.rows) - _HEAT_ROWS
+    if rest > 0:
+        grid.add_row(Text(f"… and {rest} more, on the page"), Text(""))
+    return _titled(f"{block.title}, {block.labels[0]} to {block.labels[-1]}" if block.labels else block.title, grid)
+
+
 def _source(block: Source) -> RenderableType:
     grid = Grid(box=None, show_header=False, padding=(0, 1, 0, 0))
     grid.add_column(justify="right", style="dim", no_wrap=True, min_width=5)
@@ -88,6 +99,8 @@ def _block(block: Block) -> RenderableType:
         return _table(block)
     if isinstance(block, Chart):
         return _chart(block)
+    if isinstance(block, Heat):
+        return _heat(block)
     return _facts(block) if isinstance(block, Facts) else _source(block)
 
 
