@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -16,12 +17,20 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, whole or in parts. Does not import what defines them."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
+    if type(tensor) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_spread(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of many tensors is a DTensor; a plain one costs no call."""
+    return any([type(tensor) not in _PLAIN and is_spread(tensor) for tensor in tensors])
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from ..formats import describe
 from ..kernels import registry
 from ..kernels.gradients import ScaledGradients
 from ..kernels.rounding import mix
-from ..kernels.shards import first_place, is_spread, local, spread_like
+from ..kernels.shards import any_spread, first_place, local, spread_like
 from ..kernels.weights import KEPT, Weights, read_master, store_master
 from .checks import check_dense, check_masters
-from .layout import Order, aligned, memory_order
+from .layout import Order, aligned, memory_orders
 from .state import Exact, mode_of, moment_dtype, report, seal_loaded, share_counts, take_master_
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -47,7 +47,7 @@ class Batch:
         return aligned([state[name] for state in self.states], self.orders)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Active:
     """A parameter with a gradient, and its number among all parameters."""
 
@@ -196,7 +196,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _batch(self, group: Mapping[str, Any], active: list[_Active], inv_scale: Tensor | None) -> Batch:
         states, params = [one.state for one in active], [one.param for one in active]
-        orders = [memory_order(p) for p in params]
+        orders = memory_orders(params)
         mode = mode_of(params[0], group)
         step = states[0]["step"]
         chance = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
@@ -209,7 +209,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 values=aligned(params, orders),
                 kept=aligned([state[KEPT[mode]] for state in states], orders) if mode in KEPT else [],
                 seeds=[_seed(group["rounding_seed"], one.place) if chance else 0 for one in active],
-                firsts=[first_place(p) for p in params] if chance and any(map(is_spread, params)) else [],
+                firsts=[first_place(p) for p in params] if chance and any_spread(params) else [],
             ),
             grads=ScaledGradients(
                 values=aligned([one.grad for one in active], orders),
@@ -224,9 +224,13 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _init_states(self, group: Mapping[str, Any], active: list[_Active]) -> None:
         names = self.moment_names(group)
         counts: dict[torch.device, Tensor] = {}
+        wanted = {mode: {"step", *names, *([KEPT[mode]] if mode in KEPT else [])} for mode in (group["master"], "none")}
         for one in active:
-            check_dense(self, one.param, one.grad)
+            if one.grad.layout is not torch.strided:
+                check_dense(self, one.param, one.grad)
             p, state, mode = one.param, one.state, mode_of(one.param, group)
+            if wanted[mode] <= state.keys():
+                continue
             if "step" not in state:
                 check_masters(group)
                 state["step"] = counts.setdefault(p.device, torch.zeros((), dtype=torch.float32, device=p.device))

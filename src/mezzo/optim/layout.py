@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.shards import is_spread, local
+from ..kernels.shards import any_spread, local
 
 Order = tuple[int, ...] | None
 
@@ -25,12 +25,19 @@ def memory_order(tensor: Tensor) -> Order:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def memory_orders(tensors: Sequence[Tensor]) -> list[Order]:
+    """Return the `memory_order` of each."""
+    if all([tensor.is_contiguous() for tensor in tensors]):
+        return [None] * len(tensors)
+    return [memory_order(tensor) for tensor in tensors]
+
+
 def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tensor]:
     """Return views of tensors of one dtype, dimensions reordered, complex ones as pairs of real numbers.
 
     Of sharded tensors the parts that lie on this rank. Syncs: no.
     """
-    if any(map(is_spread, tensors)):
+    if any_spread(tensors):
         tensors = [local(tensor) for tensor in tensors]
     if any(orders):
         tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..dist.agree import Agreement
 from ..kernels.gradients import norm_and_finite
-from ..kernels.shards import is_spread, num_parts
+from ..kernels.shards import any_spread, is_spread, num_parts
 from ..policy import ScalingConfig
 from ..scaling.state import LossScale, NoScaling, next_state
 from .pending import Pending
@@ -74,10 +74,11 @@ def _evidence(shares: Sequence[Share], names: Mapping[Tensor, str], count: bool)
     norms = [move(share.check.tensor_norms, home) for share in shares]
     counts = [move(share.check.count_nonfinite(), home) for share in shares] if count else []
     return Evidence(
-        names=tuple(names.get(p, "a parameter") for share in shares for p in share.params),
+        params=[p for share in shares for p in share.params],
+        names=names,
         norms=torch.cat(norms),
         counts=torch.cat(counts) if counts else None,
-        grads=tuple((weakref.ref(grad), grad._version) for share in shares for grad in share.grads),
+        grads=[(weakref.ref(grad), grad._version) for share in shares for grad in share.grads],
     )
 
 
@@ -143,6 +144,8 @@ def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -
     A part that several ranks have counts once over all of them.
     """
     squares = torch.zeros(num_optimizers + 1, device=home)
+    if not any(any_spread(share.params) for share in shares):
+        return squares
     seen: set[Tensor] = set()
     for share in shares:
         for p, norm in zip(share.params, share.check.tensor_norms.unbind(), strict=True):
@@ -156,6 +159,9 @@ def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -
 
 def _norms(shares: Sequence[Share], squares: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:
     """Return the norm of each share's true gradients, and of all, each gradient counted once."""
+    if len(shares) == 1 and not any_spread(shares[0].params):
+        norm = move(shares[0].check.norm, home)
+        return norm.unsqueeze(0), norm
     whole: dict[Tensor, Tensor] = {}
     norms = []
     for share in shares:

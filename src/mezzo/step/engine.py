@@ -327,5 +327,5 @@ class Engine:
 
 
 def _is_shared(shares: Sequence[Share]) -> bool:
-    params = [p for share in shares for p in share.params]
-    return len(set(params)) < len(params)
+    places = [id(p) for share in shares for p in share.params]
+    return len(shares) > 1 and len(set(places)) < len(places)

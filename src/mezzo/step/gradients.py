@@ -40,6 +40,8 @@ class Gradients:
         self._optimizers = optimizers
         self._names = names
         self._loss_dtype = loss_dtype
+        stepped = {id(p) for p in self.parameters()}
+        self._others = [p for p in names if id(p) not in stepped]
         self._marks = Marks(names)
         self._pending: Pending | None = None
         self._penalty_bad: Tensor | None = None
@@ -119,7 +121,8 @@ class Gradients:
         self._refuse_while_shown("zero_grad()")
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
-        self._model.zero_grad(set_to_none)
+        if any([p.grad is not None for p in self._others]):
+            self._model.zero_grad(set_to_none)
         self._pending = self._penalty_bad = None
         self._marks.note_zeros(self.parameters())
 
@@ -168,7 +171,7 @@ class Gradients:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all optimizers, each once."""
-        return list({p: None for optimizer in self._optimizers for p in parameters(optimizer)})
+        return list({id(p): p for optimizer in self._optimizers for p in parameters(optimizer)}.values())
 
     def _open(self, scale: Tensor | None) -> Pending:
         pending = Pending.start(scale, self.home)

@@ -19,19 +19,19 @@ class Marks:
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self._names = names
-        self._marks: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+        self._marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Write down the gradients as they are now. Syncs: no."""
-        self._marks = {p: (weakref.ref(p.grad), p.grad._version) for p in params if p.grad is not None}
+        self._marks = {id(p): (weakref.ref(g), g._version) for p in params if (g := p.grad) is not None}
 
     def note_zeros(self, params: Iterable[Tensor]) -> None:
         """Write down that what gradients there are hold zeros, and may be added to. Syncs: no."""
-        self._marks = {p: (weakref.ref(p.grad), -1) for p in params if p.grad is not None}
+        self._marks = {id(p): (weakref.ref(g), -1) for p in params if (g := p.grad) is not None}
 
     def edited(self, params: Iterable[Tensor]) -> list[str]:
         """Return the names of parameters whose gradient is not the one written down. A dropped one is no edit."""
-        return [self._name(p) for p in params if p.grad is not None and not self._is_intact(p, p.grad)]
+        return [self._name(p) for p in params if (g := p.grad) is not None and not self._is_intact(p, g)]
 
     def check_fresh(self, params: Iterable[Tensor]) -> None:
         """Refuse gradients that the first backward pass of a step would be added to.
@@ -45,7 +45,7 @@ class Marks:
         for p in params:
             if p.grad is None:
                 continue
-            mark = self._marks.get(p)
+            mark = self._marks.get(id(p))
             if mark is None or mark[0]() is not p.grad:
                 foreign.append(self._name(p))
             elif mark[1] == p.grad._version:
@@ -62,7 +62,7 @@ class Marks:
             )
 
     def _is_intact(self, param: Tensor, grad: Tensor) -> bool:
-        mark = self._marks.get(param)
+        mark = self._marks.get(id(param))
         return mark is not None and mark[0]() is grad and mark[1] == grad._version
 
     def _name(self, param: Tensor) -> str:

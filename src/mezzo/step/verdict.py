@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,16 +54,18 @@ class Evidence:
     """The gradients behind a verdict.
 
     Attributes:
-        names: of the parameters that had gradients.
+        params: that had gradients.
+        names: of parameters.
         norms: shape (number of gradients,), fp32: the norm of each.
         counts: shape (number of gradients,), int64: inf and NaN in each, where they were counted in the step.
         grads: each gradient, not kept alive, and its version.
     """
 
-    names: tuple[str, ...]
+    params: Sequence[Tensor]
+    names: Mapping[Tensor, str]
     norms: Tensor
     counts: Tensor | None
-    grads: tuple[tuple[weakref.ref[Tensor], int], ...]
+    grads: Sequence[tuple[weakref.ref[Tensor], int]]
 
     def nonfinite(self) -> dict[str, int | None]:
         """Return the parameters whose gradients are not finite, and how many elements are not.
@@ -74,8 +77,8 @@ class Evidence:
         bad = (~self.norms.isfinite()).tolist()
         counts = None if self.counts is None else self.counts.tolist()
         return {
-            name: counts[place] if counts is not None else self._count(place)
-            for place, name in enumerate(self.names)
+            self.names.get(p, "a parameter"): counts[place] if counts is not None else self._count(place)
+            for place, p in enumerate(self.params)
             if bad[place]
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,8 @@ class GradientCheck:
 
 def values(grad: Tensor) -> Tensor:
     """Return a gradient as one dense real tensor: the values of a sparse one, both parts of a complex one."""
+    if grad.layout is torch.strided and not grad.is_complex():
+        return grad
     dense = grad.coalesce().values() if grad.is_sparse else grad
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
@@ -69,7 +72,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     (5.0, 0.0)
     """
     with torch.no_grad():
-        kept = tuple(local(grad).detach() for grad in grads)
+        kept = tuple([part.detach() if part.requires_grad else part for part in map(local, grads)])
         home = kept[0].device if kept else inv_scale.device if inv_scale is not None else torch.device("cpu")
         norms = _gather(kept, home)
         if inv_scale is not None:
@@ -85,19 +88,24 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
 
 def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
     """Return the norm of each gradient on one device; one kernel call for each device and dtype present."""
+    if not grads:
+        return torch.zeros(0, device=home)
     dense = [values(grad) for grad in grads]
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, grad in enumerate(dense):
         kinds.setdefault((grad.device, grad.dtype), []).append(place)
-    if len(kinds) == 1:
-        ((device, dtype),) = kinds
-        return _norms(dense, device, dtype).to(home)
-    norms = [torch.empty(0)] * len(dense)
-    for (device, dtype), places in kinds.items():
-        found = _norms([dense[place] for place in places], device, dtype)
-        for place, norm in zip(places, found.to(home).unbind(), strict=True):
-            norms[place] = norm
-    return torch.stack(norms) if norms else torch.zeros(0, device=home)
+    found = [_norms([dense[i] for i in places], *kind).to(home) for kind, places in kinds.items()]
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(found).index_select(0, _places_of(tuple(i for places in kinds.values() for i in places), home))
+
+
+@functools.lru_cache(maxsize=64)
+def _places_of(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where each number stands in an order, on a device; from step to step it is the same."""
+    from ..launch import on_device
+
+    return on_device(sorted(range(len(order)), key=order.__getitem__), device)
 
 
 def _norms(grads: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:

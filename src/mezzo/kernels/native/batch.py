@@ -100,7 +100,7 @@ def contiguous_places(*lists: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     """Return the places at which every list's tensor is contiguous, and the other places; empty lists have none."""
     filled = [group for group in lists if group]
     places = range(len(filled[0]))
-    if all(tensor.is_contiguous() for group in filled for tensor in group):
+    if all([tensor.is_contiguous() for group in filled for tensor in group]):
         return list(places), []
     straight = [all(group[place].is_contiguous() for group in filled) for place in places]
     return [i for i in places if straight[i]], [i for i in places if not straight[i]]
