@@ -2,7 +2,7 @@
 
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
-from typing import Any as _Any
+from typing import cast as _cast
 
 from . import optim as optim
 from .casting import autocast as autocast
@@ -16,8 +16,8 @@ from .scaling import GradScaler as GradScaler
 from .step import Stepper as Stepper
 from .step import StepResult as StepResult
 from .step import prepare as prepare
-from .step.replay import Diagnosis as _Diagnosis
-from .step.replay import set_diagnose as _set_diagnose
+from .step.replay import Tools as _Tools
+from .step.replay import set_tools as _set_tools
 
 __version__ = "0.1.0"
 
@@ -31,10 +31,5 @@ def __getattr__(name: str) -> _ModuleType:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _diagnose(*args: _Any, **options: _Any) -> _Diagnosis:
-    """Load the tools when a run is about to stop, and not before."""
-    found: _Diagnosis = _import_module(f"{__name__}.diagnose.replay").diagnose(*args, **options)
-    return found
-
-
-_set_diagnose(_diagnose)
+# Loaded when a run is about to stop, and not before.
+_set_tools(lambda: _cast(_Tools, _import_module(f"{__name__}.diagnose.replay")))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import RegionError
@@ -95,6 +97,13 @@ class Trace:
         pending, self._pending = self._pending, []
         for name, tensor in pending:
             self._collector.sink("output", name, tensor)
+
+    @property
+    def is_on_top(self) -> bool:
+        """Whether no mode was put on after this one that is still on."""
+        dispatch = _get_current_dispatch_mode_stack()
+        functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's own
+        return dispatch[-1:] == [self._collector] and functions[-1:] == [self._scene.names]
 
     @property
     def record(self) -> TraceRecord:

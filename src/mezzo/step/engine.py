@@ -109,7 +109,19 @@ class Engine:
             check_demotion(self.policy, found)
             self.agree = found
         self.buffers.begin()
-        return self.replay.keep(args, kwargs) if self.guard.may_stop and torch.is_grad_enabled() else None
+        if not self.guard.may_stop or not torch.is_grad_enabled():
+            return None
+        follow = self.replay.keep(args, kwargs)
+        return follow if follow is None or not self._watches_loss else lambda out: self._follow_loss(follow, out)
+
+    @property
+    def _watches_loss(self) -> bool:
+        """Whether what comes after the model is followed too: the step may be the last, and nothing runs it again."""
+        return self.guard.is_last_chance and self.agree is None and not self.is_stepping
+
+    def _follow_loss(self, follow: AfterForward, out: object) -> None:
+        follow(out)
+        self.replay.follow(self.guard.counters.seen)
 
     def report(self) -> Report:
         """Return what is declared beside what is; see `Stepper.report`."""

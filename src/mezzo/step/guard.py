@@ -114,6 +114,16 @@ class Guard:
         always = guard.patience == 1 or guard.on_overflow == "demote" or is_at_floor
         return guard.enabled and (always or self.is_troubled)
 
+    @property
+    def is_last_chance(self) -> bool:
+        """Whether the next step, or the one after it, will stop the run if it is skipped. Syncs: no."""
+        guard, scaling = self.policy.guard, self.policy.scaling
+        # The last step may not have been read yet.
+        is_at_floor = scaling is not None and self._next_scale * scaling.backoff_factor <= scaling.min_scale
+        return (
+            guard.enabled and self.is_troubled and (is_at_floor or self.counters.skipped_in_a_row + 2 >= guard.patience)
+        )
+
     def push(self, verdict: Verdict) -> None:
         """Take note of a step. Syncs: no."""
         self._waiting.append(verdict)

@@ -35,10 +35,17 @@ class Diagnosis:
     edit: str
 
 
-class Diagnose(Protocol):
-    """Follows a run op by op and leaves model, gradients and random state as they were."""
+class Following(Protocol):
+    """The tracer, on from the end of a forward to the end of a backward: what the loss does outside the model."""
 
-    def __call__(self, model: nn.Module, run: Callable[[], object], *, step: int, scale: float) -> Diagnosis:
+    def stop(self) -> Diagnosis | None:
+        """Take the tracer off and return what it found; None if that must wait: somebody's mode lies above it."""
+
+
+class Tools(Protocol):
+    """What follows a run op by op and leaves model, gradients and random state as they were."""
+
+    def diagnose(self, model: nn.Module, run: Callable[[], object], *, step: int, scale: float) -> Diagnosis:
         """Return what is found.
 
         Args:
@@ -48,19 +55,22 @@ class Diagnose(Protocol):
             scale: loss scale that the gradients carry.
         """
 
+    def follow(self, model: nn.Module, *, step: int) -> Following | None:
+        """Start to follow what comes next; None where somebody else's mode is on."""
+
 
 _OUTSIDE = (
     "Run again op by op, the last batch gives finite outputs: the inf or NaN is made after them, between the model and "
     "amp.backward(loss)."
 )
 _OUTSIDE_MEND = "Put one step into `with mezzo.diagnose.trace(model) as t:` to have the op named in t.report."
-_diagnose: Diagnose | None = None
+_load: Callable[[], Tools] | None = None
 
 
-def set_diagnose(diagnose: Diagnose) -> None:
-    """Say what follows a run. This layer stands below the tools, so they come to it. Writes: this module."""
-    global _diagnose  # noqa: PLW0603  # the one seam
-    _diagnose = diagnose
+def set_tools(load: Callable[[], Tools]) -> None:
+    """Say what loads the tools. This layer stands below them, so they come to it. Writes: this module."""
+    global _load  # noqa: PLW0603  # the one seam
+    _load = load
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -139,11 +149,12 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """What a step was made of: its forwards, and its closure where it had one."""
+    """What a step was made of: its forwards, its closure where it had one, and what its loss did outside the model."""
 
     calls: list[_Call] = field(default_factory=list)
     closure: Callable[[], object] | None = None
     random: tuple[Tensor, Tensor | None] | None = None
+    outside: Diagnosis | None = None
 
     def __bool__(self) -> bool:
         return bool(self.calls) or self.closure is not None
@@ -164,6 +175,7 @@ class Replay:
         self._now, self._last = _Kept(), _Kept()
         self.is_running = False
         self._ended_outside = False
+        self._following: Following | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -187,12 +199,38 @@ class Replay:
         """Keep the closure of the step in the making, which is run again whole."""
         self._now.closure, self._now.random = closure, _random_states()
 
+    def follow(self, step: int) -> None:
+        """Start to follow what the loss does after the model has ended, until its backward has.
+
+        Args:
+            step: its number, from 0.
+
+        Writes: the modes of this thread.
+        """
+        if self._following is None and _load is not None:
+            self._following = _load().follow(self._model, step=step)
+
+    def stop_following(self) -> None:
+        """Take note of what the loss did outside the model. Writes: the modes of this thread, as they were."""
+        if self._following is not None:
+            found = self._following.stop()
+            if found is not None:
+                self._following = None
+                self._now.outside = self._now.outside or (found if found.sentence else None)
+
+    @property
+    def is_following(self) -> bool:
+        """Whether what the loss does is followed just now."""
+        return self._following is not None
+
     def drop(self, *, by_closure: bool = False) -> None:
         """Forget the step in the making: its gradients were dropped; by its own closure, which stays."""
+        self.stop_following()
         self._now = _Kept(closure=self._now.closure, random=self._now.random) if by_closure else _Kept()
 
     def close(self) -> None:
         """End the step in the making; it is the last one now."""
+        self.stop_following()
         self._now, self._last = _Kept(), self._now
 
     def forget(self) -> None:
@@ -213,17 +251,19 @@ class Replay:
         Syncs: at every op.
         """
         kept = self._last or self._now
-        if not kept or _diagnose is None or not all(call.is_whole for call in kept.calls):
-            return None
+        if not kept or _load is None or not all(call.is_whole for call in kept.calls):
+            return kept.outside
         self.is_running, self._ended_outside = True, False
         try:
-            found = _diagnose(self._model, partial(self._again, kept, reason), step=step, scale=scale)
+            found = _load().diagnose(self._model, partial(self._again, kept, reason), step=step, scale=scale)
         except Exception as failure:  # the run is about to stop, and for a reason that must not be hidden
             _log.warning("the last batch could not be run again: %s: %s", type(failure).__name__, failure)
-            return None
+            return kept.outside
         finally:
             self.is_running = False
         if self._ended_outside and not found.sentence:
+            if kept.outside is not None:
+                return kept.outside
             found = replace(found, sentence=_OUTSIDE, mend=_OUTSIDE_MEND)
         return found
 

@@ -76,10 +76,14 @@ class Stepper:
         """
         if self._engine.agree is not None:
             self._engine.agree.check_backward()
-        with self._engine.watching():
-            self._engine.gradients.backward(
-                loss, self._engine.scale, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-            )
+        engine = self._engine
+        try:
+            with engine.watching():
+                engine.gradients.backward(
+                    loss, engine.scale, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+                )
+        finally:
+            engine.replay.stop_following()
 
     def grad(
         self,
