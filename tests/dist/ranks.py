@@ -27,9 +27,11 @@ PATIENCE_S = 5.0
 """How long ranks may go on after one has failed."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "mezzo"]
-)
+# Imported once for all ranks of all tests.
+_context.set_forkserver_preload([
+    "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "mezzo", "mezzo.train",
+    "sklearn.metrics", "transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert",
+])  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,3 +50,9 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     """Return the records of a run, without what the clock says."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+
+
+def words(config: TrainConfig) -> list[str]:
+    """Return the command line that asks for a config."""
+    changed = {name: value for name, value in config.to_dict().items() if value != TrainConfig().to_dict()[name]}
+    return [word for name, value in changed.items() for word in (f"--{name.replace('_', '-')}", str(value))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ import tyro
 
 from ..train import TrainConfig, TrainResult
 from ..train import run as train
+from ..train.launch import launch
 from ..train.result import RunFolder
+from ..train.world import ToldElsewhere
 
 DESCRIPTION = "Train a BERT text classifier, in mixed precision unless --no-amp, and test the best model."
 
@@ -38,11 +41,25 @@ def _options(default: TrainConfig) -> Any:
     fields: list[Any] = [
         (f.name, kinds[f.name], field(default=getattr(default, f.name))) for f in dataclasses.fields(default)
     ]
-    made = make_dataclass("Options", [*fields, ("json", bool, False)], frozen=True, kw_only=True)
+    own = [("json", bool, False), ("nproc", int, 0), ("max_restarts", int, 0)]
+    made = make_dataclass("Options", [*fields, *own], frozen=True, kw_only=True)
     made.__doc__ = (TrainConfig.__doc__ or "").replace(
-        "Attributes:", "Attributes:\n        json: print the result as JSON."
+        "Attributes:",
+        """Attributes:
+        json: print the result as JSON.
+        nproc: processes to start on this machine, which share the work; 0 starts none, as under torchrun.
+        max_restarts: how often to start them again, from the last checkpoint, after one has failed.""",
     )
     return made
+
+
+def _launch_options(argv: Sequence[str]) -> tuple[int, int, list[str]]:
+    """Return how many processes to start, how often again, and the words for each of them."""
+    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ahead.add_argument("--nproc", type=int, default=0)
+    ahead.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
+    known, rest = ahead.parse_known_args(argv)
+    return known.nproc, known.max_restarts, rest
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
@@ -69,15 +86,31 @@ def _print(result: TrainResult) -> None:
     print(f"best model      update {result.best_step}, dev accuracy {result.dev_accuracy:.4f}")
     print(f"training        {result.applied_steps} updates, {result.skipped_steps} skipped, {result.seconds:.1f} s")
     print(f"peak memory     {result.peak_memory_bytes / 2**20:.0f} MiB")
-    print(f"precision       {result.policy} on {result.device}")
+    shared = f", {result.ranks} ranks" if result.ranks > 1 else ""
+    print(f"precision       {result.policy} on {result.device}{shared}")
     for name in ("best", "curves", "metrics", "result"):
         print(f"{name:<15} {getattr(folder, name)}")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `mezzo train` with the words after it. Returns: 0 done. Writes: the run's folder, standard output."""
+    """Run `mezzo train` with the words after it.
+
+    Returns:
+        0 done, 2 another rank says what went wrong.
+
+    Writes: the run's folder, standard output of the first rank.
+    """
     config, as_json = parse(argv)
-    result = train(config)
+    nproc, max_restarts, words = _launch_options(argv)
+    if nproc or max_restarts:
+        config.pieces(nproc)
+        return launch(["train", *words], nproc=nproc, max_restarts=max_restarts)
+    try:
+        result = train(config)
+    except ToldElsewhere:
+        return 2
+    if int(os.environ.get("RANK", "0")) > 0:
+        return 0
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
     else:

@@ -5,6 +5,17 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError
+from ..kernels.rounding import mix
+
+
+def seed_noise(device: torch.device, *numbers: int) -> None:
+    """Make what dropout draws next a function of some numbers. Writes: the random state of the CPU and of a device."""
+    seed = 0
+    for number in numbers:
+        seed = mix((seed + number) & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def choose_device(name: str) -> torch.device:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batches import Batch, by_length, collate
+from .world import World, alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +65,20 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, rows: Encoded, *, batch_size: int, device: torch.device) -> Evaluation:
+def evaluate(
+    model: nn.Module, rows: Encoded, *, batch_size: int, device: torch.device, world: World | None = None
+) -> Evaluation:
     """Run a model over rows in evaluation mode; draws no random number.
+
+    Each rank runs some of the batches, which are those of one rank, so each row counts once and the result is that of one
+    rank, the same on all.
 
     Args:
         model: a transformers classifier, on `device`, prepared or not.
         rows: at least one.
         batch_size: rows at a time.
         device: of the model.
+        world: the ranks that share the work, each with the same model; left out, this one does it all.
 
     Returns:
         Loss, accuracy and predictions.
@@ -80,15 +87,13 @@ def evaluate(model: nn.Module, rows: Encoded, *, batch_size: int, device: torch.
     """
     was_training = model.training
     model.eval()
-    logits_NC = None
-    for places in by_length(rows.lengths, batch_size):
+    world = alone(device) if world is None else world
+    logits_NC = torch.zeros(len(rows.tokens), int(model.config.num_labels))  # type: ignore[union-attr,arg-type]  # transformers' own
+    for places in by_length(rows.lengths, batch_size)[world.rank :: world.size]:
         batch = rows.batch(places).to(device)
-        logits_BC = logits_of(model, batch).cpu()
-        if logits_NC is None:
-            logits_NC = torch.empty(len(rows.tokens), logits_BC.shape[1])
-        logits_NC[torch.tensor(places)] = logits_BC
+        logits_NC[torch.tensor(places)] = logits_of(model, batch).cpu()
+    logits_NC = world.sum(logits_NC)  # a row is zero on all ranks but one
     model.train(was_training)
-    assert logits_NC is not None
     labels_N = torch.tensor(rows.labels)
     predicted_N = logits_NC.argmax(-1)
     return Evaluation(

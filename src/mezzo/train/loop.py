@@ -15,7 +15,6 @@ from .checkpoint import check_same_run, load_checkpoint, write_json, writing
 from .config import TrainConfig
 from .curves import save_curves
 from .data import Corpus, load_corpus
-from .device import choose_device
 from .evaluate import Encoded, Evaluation, evaluate, report
 from .files import Row
 from .model import build_model, check_length, load_model
@@ -24,6 +23,7 @@ from .result import RunFolder, TrainResult, peak_memory_bytes
 from .tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 from .trainer import Position, Trainer, updates_per_epoch
 from .update import Updater
+from .world import World, join
 
 
 def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
@@ -69,8 +69,9 @@ def _model(config: TrainConfig, corpus: Corpus, tokenizer: Any) -> nn.Module:
     return model
 
 
-def _identity(config: TrainConfig, corpus: Corpus, tokenizer: Any) -> dict[str, Any]:
+def _identity(config: TrainConfig, corpus: Corpus, tokenizer: Any, launch: str) -> dict[str, Any]:
     return {
+        "launch": launch,
         "config": config.to_dict(),
         "labels": list(corpus.labels),
         "fingerprint": corpus.fingerprint,
@@ -85,7 +86,7 @@ def _result(
     found: Evaluation,
     *,
     policy: str,
-    device: torch.device,
+    world: World,
     folder: RunFolder,
 ) -> TrainResult:
     by_class, table = report(test.labels, found.predicted, corpus.labels)
@@ -94,12 +95,13 @@ def _result(
         dev_accuracy=at.best_accuracy,
         best_step=at.best_step,
         seconds=at.seconds,
-        peak_memory_bytes=peak_memory_bytes(device),
+        peak_memory_bytes=peak_memory_bytes(world.device),
         final_loss=at.final_loss,
         applied_steps=at.step - at.skipped,
         skipped_steps=at.skipped,
         policy=policy,
-        device=str(device),
+        device=str(world.device),
+        ranks=world.size,
         rows={"train": len(corpus.train), "dev": len(corpus.dev), "test": len(corpus.test), **corpus.dropped},
         report=by_class,
         report_text=table,
@@ -107,8 +109,20 @@ def _result(
     )
 
 
+def _restarted(config: TrainConfig, folder: RunFolder, world: World) -> TrainConfig:
+    """Return a config that goes on with the run if the launcher, which started it before, has started it again."""
+    saved = (
+        load_checkpoint(folder.checkpoint) if world.is_first and world.restarts and folder.checkpoint.exists() else {}
+    )
+    is_ours = bool(world.launch) and saved.get("launch") == world.launch
+    return config.replace(resume=True, overwrite=False) if world.any(is_ours) else config
+
+
 def run(config: TrainConfig) -> TrainResult:
     """Train a text classifier, or go on with one, and test the best model it found.
+
+    Under torchrun, or where torch.distributed is initialised, all ranks train it together: each runs its share of every batch
+    and every evaluation, the first prints and writes. What a launcher restarts goes on from its last checkpoint.
 
     Args:
         config: everything that is asked.
@@ -122,12 +136,20 @@ def run(config: TrainConfig) -> TrainResult:
         CheckpointError: a checkpoint cannot be read or written, or is another run's.
         PolicyError: the policy does not fit.
         NonFiniteStep, LossScaleExhausted: training broke down.
+        DistributedError: a rank is lost.
+        ToldElsewhere: the run failed, and the error of another rank says why.
 
     Writes: the run's folder, standard error, torch's global random state. Syncs: yes.
     """
-    device = choose_device(config.device)
+    with join(config.device) as world:
+        folder = RunFolder(path=config.out)
+        return _run(_restarted(config, folder, world), folder, world)
+
+
+def _run(config: TrainConfig, folder: RunFolder, world: World) -> TrainResult:
+    device = world.device
     policy = config.chosen_policy.resolve(device)
-    folder = RunFolder(path=config.out)
+    config.pieces(world.size)
     _check_folder(config, folder)
     corpus = load_corpus(config)
     state = None
@@ -141,19 +163,25 @@ def run(config: TrainConfig) -> TrainResult:
         _encoded(rows, corpus, tokenizer, config.max_length) for rows in (corpus.train, corpus.dev, corpus.test)
     )
     updates = config.epochs * updates_per_epoch(len(train.labels), config.batch_size)
-    updater = Updater(model, policy, config, updates=updates)
+    updater = Updater(model, policy, config, updates=updates, world=world)
     trainer = Trainer(
         config, updater, tokenizer,
-        train=train, dev=dev, folder=folder, device=device, identity=_identity(config, corpus, tokenizer),
+        train=train, dev=dev, folder=folder, world=world, identity=_identity(config, corpus, tokenizer, world.launch),
     )  # fmt: skip
-    _open_folder(config, folder)
+    world.wait()  # until all have read what the first is about to replace
+    if world.is_first:
+        _open_folder(config, folder)
     if state is not None:
         trainer.load(state)
-    with progress_bar(trainer.position.step, trainer.total) as progress:
+    with progress_bar(trainer.position.step, trainer.total, is_shown=world.is_first) as progress:
+        if world.restarts and state is not None:
+            progress.note(f"restart {world.restarts}: going on from update {trainer.position.step}/{trainer.total}")
         trainer.train(progress)
+    world.wait()  # until the best model is written
     best = prepare(load_model(folder.best).to(device), policy=policy).model
-    found = evaluate(best, test, batch_size=config.batch_size, device=device)
-    result = _result(trainer.position, corpus, test, found, policy=str(policy), device=device, folder=folder)
-    write_json(folder.result, result.to_dict())
-    save_curves(folder.metrics, folder.curves)
+    found = evaluate(best, test, batch_size=config.batch_size, device=device, world=world)
+    result = _result(trainer.position, corpus, test, found, policy=str(policy), world=world, folder=folder)
+    if world.is_first:
+        write_json(folder.result, result.to_dict())
+        save_curves(folder.metrics, folder.curves)
     return result

@@ -48,5 +48,15 @@ class MetricsLog:
         self._pending.clear()
 
 
+class NoLog:
+    """Keeps no records: on ranks that do not write."""
+
+    def add(self, **record: Any) -> None:
+        """Forget a record."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
 def _line(record: Record) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"

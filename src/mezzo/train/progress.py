@@ -29,16 +29,30 @@ class Lines:
         print(text, file=sys.stderr, flush=True)
 
 
+class Silent:
+    """Progress on ranks that do not print."""
+
+    def update(self, step: int, *, loss: float, scale: float, skipped: int) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Print nothing."""
+
+
 @contextmanager
-def progress_bar(done: int, total: int) -> Iterator[Progress]:
+def progress_bar(done: int, total: int, *, is_shown: bool = True) -> Iterator[Progress]:
     """Show a bar with loss, scale, skipped updates and time left while inside, if standard error is a terminal.
 
     Args:
         done: updates already done.
         total: updates of the whole run.
+        is_shown: False shows nothing.
 
     Writes: standard error.
     """
+    if not is_shown:
+        yield Silent()
+        return
     if not sys.stderr.isatty():
         yield Lines()
         return

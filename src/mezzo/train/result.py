@@ -62,12 +62,13 @@ class TrainResult:
         dev_accuracy: of the best model on the dev rows.
         best_step: update after which the best model was saved.
         seconds: of training with its evaluations, over all resumes.
-        peak_memory_bytes: most memory held: allocated on CUDA, the process's resident set elsewhere.
+        peak_memory_bytes: most memory held by this rank: allocated on CUDA, the process's resident set elsewhere.
         final_loss: mean training loss of the last epoch.
         applied_steps: updates that changed the weights.
         skipped_steps: updates left out because gradients held inf or NaN.
         policy: the policy's text, with what "auto" became on the device.
-        device: where it ran.
+        device: where it ran, or the first rank did.
+        ranks: how many processes shared the work.
         rows: rows in train, dev and test, and dropped by cleaning.
         report: precision, recall, F1 and support by class, on the test rows.
         report_text: the same as a table.
@@ -84,6 +85,7 @@ class TrainResult:
     skipped_steps: int
     policy: str
     device: str
+    ranks: int
     rows: dict[str, int]
     report: dict[str, Any]
     report_text: str

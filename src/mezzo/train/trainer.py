@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batches import epoch_batches, hide_tokens
+from .batches import epoch_batches, hide_tokens, pieces
 from .checkpoint import save_checkpoint, save_model
 from .config import TrainConfig
+from .device import seed_noise
 from .evaluate import Encoded, evaluate, logits_of
-from .metrics import MetricsLog
+from .metrics import MetricsLog, NoLog
 from .progress import Progress
 from .result import RunFolder
 from .update import Updater
+from .world import World
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,12 +58,12 @@ class Trainer:
 
     Args:
         config: of the run.
-        updater: of the model, on `device`.
+        updater: of the model.
         tokenizer: saved beside the model; knows the marks.
         train: rows to learn from.
         dev: rows for evaluation.
         folder: of the run.
-        device: where to run.
+        world: the ranks that share each batch; the first writes.
         identity: what a checkpoint says about its run besides its state.
     """
 
@@ -74,13 +76,14 @@ class Trainer:
         train: Encoded,
         dev: Encoded,
         folder: RunFolder,
-        device: torch.device,
+        world: World,
         identity: dict[str, Any],
     ) -> None:
         self.position = Position()
         self._config, self._updater, self._tokenizer = config, updater, tokenizer
         self._model = updater.amp.model
-        self._train, self._dev, self._folder, self._device, self._identity = train, dev, folder, device, identity
+        self._train, self._dev, self._folder, self._identity = train, dev, folder, identity
+        self._world, self._pieces = world, config.pieces(world.size)
         self._per_epoch = updates_per_epoch(len(train.tokens), config.batch_size)
         self.total = config.epochs * self._per_epoch
         self._eval_every = config.eval_every or self._per_epoch
@@ -94,7 +97,7 @@ class Trainer:
 
         Writes: model, files of the run, torch's global random state. Syncs: yes.
         """
-        self._log = MetricsLog(self._folder.metrics, self.position.step)
+        self._log = MetricsLog(self._folder.metrics, self.position.step) if self._world.is_first else NoLog()
         self._started = time.perf_counter() - self.position.seconds
         self._model.train()
         if self.position.step == 0:
@@ -108,13 +111,9 @@ class Trainer:
                     self._evaluate(progress)
 
     def _update(self, rows: list[int], progress: Progress) -> None:
-        marks = self._tokenizer
-        batch = hide_tokens(
-            self._train.batch(rows), self._config.token_dropout, marks.mask_token_id, marks.all_special_ids
-        ).to(self._device)
-        update = self._updater.step(
-            lambda: F.cross_entropy(logits_of(self._model, batch), cast(Tensor, batch.labels_B))
-        )
+        each = self._pieces // self._world.size
+        mine = range(self._world.rank * each, (self._world.rank + 1) * each)
+        update = self._updater.step(*(partial(self._loss, rows, place) for place in mine))
         at, value = self.position, update.loss
         at.step += 1
         if update.applied:
@@ -135,8 +134,24 @@ class Trainer:
         )
         progress.update(at.step, loss=value, scale=update.scale, skipped=at.skipped)
 
+    def _loss(self, rows: list[int], place: int) -> Tensor:
+        """Return what one piece of a batch adds to its mean loss: shape (), fp32.
+
+        What is hidden and dropped is a function of seed, update and piece, whichever rank runs it.
+        """
+        marks, device = self._tokenizer, self._world.device
+        piece = pieces(rows, self._pieces)[place]
+        seed_noise(device, self._config.seed, self.position.step, place)
+        # A rank without rows runs one that does not count: averaging waits for the gradients of all.
+        batch = hide_tokens(
+            self._train.batch(piece or rows[:1]), self._config.token_dropout, marks.mask_token_id, marks.all_special_ids
+        ).to(device)
+        mean = F.cross_entropy(logits_of(self._updater.model, batch), cast(Tensor, batch.labels_B))
+        return mean * (len(piece) / len(rows))
+
     def _evaluate(self, progress: Progress) -> None:
-        found = evaluate(self._model, self._dev, batch_size=self._config.batch_size, device=self._device)
+        world = self._world
+        found = evaluate(self._model, self._dev, batch_size=self._config.batch_size, device=world.device, world=world)
         at = self.position
         at.seconds = time.perf_counter() - self._started
         self._log.add(
@@ -144,7 +159,8 @@ class Trainer:
         )
         if found.accuracy > at.best_accuracy:
             at.best_accuracy, at.best_step = found.accuracy, at.step
-            save_model(self._folder.best, self._model, self._tokenizer, self._updater.amp.export_weights())
+            if world.is_first:
+                save_model(self._folder.best, self._model, self._tokenizer, self._updater.amp.export_weights())
         self.save()
         progress.note(
             f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
@@ -152,23 +168,18 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write the checkpoint. Raises: CheckpointError. Writes: metrics and checkpoint. Syncs: yes."""
+        """Write the checkpoint, on the first rank. Raises: CheckpointError. Writes: metrics, checkpoint. Syncs: yes."""
+        if not self._world.is_first:
+            return
         self._log.flush()
         state = {
             **self._identity,
             "position": asdict(self.position),
             **self._updater.state_dict(),
-            "random": {"cpu": torch.get_rng_state(), "cuda": self._cuda_random()},
         }
         save_checkpoint(self._folder.checkpoint, state)
 
-    def _cuda_random(self) -> torch.Tensor | None:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `save` wrote. Writes: model, optimizer, torch's global random state. Syncs: yes."""
+        """Take over what `save` wrote. Writes: model, optimizer. Syncs: yes."""
         self.position = Position(**state["position"])
         self._updater.load_state_dict(state)
-        torch.set_rng_state(state["random"]["cpu"])
-        if self._device.type == "cuda" and state["random"]["cuda"] is not None:
-            torch.cuda.set_rng_state(state["random"]["cuda"], self._device)

@@ -14,6 +14,7 @@ from ..policy import Policy
 from ..step import prepare
 from .config import TrainConfig
 from .model import parameter_groups
+from .world import World, alone, holding_back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,28 +59,35 @@ class Updater:
         policy: resolved for that device.
         config: learning rate, weight decay, clipping.
         updates: of the whole run.
+        world: the ranks that share each batch; left out, this one takes all of it.
 
     Attributes:
         amp: takes the steps.
+        model: to be called in training; averages gradients over the ranks.
 
     Raises:
         PolicyError: the policy does not fit the model.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, config: TrainConfig, *, updates: int) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, config: TrainConfig, *, updates: int, world: World | None = None
+    ) -> None:
         groups = parameter_groups(model, config.weight_decay)
         optimizer = AdamW(groups, lr=config.learning_rate, master=policy.master, state_dtype=policy.state)
         self.amp = prepare(model, optimizer, policy)
+        self._world = alone(next(model.parameters()).device) if world is None else world
+        self.model = self._world.wrap(self.amp.model)
         factor = warmup_then_decay(updates, config.warmup)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         self.amp.on_applied(self._schedule.step)
         self._max_norm = config.max_norm
 
-    def step(self, forward: Callable[[], Tensor]) -> Update:
+    def step(self, *forwards: Callable[[], Tensor]) -> Update:
         """Apply the gradients of a loss, unless they hold inf or NaN.
 
         Args:
-            forward: computes the loss: shape (), fp32; called again where the policy says on_overflow=retry.
+            forwards: each computes its part of the sum, over all parts and ranks, that is the loss: shape (), fp32; called
+                again where the policy says on_overflow=retry.
 
         Returns:
             What was done.
@@ -94,10 +102,15 @@ class Updater:
 
         def closure() -> Tensor:
             self.amp.zero_grad()
-            loss = forward()
-            losses.append(loss.detach())
-            self.amp.backward(loss)
-            return loss
+            total = torch.zeros((), device=self._world.device)
+            for place, forward in enumerate(forwards, start=1):
+                with holding_back(self.model, place < len(forwards)):
+                    loss = forward()
+                    # Averaging divides by the number of ranks.
+                    self.amp.backward(loss * self._world.size)
+                total += loss.detach()
+            losses.append(total)
+            return total
 
         lr = float(self._schedule.get_last_lr()[0])
         if self.amp.policy.guard.on_overflow == "retry":
@@ -105,9 +118,8 @@ class Updater:
         else:
             closure()
             result = self.amp.step(max_norm=self._max_norm)
-        update = Update(
-            applied=result.applied, loss=losses[-1].item(), scale=result.scale, grad_norm=result.grad_norm, lr=lr
-        )
+        loss = self._world.sum(losses[-1].cpu()).item()
+        update = Update(applied=result.applied, loss=loss, scale=result.scale, grad_norm=result.grad_norm, lr=lr)
         self.amp.zero_grad()
         return update
 

@@ -1,0 +1,165 @@
+"""The ranks of a run: which this is, what is added up over all, and which of them says what went wrong."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..dist.group import TIMEOUT, Group, is_running
+from ..errors import ConfigError, MezzoError
+from .device import choose_device
+
+_joined = itertools.count()
+
+
+class ToldElsewhere(MezzoError):
+    """The run has failed, and another rank says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class World:
+    """The ranks of a run as one of them sees them.
+
+    Attributes:
+        device: where this rank computes.
+        rank: which this is, from 0.
+        group: of all ranks; None if there is one.
+        launch: names the launcher's job, which restarts share; "" without a launcher.
+        restarts: how often the launcher has started the ranks again.
+    """
+
+    device: torch.device
+    rank: int = 0
+    group: Group | None = None
+    launch: str = ""
+    restarts: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return a CPU tensor added up over the ranks, the same bits on all.
+
+        Raises:
+            DistributedError: a rank is lost.
+
+        Writes: perhaps `value`. Syncs: with the slowest rank.
+        """
+        return value if self.group is None else self.group.sum_(self.group.place(value)).cpu()
+
+    def any(self, is_so: bool) -> bool:
+        """Return whether something holds on any rank; called on all. Raises: DistributedError. Syncs: yes."""
+        return bool(self.sum(torch.tensor(float(is_so))))
+
+    def wait(self) -> None:
+        """Wait for the other ranks. Raises: DistributedError. Syncs: yes."""
+        self.any(False)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return what to call instead of a model so that gradients are averaged over the ranks."""
+        return model if self.group is None else DistributedDataParallel(model, process_group=self.group.handle)
+
+
+def holding_back(model: nn.Module, is_more_to_come: bool) -> AbstractContextManager[None]:
+    """Return a block in which the gradients of a wrapped model stay on their rank, if more of the batch is to come."""
+    if is_more_to_come and isinstance(model, DistributedDataParallel):
+        block: AbstractContextManager[None] = model.no_sync()
+        return block
+    return nullcontext()
+
+
+def alone(device: torch.device) -> World:
+    """Return the world of one rank."""
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID")
+    # All attempts of a job have one agent as their parent.
+    launch = "" if elastic is None else f"{elastic} {socket.gethostname()} {os.getppid()}"
+    return World(device=device, launch=launch, restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+@contextmanager
+def join(device: str) -> Iterator[World]:
+    """Take part in the run that torchrun, or whoever initialised torch.distributed, has started; alone, be all of it.
+
+    Args:
+        device: a name, as `choose_device` takes it; of several accelerators each rank takes one.
+
+    Raises:
+        ConfigError: no such device here, or fewer than ranks.
+        DistributedError: a rank is lost; raised in the block.
+        ToldElsewhere: the block failed here, and another rank says why.
+
+    Writes: torch.distributed's default group, for the length of the block; the level of the logger "mezzo" on ranks but 0.
+    """
+    is_ours = not is_running() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not is_ours and not is_running():
+        yield alone(choose_device(device))
+        return
+    chosen = _of_this_rank(choose_device(device))
+    if is_ours:
+        dist.init_process_group("gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:nccl", timeout=TIMEOUT)
+    mine, rank = alone(chosen), dist.get_rank()
+    world = World(device=chosen, rank=rank, group=Group(), launch=mine.launch, restarts=mine.restarts)
+    assert world.group is not None
+    key = f"mezzo/failed/{next(_joined)}"
+    try:
+        with _hushed(not world.is_first), world.group.watching():
+            yield world
+    except MezzoError as error:
+        if not _fails_first(world.group, key, rank):
+            raise ToldElsewhere(str(error)) from error
+        raise
+    # After a failure the process ends; taking leave of ranks that are lost could hang.
+    if is_ours:
+        dist.destroy_process_group()
+
+
+def _of_this_rank(device: torch.device) -> torch.device:
+    if device.type == "cpu" or device.index is not None:
+        return device
+    here, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if here >= count:
+        raise ConfigError(
+            f"{here + 1} or more ranks were started on a machine with {count} {device.type} devices. Start one for each, or "
+            "write --device cpu."
+        )
+    torch.accelerator.set_device_index(here)
+    return torch.device(device.type, here)
+
+
+@contextmanager
+def _hushed(is_hushed: bool) -> Iterator[None]:
+    logger = logging.getLogger("mezzo")
+    before = logger.level
+    if is_hushed:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _fails_first(group: Group, key: str, rank: int) -> bool:
+    """Whether no other rank has failed before this one. True as well if that cannot be found out."""
+    try:
+        store = dist.distributed_c10d._get_process_group_store(group.handle)
+        first = store.compare_set(key, "", str(rank))
+    except RuntimeError:
+        return True
+    return bool(first == str(rank).encode())
