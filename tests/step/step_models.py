@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mezzo
 
@@ -102,3 +103,18 @@ class Dtypes(TorchDispatchMode):
 def twin(model: nn.Module) -> nn.Module:
     """Copy a model before it is prepared."""
     return copy.deepcopy(model)
+
+
+class Largest(TorchDispatchMode):
+    """Records the bytes of the largest tensor that is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        made = [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.nbytes = max([self.nbytes, *(s.nbytes() for s in made if s._cdata not in given)])
+        return out

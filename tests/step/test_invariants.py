@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.dist.ranks import run as run_ranks
-from tests.step.step_models import INF, OPTIMIZERS, Net, batch, mse, prepared
+from tests.step.step_models import INF, OPTIMIZERS, Largest, Net, batch, mse, prepared
 from torch import Tensor, nn
 
 import mezzo
@@ -246,3 +246,19 @@ class TestReport:
         amp = mezzo.prepare(model, torch.optim.SGD(model[1].parameters()), "fp16")
         frozen = next(row for row in amp.report(strict=True).rows if row.what == "frozen weights")
         assert (frozen.declared, frozen.observed) == ("as loaded", (("fp16", 2),))
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, master=kahan"])
+def test_preparing_and_looking_take_little_memory(policy: str) -> None:
+    """Nothing wider than a 16-bit weight is made: no whole master, no gradient in fp64, no bits in int64."""
+    model = nn.Linear(2048, 2048, bias=False)
+    narrow = 2048 * 2048 * 2
+    rules = mezzo.Policy.parse(policy)
+    optimizer = mezzo.optim.SGD(model.parameters(), lr=0.1, master=rules.master)
+    with Largest() as preparing:
+        amp = mezzo.prepare(model, optimizer, rules)
+    amp.backward(model(torch.ones(1, 2048)).float().mean())
+    with Largest() as stepping:
+        amp.step()
+    assert preparing.nbytes == narrow
+    assert stepping.nbytes < narrow

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DistributedError
+from ..kernels.parts import parts
 from .group import Group, spell
 
 Number = Tensor | float | int
@@ -20,8 +21,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as whole numbers; equal bits give equal sums. Shape (), int64. Syncs: no."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    bits = values.contiguous().view(_BITS[values.element_size()])
-    return bits.sum(dtype=torch.int64)
+    whole = _BITS[values.element_size()]
+    # torch widens what it sums to int64 beforehand: piece by piece that takes no memory to speak of.
+    sums = [piece.contiguous().view(whole).sum(dtype=torch.int64) for (piece,) in parts(values)]
+    return torch.stack(sums).sum()
 
 
 def audit(group: Group, step: int, numbers: Mapping[str, Number], params: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..policy import Master
+from .parts import parts
 from .rounding import compensate, noise, noise_key, restore, round_by_chance
 from .split import join, split
 
@@ -102,6 +103,29 @@ def store_master(
     if mode == "stochastic" and key is not None:
         return round_by_chance(master, dtype, noise(key, master, first)), None
     return master.to(dtype), master if mode == "fp32" else None
+
+
+def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:
+    """Have a weight stand for a master, in memory that is there.
+
+    Args:
+        mode: how the weight keeps small updates.
+        weight: what the model reads, any shape.
+        master: the same shape and device, fp32.
+
+    Returns:
+        What lies beside the weight: fresh memory, laid out as `master`; None for modes that keep nothing.
+
+    Writes: `weight`. Syncs: no.
+    """
+    dtype = {"split": torch.int16, "fp32": torch.float32, "kahan": weight.dtype}.get(mode)
+    kept = None if dtype is None else torch.empty_like(master, dtype=dtype)
+    for piece, value, *beside in parts(master, weight, *([] if kept is None else [kept])):
+        found = store_master(mode, piece, weight.dtype, None)
+        for target, source in zip((value, *beside), found, strict=False):
+            if source is not None:
+                target.copy_(source)
+    return kept
 
 
 def write_(target: Tensor, value: Tensor, blocked: Tensor | None) -> None:

@@ -16,7 +16,8 @@ from ..kernels import registry
 from ..kernels.gradients import ScaledGradients
 from ..kernels.rounding import mix
 from ..kernels.shards import any_spread, first_place, local, spread_like
-from ..kernels.weights import KEPT, Weights, read_master, store_master
+from ..kernels.weights import KEPT, Weights, give_master_, read_master, store_master
+from ..policy import Master
 from .checks import check_dense, check_masters
 from .layout import Order, aligned, memory_orders
 from .state import Exact, mode_of, moment_dtype, report, seal_loaded, share_counts, take_master_
@@ -145,13 +146,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Syncs: no.
         """
-        for group in self.param_groups:
-            if any(param is p for p in group["params"]):
-                mode = mode_of(param, group)
-                kept = self.state[param].get(KEPT.get(mode, "")) if param in self.state else None
-                part = read_master(mode, local(param.detach()), None if kept is None else local(kept))
-                return spread_like(part, param)
-        raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
+        mode, kept = self.beside(param)
+        part = read_master(mode, local(param.detach()), None if kept is None else local(kept))
+        return spread_like(part, param)
 
     @torch.no_grad()
     def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
@@ -165,15 +162,22 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Writes: the parameters, and what is kept beside them. Syncs: no.
         """
-        groups = {p: group for group in self.param_groups for p in group["params"]}
         for param, master in masters.items():
-            if param not in groups:
-                raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
-            mode = mode_of(param, groups[param])
-            weight, kept = store_master(mode, local(master.to(param.device)), param.dtype, None)
-            local(param).copy_(weight)
+            mode = mode_of(param, self._group_of(param))
+            kept = give_master_(mode, local(param), local(master.to(param.device)))
             if kept is not None:
-                self.state[param][KEPT[mode]] = spread_like(kept.clone(memory_format=torch.preserve_format), param)
+                self.state[param][KEPT[mode]] = spread_like(kept, param)
+
+    def beside(self, param: Tensor) -> tuple[Master, Tensor | None]:
+        """Return how a parameter keeps small updates, and what lies beside it now; None if nothing does."""
+        mode = mode_of(param, self._group_of(param))
+        return mode, self.state[param].get(KEPT.get(mode, "")) if param in self.state else None
+
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(param is p for p in group["params"]):
+                return group
+        raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
 
     def why(self) -> list[str]:
         """Return one line for each kind of parameter: which kernel takes its step, and what decided."""

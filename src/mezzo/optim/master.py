@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ConfigError, StepError, did_you_mean
 from ..formats import LOW_DTYPES, describe
 from ..kernels.gradients import ScaledGradients
-from ..kernels.weights import KEPT, store_master
+from ..kernels.weights import KEPT, give_master_
+from ..policy import Master
 from .base import MasterOptimizer
 from .masters import Masters, Mode
 from .state import report, take_master_
@@ -148,6 +149,11 @@ class MasterWeights(torch.optim.Optimizer):
         self._check_own(param)
         return self.masters.value(param)
 
+    def beside(self, param: Tensor) -> tuple[Master, Tensor | None]:
+        """Return how a parameter keeps small updates, and what lies beside it now; None if nothing does."""
+        self._check_own(param)
+        return self.masters.beside_of(param)
+
     @torch.no_grad()
     def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
@@ -163,10 +169,9 @@ class MasterWeights(torch.optim.Optimizer):
         for param, master in masters.items():
             self._check_own(param)
             mode = self.masters.mode_of(param)
-            weight, kept = store_master(mode, master.to(param.device), param.dtype, None)
-            param.copy_(weight)
+            kept = give_master_(mode, param, master.to(param.device))
             if kept is not None:
-                self.masters.keep(param, {KEPT[mode]: kept.clone(memory_format=torch.preserve_format)})
+                self.masters.keep(param, {KEPT[mode]: kept})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state with what is kept beside each weight, in the form of one torch optimizer.

@@ -64,8 +64,12 @@ class Masters:
 
     def value(self, param: Tensor) -> Tensor:
         """Return what a parameter stands for: its shape, fp32; itself if it is not 16 bit. Syncs: no."""
-        kept = self.kept(param).get(KEPT.get(self.mode, ""))
-        return read_master(self.mode_of(param), param.detach(), kept)
+        mode, kept = self.beside_of(param)
+        return read_master(mode, param.detach(), kept)
+
+    def beside_of(self, param: Tensor) -> tuple[Master, Tensor | None]:
+        """Return how one parameter keeps small updates, and what lies beside it now; None if nothing does."""
+        return self.mode_of(param), self.kept(param).get(KEPT.get(self.mode, ""))
 
     def kept(self, param: Tensor) -> dict[str, Tensor]:
         """Return what a checkpoint must hold for a parameter, by the names that mezzo's optimizers use."""

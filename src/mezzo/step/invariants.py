@@ -15,8 +15,9 @@ from ..dist.audit import checksum
 from ..errors import InvariantError
 from ..kernels.gradients.check import values
 from ..kernels.gradients.reference import PART
+from ..kernels.parts import parts
 from ..kernels.shards import is_spread, local
-from ..kernels.weights import KEPT
+from ..kernels.weights import KEPT, read_master
 from .marks import first
 from .report import Report, refuse_differing
 from .update import Share, keeps_masters
@@ -63,7 +64,7 @@ def look(shares: Sequence[Share]) -> Before:
         state=_state_sums(shares),
         rates=_rates(shares),
         samples={
-            p: (_sample(_master(optimizer, p)).clone(), _sample(grads[p]) != 0)
+            p: (_sample_of_master(optimizer, p).clone(), _sample(grads[p]) != 0)
             for p, optimizer in params.items()
             if p.is_floating_point() and p.grad is not None and not p.grad.is_sparse
         },
@@ -143,7 +144,7 @@ class Invariants:
             if p not in before.samples:
                 continue
             old, wanted = before.samples[p]
-            kept = int(((_sample(_master(share.optimizer, p)) == old) & wanted).sum())
+            kept = int(((_sample_of_master(share.optimizer, p) == old) & wanted).sum())
             count = int(wanted.sum())
             lost, total = lost + kept, total + count
             if count and kept > LOST_LIMIT * count:
@@ -169,10 +170,10 @@ class Invariants:
 
     @torch.no_grad()
     def _check_finite(self, shares: Sequence[Share]) -> None:
-        bad = [name for p, name in self._names.items() if not bool(local(p).isfinite().all())]
+        bad = [name for p, name in self._names.items() if not _is_finite(local(p))]
         for share in shares:
             for (p, key), tensor in _state_tensors(share.optimizer).items():
-                if tensor.is_floating_point() and not bool(local(tensor).isfinite().all()):
+                if tensor.is_floating_point() and not _is_finite(local(tensor)):
                     bad.append(f"{self._name(p)}.{key}")
         bad += self._buffers()
         if bad:
@@ -186,15 +187,28 @@ class Invariants:
 
 
 def _norm(grads: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+    return math.sqrt(sum(float(_sum_of_squares(grad)) for grad in grads))
+
+
+def _sum_of_squares(grad: Tensor) -> Tensor:
+    return torch.stack([piece.double().square().sum() for (piece,) in parts(grad)]).sum()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.stack([piece.isfinite().all() for (piece,) in parts(tensor)]).all())
 
 
 def _rates(shares: Sequence[Share]) -> list[float]:
     return [float(group.get("lr", 0.0)) for share in shares for group in share.optimizer.param_groups]
 
 
-def _master(optimizer: Optimizer, param: Tensor) -> Tensor:
-    return local(optimizer.master(param) if keeps_masters(optimizer) else param.detach())
+def _sample_of_master(optimizer: Optimizer, param: Tensor) -> Tensor:
+    """Return the first elements of what a parameter stands for; the rest of it is not computed."""
+    weight = _sample(local(param.detach()))
+    if not keeps_masters(optimizer):
+        return weight
+    mode, kept = optimizer.beside(param)
+    return read_master(mode, weight, None if kept is None else _sample(local(kept)))
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -140,13 +140,14 @@ def convert_(
             "of them as they are. Write amp = mezzo.prepare(model, optimizer, policy) first, then "
             "ddp = DistributedDataParallel(amp.model)."
         )
-    masters = {p: p.detach() for p in changed.values()}
-    for p in changed.values():
-        if not is_spread(p):
-            p.data = masters[p].to(targets[p])
-    if any(is_spread(p) for p in changed.values()):
+    spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_spread(p)}
+    if spread:
         _convert_spread_(model, {p: targets[p] for p in changed.values()})
-    for p, master in masters.items():
+    for p in changed.values():
+        # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
+        master = spread.pop(p) if p in spread else p.detach()
+        if p.dtype is not targets[p]:
+            p.data = master.to(targets[p])
         optimizer = owners.get(p)
         if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
             optimizer.set_masters_({p: master})
