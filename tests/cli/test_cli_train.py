@@ -69,6 +69,9 @@ def test_it_trains_and_reports(data: Path, tmp_path: Path, capsys: pytest.Captur
         (["--batch-size", "0"], "batch_size=0 must be at least 1"),
         (["--label-column", "emotion"], "has no column 'emotion'"),
         (["--device", "gpu"], "device='gpu' cannot be used here"),
+        (["--nproc", "-1"], "--nproc -1 must be at least 1"),
+        (["--nproc", "3"], "batch_size=16 is the batch of all 3 ranks together"),
+        (["--max-restarts", "1"], "--nproc was left out"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(

@@ -121,7 +121,8 @@ class TestRestart:
         first = run(config)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         assert run(config).seconds == first.seconds  # nothing was left to do
-        assert "restart 1: going on from update 12/12" in capsys.readouterr().err
+        total = first.applied_steps + first.skipped_steps
+        assert f"restart 1: going on from update {total}/{total}" in capsys.readouterr().err
 
     def test_but_not_with_the_run_of_another_job(
         self, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,14 +139,26 @@ def command(config: TrainConfig, *more: str) -> list[str]:
     return [sys.executable, "-m", "mezzo", "train", *words(config), *more]
 
 
+def _two_ranks(config: TrainConfig) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(config, "--nproc", "2"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
 def test_what_all_ranks_find_wrong_is_said_once(data: Path, tmp_path: Path) -> None:
-    config = tiny(data, tmp_path / "out", label_column="feeling")
-    ended = subprocess.run(
-        command(config, "--nproc", "2"), env=ENVIRONMENT, capture_output=True, text=True, check=False
+    ended = _two_ranks(tiny(data, tmp_path / "out", device="gpu"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("mezzo train: device='gpu' cannot be used here"), ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+
+
+def test_what_only_the_first_rank_finds_wrong_ends_all(data: Path, tmp_path: Path) -> None:
+    config = tiny(data, tmp_path / "out")
+    (config.out / "checkpoint.pt.partial").mkdir(parents=True)  # in the way of the first checkpoint
+    ended = _two_ranks(config)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"mezzo train: cannot write {config.out / 'checkpoint.pt'}: Is a directory"), (
+        ended.stderr
     )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("mezzo train: the data file") and ended.stderr.count("\n") == 1, ended.stderr
-    assert ended.stdout == ""
+    assert ended.stderr.count("\n") == 1, ended.stderr
 
 
 def _ranks_of(launcher: int) -> list[int]:
@@ -181,7 +194,7 @@ def test_a_killed_rank_ends_the_run_and_a_restart_ends_as_if_nothing_had_been(da
         tiny(data, tmp_path / name, policy="bf16-master", epochs=12, eval_every=8, lr=3e-3, limit=120)
         for name in ("whole", "stopped", "restarted")
     )
-    ended = subprocess.run(command(whole, "--nproc", "2"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    ended = _two_ranks(whole)
     assert ended.returncode == 0, ended.stderr
     code, out, error = _kill_a_rank(stopped)
     assert (code, out) == (2, "")

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 import tyro
 
+from ..errors import ConfigError
 from ..train import TrainConfig, TrainResult
 from ..train import run as train
 from ..train.launch import launch
@@ -102,8 +103,13 @@ def run(argv: Sequence[str]) -> int:
     """
     config, as_json = parse(argv)
     nproc, max_restarts, words = _launch_options(argv)
-    if nproc or max_restarts:
-        config.pieces(nproc)
+    if max_restarts and not nproc:
+        raise ConfigError(
+            f"--max-restarts {max_restarts} starts again what --nproc has started, and --nproc was left out. Write --nproc 1, "
+            "or give it to torchrun."
+        )
+    if nproc:
+        config.pieces(max(nproc, 1))
         return launch(["train", *words], nproc=nproc, max_restarts=max_restarts)
     try:
         result = train(config)

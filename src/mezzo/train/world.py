@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -111,23 +111,22 @@ def join(device: str) -> Iterator[World]:
     if not is_ours and not is_running():
         yield alone(choose_device(device))
         return
-    chosen = _of_this_rank(choose_device(device))
     if is_ours:
-        dist.init_process_group("gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:nccl", timeout=TIMEOUT)
-    mine, rank = alone(chosen), dist.get_rank()
-    world = World(device=chosen, rank=rank, group=Group(), launch=mine.launch, restarts=mine.restarts)
-    assert world.group is not None
-    key = f"mezzo/failed/{next(_joined)}"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    group, key, is_done = Group(), f"mezzo/failed/{next(_joined)}", False
     try:
-        with _hushed(not world.is_first), world.group.watching():
-            yield world
+        with _hushed(dist.get_rank() > 0), group.watching():
+            mine = alone(_of_this_rank(choose_device(device)))
+            yield replace(mine, rank=dist.get_rank(), group=group)
+        is_done = True
     except MezzoError as error:
-        if not _fails_first(world.group, key, rank):
+        if not _fails_first(group, key, dist.get_rank()):
             raise ToldElsewhere(str(error)) from error
         raise
-    # After a failure the process ends; taking leave of ranks that are lost could hang.
-    if is_ours:
-        dist.destroy_process_group()
+    finally:
+        # gloo's threads abort a process that ends without this; NCCL would wait here for ranks that are lost.
+        if is_ours and (is_done or not torch.cuda.is_available()):
+            dist.destroy_process_group()
 
 
 def _of_this_rank(device: torch.device) -> torch.device:
