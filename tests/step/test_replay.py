@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -247,6 +248,18 @@ class TestALossOutsideTheModel:
         assert amp._engine.replay.is_following
         amp.zero_grad()
         assert _get_current_dispatch_mode() is None and not _get_current_function_mode_stack()
+
+    def test_a_side_thread_is_left_alone(self) -> None:
+        _, amp = prepared("fp32, guard.patience=2", "adamw")
+        x, y = batch()
+        amp.backward(mse(amp.model(x), y) * torch.inf)
+        amp.step()
+        amp.zero_grad()
+        with ThreadPoolExecutor(1) as pool:
+            out = pool.submit(amp.model, x).result()
+        assert not amp._engine.replay.is_following and not _global_forward_hooks
+        amp.backward(mse(out, y))
+        assert amp.step()
 
     def test_a_mode_of_the_users_is_left_alone(self) -> None:
         _, amp = prepared("fp32, guard.patience=2", "adamw")

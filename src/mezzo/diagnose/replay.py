@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from torch import nn
@@ -56,7 +57,7 @@ class Following:
 
 
 def follow(model: nn.Module, *, step: int) -> Following | None:
-    """Follow the program until `stop`; None where a mode is on already, which may be taken off before.
+    """Follow the program until `stop`; None in a side thread, or where a mode is on, which may be taken off before.
 
     Args:
         model: names are relative to it.
@@ -64,7 +65,9 @@ def follow(model: nn.Module, *, step: int) -> Following | None:
 
     Writes: the modes of this thread.
     """
-    if _get_current_dispatch_mode_stack() or _get_current_function_mode_stack():  # type: ignore[no-untyped-call]  # torch's own
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's own
+    is_aside = threading.current_thread() is not threading.main_thread()
+    if is_aside or functions or _get_current_dispatch_mode_stack():
         return None
     return Following(Trace(model, step=step))
 

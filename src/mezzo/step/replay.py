@@ -56,7 +56,7 @@ class Tools(Protocol):
         """
 
     def follow(self, model: nn.Module, *, step: int) -> Following | None:
-        """Start to follow what comes next; None where somebody else's mode is on."""
+        """Start to follow what comes next; None in a side thread, or where somebody else's mode is on."""
 
 
 _OUTSIDE = (
@@ -157,7 +157,7 @@ class _Kept:
     outside: Diagnosis | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.calls) or self.closure is not None
+        return bool(self.calls) or self.closure is not None or self.outside is not None
 
 
 class Replay:
@@ -226,16 +226,19 @@ class Replay:
     def drop(self, *, by_closure: bool = False) -> None:
         """Forget the step in the making: its gradients were dropped; by its own closure, which stays."""
         self.stop_following()
-        self._now = _Kept(closure=self._now.closure, random=self._now.random) if by_closure else _Kept()
+        if self._now:
+            self._now = _Kept(closure=self._now.closure, random=self._now.random) if by_closure else _Kept()
 
     def close(self) -> None:
         """End the step in the making; it is the last one now."""
         self.stop_following()
-        self._now, self._last = _Kept(), self._now
+        if self._now or self._last:
+            self._now, self._last = _Kept(), self._now
 
     def forget(self) -> None:
         """Let go of the last step: it was taken."""
-        self._last = _Kept()
+        if self._last:
+            self._last = _Kept()
 
     def run(self, step: int, scale: float, reason: Reason | None) -> Diagnosis | None:
         """Run the last batch again under the tracer.
@@ -251,7 +254,8 @@ class Replay:
         Syncs: at every op.
         """
         kept = self._last or self._now
-        if not kept or _load is None or not all(call.is_whole for call in kept.calls):
+        can_run = bool(kept.calls) or kept.closure is not None
+        if _load is None or not can_run or not all(call.is_whole for call in kept.calls):
             return kept.outside
         self.is_running, self._ended_outside = True, False
         try:
