@@ -13,7 +13,7 @@ OTHER = {
     "data": "x.tsv", "dev_data": Path("d.tsv"), "test_data": Path("t.csv"), "text_column": "t", "label_column": "l", "limit": 7,
     "model": "bert", "vocab_size": 11, "layers": 3, "hidden": 12, "heads": 3, "intermediate": 5, "dropout": 0.5,
     "token_dropout": 0.25, "max_length": 9, "batch_size": 2, "parts": 2, "epochs": 4, "lr": 0.5, "warmup": 0.5, "weight_decay": 0.5,
-    "max_norm": 2.0, "amp": False, "policy": "bf16", "device": "cpu", "eval_every": 3, "seed": 5, "out": Path("o"),
+    "max_norm": 2.0, "ema": 0.5, "amp": False, "policy": "bf16", "device": "cpu", "eval_every": 3, "seed": 5, "out": Path("o"),
     "resume": True, "overwrite": False,
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score, classification_report
 from tests.train.small import emotion_rows, metrics, tiny, write_tsv
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -53,7 +54,7 @@ def test_the_files_of_a_run_say_what_the_result_says(learned: tuple[TrainConfig,
     assert TrainConfig.load(config.out / "config.json") == config
     assert (config.out / "curves.png").stat().st_size > 10_000
     evaluations = [record for record in metrics(config.out) if record["kind"] == "evaluation"]
-    assert [record["step"] for record in evaluations] == [40, 80, 120, 144]
+    assert [record["step"] for record in evaluations] == [40, 80, 120, 152]
     best = max(evaluations, key=lambda record: record["accuracy"])  # the first of equals
     assert (best["step"], best["accuracy"]) == (result.best_step, result.dev_accuracy)
     updates = [record for record in metrics(config.out) if record["kind"] == "update"]
@@ -75,6 +76,17 @@ def test_transformers_reads_the_best_model_and_scores_the_same(learned: tuple[Tr
     assert abs(accuracy_score([row.label for row in rows], names) - result.accuracy) <= (
         0 if config.policy != "fp16" else 1 / len(rows)
     )
+
+
+def test_the_averaged_model_is_what_is_evaluated_and_saved(data: Path, tmp_path: Path) -> None:
+    averaged, last = (tiny(data, tmp_path / str(ema), ema=ema, epochs=1) for ema in (0.9, 0.0))
+    results = [run(config) for config in (averaged, last)]
+    saved = [load_file(config.out / "best" / "model.safetensors") for config in (averaged, last)]
+    state = load_checkpoint(averaged.out / "checkpoint.pt")
+    assert all(torch.equal(saved[0][name], tensor) for name, tensor in state["average"]["weights"].items())
+    assert all(torch.equal(saved[1][name], state["step"]["model"][name]) for name in saved[1])  # trained the same way
+    assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[1])
+    assert results[0].dev_accuracy == metrics(averaged.out)[-1]["accuracy"]
 
 
 def test_the_best_model_is_tested_and_not_the_last(tmp_path: Path) -> None:

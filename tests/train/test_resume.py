@@ -39,7 +39,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def long_run(data: Path, out: Path) -> TrainConfig:
-    return tiny(data, out, policy=POLICY, epochs=3, eval_every=8, vocab_size=1000, limit=300, lr=1e-3)
+    return tiny(data, out, policy=POLICY, epochs=3, eval_every=8, vocab_size=1000, limit=300, lr=1e-3, ema=0.9)
 
 
 def command(*arguments: str) -> list[str]:
@@ -66,6 +66,9 @@ def assert_same_end(config: TrainConfig, undisturbed: TrainConfig) -> None:
     assert all(torch.equal(tensor, other["step"]["model"][name]) for name, tensor in one["step"]["model"].items())
     assert repr(one["step"]) == repr(other["step"])
     assert one["schedule"] == other["schedule"]
+    averages = [state["average"]["weights"] for state in (one, other)]
+    assert averages[0].keys() == averages[1].keys() != set()
+    assert all(torch.equal(tensor, averages[1][name]) for name, tensor in averages[0].items())
     best = [(c.out / "best" / "model.safetensors").read_bytes() for c in (config, undisturbed)]
     assert best[0] == best[1]
 
@@ -105,7 +108,7 @@ def test_a_disk_that_fills_up_costs_nothing_but_time(
 ) -> None:
     filled = long_run(reviews, tmp_path / "filled")
     weights = (undisturbed.out / "best" / "model.safetensors").stat().st_size
-    with full_disk(2 * weights):  # room for the first checkpoint, not for one with the optimizer's two moments
+    with full_disk(3 * weights):  # room for the first checkpoint, not for one with the optimizer's two moments as well
         assert main(["train", *words(filled)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"mezzo train: cannot write {filled.out / 'checkpoint.pt'}: File too large; the one before it is kept. "

@@ -30,7 +30,7 @@ class TrainConfig:
 
     Attributes:
         data: a .tsv, .csv or .jsonl file with one labelled text a row, or "reviews", the built-in Chinese reviews.
-        dev_data: file for periodic evaluation; left out, a tenth of the rows of `data`.
+        dev_data: file for periodic evaluation; left out, a twentieth of the rows of `data`.
         test_data: file for the final report; left out, a seventh of the rows of `data`.
         text_column: column, or JSON key, of the text.
         label_column: column, or JSON key, of the label; any words or numbers.
@@ -51,6 +51,7 @@ class TrainConfig:
         warmup: share of the updates over which the learning rate rises; it falls to 0 over the rest.
         weight_decay: of AdamW, on matrices only: biases and norms are not decayed.
         max_norm: gradients are clipped to this norm.
+        ema: decay of a moving average of the weights, which then is what is evaluated and saved; 0 keeps none.
         amp: mixed precision as `policy` says; --no-amp trains in fp32.
         policy: a policy's text or .toml file: "auto", "bf16", "fp16", "fp16, output=fp32", ...
         device: "auto", "cpu", "cuda", ...
@@ -87,6 +88,7 @@ class TrainConfig:
     warmup: float = 0.1
     weight_decay: float = 0.01
     max_norm: float = 1.0
+    ema: float = 0.0
     amp: bool = True
     policy: str = "auto"
     device: str = "auto"
@@ -102,7 +104,7 @@ class TrainConfig:
             _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
         for name in ("parts", "limit", "intermediate", "eval_every", "seed"):
             _check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
-        for name in ("dropout", "token_dropout", "warmup"):
+        for name in ("dropout", "token_dropout", "warmup", "ema"):
             _check(0.0 <= getattr(self, name) < 1.0, f"{name}={getattr(self, name)} must be at least 0 and below 1.")
         for name in ("learning_rate", "max_norm"):
             value = getattr(self, name)
@@ -191,6 +193,6 @@ class TrainConfig:
 def demo_config(out: Path, *, amp: bool) -> TrainConfig:
     """Return the short `reviews` training that `mezzo demo` runs in fp32 and in mixed precision."""
     return TrainConfig(
-        out=out, amp=amp, overwrite=True, vocab_size=5000, hidden=160, dropout=0.2, token_dropout=0.3, max_length=96,
-        batch_size=64, epochs=4,
+        out=out, amp=amp, overwrite=True, vocab_size=8000, hidden=128, dropout=0.2, token_dropout=0.3, max_length=96,
+        batch_size=64, epochs=5, ema=0.99,
     )  # fmt: skip

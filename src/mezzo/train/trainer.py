@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
@@ -11,6 +12,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor
 
+from .average import Average
 from .batches import epoch_batches, hide_tokens, pieces
 from .checkpoint import save_checkpoint, save_model
 from .config import TrainConfig
@@ -82,6 +84,7 @@ class Trainer:
         self.position = Position()
         self._config, self._updater, self._tokenizer = config, updater, tokenizer
         self._model = updater.amp.model
+        self._average = Average(updater.amp, config.ema) if config.ema else None
         self._train, self._dev, self._folder, self._identity = train, dev, folder, identity
         self._world, self._pieces = world, config.pieces(world.size)
         self._per_epoch = updates_per_epoch(len(train.tokens), config.batch_size)
@@ -151,7 +154,10 @@ class Trainer:
 
     def _evaluate(self, progress: Progress) -> None:
         world = self._world
-        found = evaluate(self._model, self._dev, batch_size=self._config.batch_size, device=world.device, world=world)
+        with nullcontext() if self._average is None else self._average.shown():
+            found = evaluate(
+                self._model, self._dev, batch_size=self._config.batch_size, device=world.device, world=world
+            )
         at = self.position
         at.seconds = time.perf_counter() - self._started
         self._log.add(
@@ -160,12 +166,15 @@ class Trainer:
         if found.accuracy > at.best_accuracy:
             at.best_accuracy, at.best_step = found.accuracy, at.step
             if world.is_first:
-                save_model(self._folder.best, self._model, self._tokenizer, self._updater.amp.export_weights())
+                save_model(self._folder.best, self._model, self._tokenizer, self._weights())
         self.save()
         progress.note(
             f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
             f"{at.skipped} skipped, {at.seconds:.0f} s"
         )
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self._updater.amp.export_weights() if self._average is None else self._average.weights()
 
     def save(self) -> None:
         """Write the checkpoint, on the first rank. Raises: CheckpointError. Writes: metrics, checkpoint. Syncs: yes."""
@@ -176,10 +185,13 @@ class Trainer:
             **self._identity,
             "position": asdict(self.position),
             **self._updater.state_dict(),
+            "average": None if self._average is None else self._average.state_dict(),
         }
         save_checkpoint(self._folder.checkpoint, state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `save` wrote. Writes: model, optimizer. Syncs: yes."""
+        """Take over what `save` wrote. Writes: model, optimizer, average. Syncs: yes."""
         self.position = Position(**state["position"])
         self._updater.load_state_dict(state)
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])

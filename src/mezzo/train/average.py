@@ -1,0 +1,80 @@
+"""A moving average of the weights, which is steadier than the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..step import Stepper
+
+
+class Average:
+    """The exponential moving average of a run's trainable weights, in fp32; of their masters where they are 16 bit.
+
+    Updates that were skipped do not move it.
+
+    Args:
+        amp: takes the steps of the run, with one optimizer.
+        decay: part of the average that stays at an update, in [0, 1). After n updates no more than (1 + n) / (10 + n)
+            stays, so that the start is soon forgotten.
+
+    Source: Polyak and Juditsky 1992; the smaller decay at the start is that of TensorFlow's ExponentialMovingAverage.
+    """
+
+    def __init__(self, amp: Stepper, decay: float) -> None:
+        self._amp, self._decay, self._num_updates = amp, decay, 0
+        named = amp.model.named_parameters(remove_duplicate=False)
+        self._names = {name: p for name, p in named if p.requires_grad}
+        self._averages = {p: master.clone() for p, master in self._masters().items()}
+        amp.on_applied(self._update)
+
+    @torch.no_grad()
+    def _masters(self) -> dict[Tensor, Tensor]:
+        (optimizer,) = self._amp.optimizers
+        return {p: optimizer.master(p).detach() for p in self._names.values()}  # type: ignore[attr-defined]  # AdamW's
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        self._num_updates += 1
+        stays = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
+        masters = self._masters()
+        torch._foreach_lerp_([self._averages[p] for p in masters], list(masters.values()), 1 - stays)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have the model hold the average inside the block, in the dtypes of its weights.
+
+        Writes: weights, and sets them back bit for bit. Syncs: no.
+        """
+        params = list(self._averages)
+        kept = [p.detach().clone() for p in params]
+        self._write([self._averages[p] for p in params])
+        try:
+            yield
+        finally:
+            self._write(kept)
+
+    @torch.no_grad()
+    def _write(self, values: list[Tensor]) -> None:
+        torch._foreach_copy_(list(self._averages), values)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the model's state dict in fp32, trainable weights averaged. Syncs: no."""
+        averaged = {name: self._averages[p].clone() for name, p in self._names.items()}
+        return {**self._amp.export_weights(), **averaged}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes: the averages by name, not copied, and how many updates they saw."""
+        weights = {name: self._averages[p] for name, p in self._names.items()}
+        return {"num_updates": self._num_updates, "weights": weights}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned. Writes: the averages. Syncs: yes."""
+        self._num_updates = state["num_updates"]
+        for name, p in self._names.items():
+            self._averages[p].copy_(state["weights"][name])
