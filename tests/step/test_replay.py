@@ -211,6 +211,17 @@ class TestALossOutsideTheModel:
         amp.backward(((amp.model(batch()[0]) + 300.0) * 300.0).float().mean())
         assert amp.step()
 
+    def test_gradients_dropped_between_forward_and_backward(self) -> None:
+        _, amp = prepared("fp32, guard.patience=3", "adamw")
+        x, _ = batch()
+        with pytest.raises(NonFiniteStep) as caught:
+            for _ in range(4):
+                loss = (amp.model(x) * 0).log().mean()
+                amp.zero_grad()
+                amp.backward(loss)
+                amp.step()
+        assert (caught.value.report.faults[0].op, amp._engine.replay.is_following) == ("log", False)
+
     def test_a_gradient_of_it(self) -> None:
         _, amp = prepared("fp16, scaling.init_scale=8", "adamw")
         error = self.run(amp, lambda out: (out * 0).float().sqrt().mean())
@@ -247,6 +258,7 @@ class TestALossOutsideTheModel:
             raise KeyError(str(amp.model(x).shape))
         assert amp._engine.replay.is_following
         amp.zero_grad()
+        amp.backward(mse(amp.model(x), y))
         assert _get_current_dispatch_mode() is None and not _get_current_function_mode_stack()
 
     def test_a_side_thread_is_left_alone(self) -> None:
@@ -305,6 +317,21 @@ def test_micro_batches_are_all_run_again() -> None:
                 amp.backward(mse(amp.model(x * size), y))
             amp.step()
     assert caught.value.report.faults[0].verdict == "overflow"
+
+
+def test_forwards_that_lead_nowhere_do_not_pile_up() -> None:
+    _, amp = prepared("fp16, output=fp32, guard.patience=2", "adamw", FeedForward())
+    x, y = batch()
+    with pytest.raises(NonFiniteStep) as caught:
+        for _ in range(2):
+            out = amp.model(x)
+            for _ in range(100):
+                amp.model(x[:2])
+            amp.zero_grad()
+            amp.backward(mse(amp.model(x) + 0 * out, y))
+            assert len(amp._engine.replay._now.calls) <= 64
+            amp.step()
+    assert caught.value.report.faults[0].module == "down"
 
 
 def test_bad_weights_need_no_batch() -> None:

@@ -64,6 +64,8 @@ _OUTSIDE = (
     "amp.backward(loss)."
 )
 _OUTSIDE_MEND = "Put one step into `with mezzo.diagnose.trace(model) as t:` to have the op named in t.report."
+_MOST_CALLS = 64
+"""Forwards that are kept of one step; what else is run with gradients on must not pile up."""
 _load: Callable[[], Tools] | None = None
 
 
@@ -191,8 +193,9 @@ class Replay:
         """
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._current_graph_task_id() != -1:
             return None
+        self.stop_following()
         call = _Call(args, kwargs, _random_states(), _versions((args, kwargs)))
-        self._now.calls.append(call)
+        self._now.calls = [*self._now.calls[1 - _MOST_CALLS :], call]
         return call.follow
 
     def keep_closure(self, closure: Callable[[], object]) -> None:
@@ -224,15 +227,23 @@ class Replay:
         return self._following is not None
 
     def drop(self, *, by_closure: bool = False) -> None:
-        """Forget the step in the making: its gradients were dropped; by its own closure, which stays."""
-        self.stop_following()
+        """Forget what gradients were dropped of; by its own closure, which stays.
+
+        Forwards without a backward stay too: many loops drop gradients between the two.
+        """
         if self._now:
-            self._now = _Kept(closure=self._now.closure, random=self._now.random) if by_closure else _Kept()
+            calls = [call for call in self._now.calls if not call.grads]
+            self._now = (
+                _Kept(calls=calls, closure=self._now.closure, random=self._now.random)
+                if by_closure
+                else _Kept(calls=calls)
+            )
 
     def close(self) -> None:
         """End the step in the making; it is the last one now."""
         self.stop_following()
         if self._now or self._last:
+            self._now.calls = [call for call in self._now.calls if call.grads] or self._now.calls
             self._now, self._last = _Kept(), self._now
 
     def forget(self) -> None:
