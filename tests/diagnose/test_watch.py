@@ -122,6 +122,28 @@ def test_training_is_bit_equal_and_nothing_is_left() -> None:
     assert [len(p._post_accumulate_grad_hooks or ()) for p in watched.parameters()] == plain_hooks
 
 
+def test_steps_that_are_not_sampled_have_no_hooks() -> None:
+    model, amp = make("bf16")
+    found = []
+    with diagnose.watch(amp, every=3):
+        for _ in range(5):
+            found.append(sum(len(m._forward_hooks) for m in model.modules()))
+            train(model, amp, 1)
+    assert found == [3, 0, 0, 3, 0]
+
+
+def test_the_last_micro_batch_is_the_one_that_is_counted() -> None:
+    model, amp = make("fp32")
+    outputs = []
+    with diagnose.watch(amp, every=1) as w:
+        for size in (6, 2):
+            outputs.append(model.act(model.a(torch.randn(size, 8))))
+            amp.backward(model.b(outputs[-1]).square().mean())
+        amp.step()
+    found = {(t.kind, t.name): t.histogram for t in w.report.tensors}
+    assert found["activation", "act"] == histogram(outputs[-1])
+
+
 class Reads(TorchDispatchMode):
     """Counts reads by the host."""
 

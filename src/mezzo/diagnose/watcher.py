@@ -42,10 +42,13 @@ class _Rows:
         self._steps = 0
 
     def put(self, row: int, tensor: Tensor) -> None:
-        """Keep evenly spaced values of a tensor. Writes: one row. Syncs: no."""
+        """Keep evenly spaced values of a tensor in place of those that are kept. Writes: one row. Syncs: no."""
         sample = spaced(tensor.detach(), self.values.shape[1])
-        self.values[row, : sample.numel()].copy_(sample)
-        self._held[row] = sample.numel()
+        count = sample.numel()
+        self.values[row, :count].copy_(sample)
+        if self._held[row] > count:
+            self.values[row, count:].zero_()
+        self._held[row] = count
 
     def count(self) -> None:
         """Add this step's samples to the histograms, all in one reduction. Syncs: no."""
@@ -81,8 +84,8 @@ class Watch:
         every: steps from one sampled step to the next.
         width: values sampled of each tensor.
 
-    Writes: hooks on leaf modules and parameters, and `step` and `backward` of the stepper or torch's global optimizer hooks; all are
-        taken back by `close`.
+    Writes: in sampled steps hooks on leaf modules and parameters; `step` and `backward` of the stepper, or torch's global
+        optimizer hooks. All are taken back by `close`.
     """
 
     def __init__(self, model: nn.Module, amp: Stepper | None, every: int, width: int) -> None:
@@ -103,6 +106,7 @@ class Watch:
         self._dtypes = {p.dtype for _, p in self._parameters}
         self._have_masters: set[int] = set()
         self._handles: list[Any] = []
+        self._sampling: list[Any] = []
         self._ids = {id(p) for _, p in self._parameters}
         self._running = 0
         self._before: Tensor | None = None
@@ -112,12 +116,30 @@ class Watch:
         kept = (p for o in optimizers if keeps_masters(o) for p in parameters(o) if p.dtype in LOW_DTYPES)
         self._have_masters |= {id(p) for p in kept}
 
-    def _install(self) -> None:
+    def _arm(self) -> None:
+        """Put hooks on the tensors of a step that is sampled, and take them off those of any other."""
+        if self._is_sampling == bool(self._sampling):
+            return
+        if self._sampling:
+            self._disarm()
+            return
         for row, (_, module) in enumerate(self._leaves):
-            self._handles.append(module.register_forward_hook(self._on_output(row)))
+            self._sampling.append(module.register_forward_hook(self._on_output(row)))
         for row, (_, parameter) in enumerate(self._parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._on_gradient(self._first_gradient + row))  # type: ignore[no-untyped-call]  # torch's own
-            self._handles.append(handle)
+            self._sampling.append(handle)
+
+    def _disarm(self) -> None:
+        for handle in self._sampling:
+            handle.remove()
+        self._sampling.clear()
+
+    def _end_step(self) -> None:
+        self._seen += 1
+        self._timed(self._arm)
+
+    def _install(self) -> None:
+        self._arm()
         if self._amp is None:
             self._handles += [
                 optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
@@ -150,7 +172,7 @@ class Watch:
             before = self._before
             if before is not None:
                 self._timed(lambda: self._compare_weights(before))
-            self._seen += 1
+            self._end_step()
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self._ids for p in parameters(optimizer))
@@ -168,7 +190,6 @@ class Watch:
             if found is not None and found.numel():
                 self._dtypes.add(found.dtype)
                 with torch.no_grad():
-                    self._rows.values[row].zero_()
                     self._rows.put(row, found)
             self._spent_s += time.perf_counter() - start
 
@@ -182,7 +203,6 @@ class Watch:
             values = plain(parameter.grad)
             if values is not None and values.numel():
                 with torch.no_grad():
-                    self._rows.values[row].zero_()
                     self._rows.put(row, values)
             self._spent_s += time.perf_counter() - start
 
@@ -195,7 +215,7 @@ class Watch:
             self._timed(lambda: self._compare_weights(before))
         losses, self._losses = self._losses[-1:] if closure is not None else self._losses, []
         self._unread.append((self._seen, result, losses))
-        self._seen += 1
+        self._end_step()
         if len(self._unread) >= _KEPT_RESULTS:
             self._read_results()
         return result
@@ -287,6 +307,7 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching. What was seen stays. Writes: hooks, and `step` of the stepper, as they were."""
+        self._disarm()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -188,10 +188,12 @@ class Replay:
         """Keep a forward of the step in the making.
 
         Returns:
-            What must be called with its output; None where it cannot be run again: inside a transform of functorch, or
-            in a checkpoint's recompute.
+            What must be called with its output; None where it cannot be run again: inside a transform of functorch,
+            in a checkpoint's recompute, or while a CUDA graph is captured.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._current_graph_task_id() != -1:
+        is_nested = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._current_graph_task_id() != -1
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+        if is_nested or (has_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         self.stop_following()
         call = _Call(args, kwargs, _random_states(), _versions((args, kwargs)))
