@@ -166,9 +166,15 @@ def _ranks_of(launcher: int) -> list[int]:
     return [int(child) for child in children if b"mezzo" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
+def _wait_for_records(process: subprocess.Popen[str], config: TrainConfig, wanted: int) -> None:
+    path = config.out / "metrics.jsonl"
+    while not (path.exists() and path.read_text().count("\n") >= wanted):
+        assert process.poll() is None, "the run ended before it could be disturbed"
+        time.sleep(0.01)
+
+
 def _kill_a_rank(config: TrainConfig, *more: str) -> tuple[int, str, str]:
     """Start two ranks, kill the second some updates after a checkpoint, and return how the launcher ended."""
-    path = config.out / "metrics.jsonl"
     process = subprocess.Popen(
         command(config, "--nproc", "2", *more),
         env=ENVIRONMENT,
@@ -177,9 +183,7 @@ def _kill_a_rank(config: TrainConfig, *more: str) -> tuple[int, str, str]:
         text=True,
     )
     try:
-        while not (path.exists() and path.read_text().count("\n") >= 10):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        _wait_for_records(process, config, 10)
         os.kill(_ranks_of(process.pid)[1], signal.SIGKILL)
         out, error = process.communicate(timeout=120)
     finally:
@@ -207,3 +211,25 @@ def test_a_killed_rank_ends_the_run_and_a_restart_ends_as_if_nothing_had_been(da
     assert "restart 1: going on from update" in error and "test accuracy" in out
     assert _differing(_weights(restarted), _weights(whole)) == []
     assert metrics(restarted.out) == metrics(whole.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_bits(
+    first: int, then: int, data: Path, tmp_path: Path
+) -> None:
+    whole, stopped = (
+        tiny(data, tmp_path / name, policy="bf16-master", epochs=12, eval_every=8, lr=3e-3, limit=120, parts=2)
+        for name in ("whole", "stopped")
+    )
+    on_ranks(1, train, whole)
+    process = subprocess.Popen(
+        command(stopped, "--nproc", str(first)), env=ENVIRONMENT, stderr=subprocess.DEVNULL, text=True
+    )
+    _wait_for_records(process, stopped, 10)
+    process.terminate()
+    process.wait()
+    assert not (stopped.out / "result.json").exists()
+    on_ranks(then, train, stopped.replace(resume=True))
+    assert _differing(_weights(stopped), _weights(whole)) == []
+    assert metrics(stopped.out) == metrics(whole.out)
