@@ -246,8 +246,9 @@ class Engine:
         if self.agree is not None and waits_for_ranks(innermost(self.model)):
             return None
         was_pending = self.gradients.is_pending
+        reason = trouble.reason if self.agree is None else None  # it may be that of another rank
         try:
-            return self.replay.run(trouble.step, trouble.scale, trouble.reason)
+            return self.replay.run(trouble.step, trouble.scale, reason)
         finally:
             if not was_pending:
                 self.gradients.close()  # a closure that ran again took the marks off the gradients

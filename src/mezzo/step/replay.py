@@ -259,7 +259,7 @@ class Replay:
         Args:
             step: its number, from 0.
             scale: loss scale that its gradients carried.
-            reason: what was not finite.
+            reason: what was not finite; None where that may have been on another rank.
 
         Returns:
             What was found; None where there is no batch, or it cannot be run again.
