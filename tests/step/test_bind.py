@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import mezzo
+from mezzo.casting import plan
 from mezzo.errors import CastError, PolicyError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -127,6 +128,28 @@ class TestEveryWayOfCalling:
         model(x).sum().backward()
         for grad, p in zip(got, model.parameters(), strict=True):
             torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("prepares", [True, False])
+    def test_compiled_in_a_thread_where_no_model_ran_before(self, policy: str, case: Any, prepares: bool) -> None:
+        """Compiled whole, and once, where the model was prepared; elsewhere it works too."""
+        model, x, out, _ = case
+        found: list[Any] = []
+
+        def run() -> None:
+            torch.compiler.reset()
+            try:
+                own = bound(policy, copy.deepcopy(model)) if prepares else model
+                compiled = torch.compile(own, fullgraph=prepares, backend="aot_eager")
+                found.append(compiled(x))
+                with torch.compiler.set_stance("fail_on_recompile" if prepares else "default"):
+                    found.append(compiled(x))
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert len(found) == 2 and all(torch.equal(result, out) for result in found), found
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_recompute(self, policy: str, case: Any, use_reentrant: bool) -> None:
@@ -266,6 +289,18 @@ class TestTheModelStaysWhatItWas:
             model(torch.ones(1, 4))
         assert not torch.is_autocast_enabled("cpu")
         assert dtypes(lambda: model[0](torch.ones(1, 4))) == [BF16]
+
+
+def test_compiled_whole_before_any_region_was_made() -> None:
+    """The regions of root and norm are made while the compiler traces."""
+    norm = nn.LayerNorm(8)
+    model = bound("bf16", nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 2)))
+    x = torch.randn(3, 4)
+    torch.compiler.reset()
+    plan._make_plan.cache_clear()
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(out, model(x), rtol=2 * torch.finfo(BF16).eps, atol=1e-2)
+    assert out.dtype is BF16
 
 
 class TestModuleRules:

@@ -114,8 +114,16 @@ def _check_dtype(device_type: str, dtype: torch.dtype) -> None:
 
 
 _numbers = itertools.count()
-PLANS: dict[int, Plan] = {}
-"""Every plan made, by number: a compiled function finds its plan here instead of tracing how it is made."""
+
+
+class _Plans:
+    """Every plan made, an attribute each: a compiled function finds its plan here instead of tracing how it is made.
+
+    Not a dict: of that the compiler would know only what it held when it first met it, and more are made meanwhile.
+    """
+
+
+_plans = _Plans()
 
 
 @functools.cache
@@ -127,7 +135,7 @@ def _make_plan(
     cache_enabled: bool | None,
     policy: Policy | str | None,
     cache: CacheName,
-) -> int:
+) -> str:
     if cache not in ("region", "persistent"):
         raise RegionError(f"cache={cache!r} is unknown.{did_you_mean(str(cache), ('region', 'persistent'))}")
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
@@ -142,20 +150,26 @@ def _make_plan(
     switches = tuple(_switch(device, default, dtype, enabled, chosen) for device, default in pairs)
     live = tuple(switch.device_type for switch in switches if switch.enabled)
     by_mode = any(why_engine(rules, device, cache).engine == "mode" for device in live)
-    number = next(_numbers)
-    PLANS[number] = Plan(
+    name = f"plan_{next(_numbers)}"
+    plan = Plan(
         switches=switches,
         book=rule_book(rules.op_rules, live) if by_mode else None,
         caches=cache_enabled is not False,
         store=shadows if cache == "persistent" else None,
     )
-    return number
+    setattr(_plans, name, plan)
+    return name
 
 
 @_constant_when_compiled
-def plan_number(*key: Any) -> int:
-    """Return the number of the plan for what `autocast` was given."""
+def _name_of(*key: Any) -> str:
     return _make_plan(*key)
+
+
+def plan_of(*key: Any) -> Plan:
+    """Return the plan for what `autocast` was given; made once for each way of asking."""
+    plan: Plan = getattr(_plans, _name_of(*key))
+    return plan
 
 
 def _switch(

@@ -15,7 +15,7 @@ from ..errors import CastError, RegionError
 from ..policy import Policy
 from ..policy.parts import CacheName
 from .mode import CastMode
-from .plan import PLANS, Plan, current_switch, device_types, plan_number
+from .plan import Plan, current_switch, device_types, plan_of
 from .provenance import traceback_message
 
 P = ParamSpec("P")
@@ -77,7 +77,7 @@ class autocast:  # the name torch gives it
         devices = device_types(device_type)
         is_decided = enabled and dtype is not None
         defaults = () if is_decided else tuple([torch.get_autocast_dtype(device) for device in devices])
-        self._plan = PLANS[plan_number(devices, defaults, dtype, enabled, cache_enabled, policy, cache)]
+        self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache)
         self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache)
         self._frames: list[_Frame] = []
 

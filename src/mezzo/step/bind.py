@@ -115,10 +115,12 @@ class _Here(threading.local):
     `plain` is the binding where it was not: the one attribute that a module without a rule reads at each call.
     """
 
-    binding: Binding | None = None
-    plain: Binding | None = None
-    traced: bool = False
-    outside: bool = False
+    def __init__(self) -> None:
+        # Not on the class: there the compiler guards on whether a thread has its own, and fails when it gets them.
+        self.binding: Binding | None = None
+        self.plain: Binding | None = None
+        self.traced = False
+        self.outside = False
 
 
 class _Outside:
@@ -276,6 +278,7 @@ def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Bindi
     Writes: the class and the record of every module.
     Syncs: no.
     """
+    _stand_in(_here.binding, _here.traced)  # this thread has its state from now on; torch.compile cannot make it
     places: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(fqn)
