@@ -208,10 +208,11 @@ def test_what_cannot_be_read_or_would_be_overwritten_is_refused_on_all_ranks(tmp
         return set(run(2, _refused, str(folder), what))
 
     assert both(tmp_path / "a", "save") == {"done"}
-    assert both(tmp_path / "a", "save") == {
+    taken = (
         f"save_checkpoint was given {tmp_path / 'a'}, which is there already. Name a new folder for each checkpoint, and "
         "remove old ones when the new one is whole."
-    }
+    )
+    assert both(tmp_path / "a", "save") == {taken}
     assert both(tmp_path / "b", "load") == {
         f"there is no checkpoint in {tmp_path / 'b'}. Name a folder that save_checkpoint wrote."
     }
