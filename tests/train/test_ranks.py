@@ -150,6 +150,14 @@ def test_what_all_ranks_find_wrong_is_said_once(data: Path, tmp_path: Path) -> N
     assert ended.stderr.count("\n") == 1, ended.stderr
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each rank")
+def test_ranks_on_devices_of_their_own_train_over_nccl(data: Path, tmp_path: Path) -> None:
+    ended = _two_ranks(tiny(data, tmp_path / "out", device="cuda", epochs=1))
+    assert ended.returncode == 0, ended.stderr
+    assert "on cuda:0, 2 ranks" in ended.stdout
+
+
 def test_what_only_the_first_rank_finds_wrong_ends_all(data: Path, tmp_path: Path) -> None:
     config = tiny(data, tmp_path / "out")
     (config.out / "checkpoint.pt.partial").mkdir(parents=True)  # in the way of the first checkpoint
