@@ -334,6 +334,20 @@ def test_forwards_that_lead_nowhere_do_not_pile_up() -> None:
     assert caught.value.report.faults[0].module == "down"
 
 
+@pytest.mark.parametrize("sick", ["g", "d"])
+def test_modules_that_are_called_without_the_root(sick: str) -> None:
+    model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1)})
+    nn.init.constant_(model[sick].weight, 5e4)
+    _, amp = prepared("fp16, output=fp32, guard.patience=2", "sgd", model)
+    with pytest.raises(NonFiniteStep) as caught:
+        for _ in range(4):
+            amp.zero_grad()
+            amp.backward(model["d"](model["g"](torch.full((2, 4), 4.0))).float().mean())
+            amp.step()
+    first = caught.value.report.faults[0]
+    assert (first.verdict, first.module) == ("overflow", sick)
+
+
 def test_bad_weights_need_no_batch() -> None:
     model, amp = prepared("fp32, guard.patience=1", "adamw")
     with torch.no_grad():

@@ -27,7 +27,7 @@ RECORD = "_mezzo_bound"
 
 
 AfterForward = Callable[[object], None]
-BeforeForward = Callable[[tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
+BeforeForward = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -38,8 +38,9 @@ class Binding:
         policy: with its compute dtype decided.
         device_type: of the model's tensors; None for several: the CPU and the accelerator.
         cache: where casts of weights are kept.
-        before_forward: called before each forward of the root outside torch.compile, with its arguments; what it
-            returns, if anything, is called with the output. It belongs to one stepper and is not copied with the model.
+        before_forward: called before each forward of the root, or of a module that is called without it, outside
+            torch.compile, with module and arguments; what it returns, if anything, is called with the output. It belongs
+            to one stepper and is not copied with the model.
     """
 
     policy: Policy
@@ -169,11 +170,11 @@ def _enter(
 ) -> Any:
     binding, outer, outer_traced = bound.binding, _here.binding, _here.traced
     is_eager, after = not is_compiling(), None
+    resumes = not bound.is_root and _is_recompute()
     if is_eager:
         binding.follow(module)
-        if bound.is_root and binding.before_forward is not None:
-            after = binding.before_forward(args, kwargs)
-    resumes = not bound.is_root and _is_recompute()
+        if binding.before_forward is not None and not resumes:
+            after = binding.before_forward(module, args, kwargs)
     if is_eager and not resumes and torch.is_grad_enabled():
         bind_frame(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:

@@ -83,7 +83,8 @@ class Engine:
         self.agree: Agreement | None = agreement_of(model, policy)
         check_demotion(policy, self.agree)
         self.is_stepping = False
-        self.replay = Replay(innermost(model))
+        self._root = innermost(model)
+        self.replay = Replay(self._root)
         self._trouble: Trouble | None = None
         self._num_taken = 0
         self._invariants = Invariants(names, self.report, self.buffers.nonfinite)
@@ -96,22 +97,27 @@ class Engine:
         scale = self.loss_scale.scale
         return scale if isinstance(scale, Tensor) else None
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
-        """Do what must be done before the model runs forward: open the buffers' transaction, notice other ranks.
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AfterForward | None:
+        """Do what must be done before the model, or a module of it by itself, runs forward.
+
+        Before the model: open the buffers' transaction, notice other ranks.
 
         Returns:
             What must be called with its output, where the step may be the last one and its batch is kept.
         """
         if self.replay.is_running:
             return None
-        if self.agree is None:
-            found = agreement_around(self.model, self.policy)
-            check_demotion(self.policy, found)
-            self.agree = found
-        self.buffers.begin()
+        if module is self._root:
+            if self.agree is None:
+                found = agreement_around(self.model, self.policy)
+                check_demotion(self.policy, found)
+                self.agree = found
+            self.buffers.begin()
         if not self.guard.may_stop or not torch.is_grad_enabled():
             return None
-        follow = self.replay.keep(args, kwargs)
+        follow = self.replay.keep(module, args, kwargs)
         return follow if follow is None or not self._watches_loss else lambda out: self._follow_loss(follow, out)
 
     @property

@@ -117,9 +117,10 @@ def _set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One forward of the root, by reference.
+    """One forward, by reference.
 
     Attributes:
+        module: the root, or a module that was called without it.
         args: positional arguments.
         kwargs: named ones.
         random: states of the generators before it.
@@ -127,6 +128,7 @@ class _Call:
         grads: what backward brought to its outputs, by their place.
     """
 
+    module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     random: tuple[Tensor, Tensor | None]
@@ -184,7 +186,9 @@ class Replay:
         """Whether no batch is kept."""
         return not (self._now or self._last)
 
-    def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[object], None] | None:
+    def keep(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[[object], None] | None:
         """Keep a forward of the step in the making.
 
         Returns:
@@ -196,7 +200,7 @@ class Replay:
         if is_nested or (has_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         self.stop_following()
-        call = _Call(args, kwargs, _random_states(), _versions((args, kwargs)))
+        call = _Call(module, args, kwargs, _random_states(), _versions((args, kwargs)))
         self._now.calls = [*self._now.calls[1 - _MOST_CALLS :], call]
         return call.follow
 
@@ -294,7 +298,7 @@ class Replay:
         grads: list[Tensor] = []
         for call in kept.calls:
             _set_random_states(call.random)
-            for place, tensor in enumerate(_tensors(self._model(*_fresh(call.args), **_fresh(call.kwargs)))):
+            for place, tensor in enumerate(_tensors(call.module(*_fresh(call.args), **_fresh(call.kwargs)))):
                 if place in call.grads:
                     outputs.append(tensor)
                     grads.append(call.grads[place])

@@ -309,9 +309,9 @@ def _weakly(engine: Engine) -> BeforeForward:
     """Return the engine's hook before forward as the model may hold it: without keeping the engine alive."""
     reference = weakref.ref(engine)
 
-    def before_forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
+    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
         alive = reference()
-        return None if alive is None else alive.before_forward(args, kwargs)
+        return None if alive is None else alive.before_forward(module, args, kwargs)
 
     return before_forward
 
