@@ -149,7 +149,11 @@ FEW = [RUNS[1], RUNS[3], RUNS[6]]
     ("policy", "optimizer", "first", "then", "kind"),
     [
         *[(*each, 1, 2, "sharded") for each in RUNS],
-        *[(*each, *way) for way in ((2, 1, "sharded"), (2, 4, "sharded"), (1, 2, "copies"), (2, 1, "copies")) for each in FEW],
+        *[
+            (*each, *way)
+            for way in ((2, 1, "sharded"), (2, 4, "sharded"), (1, 2, "copies"), (2, 1, "copies"))
+            for each in FEW
+        ],
     ],
 )
 def test_what_some_ranks_saved_others_go_on_with_bit_for_bit(
