@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native.batch import FORMATS, pointers, sizes
+from ..native.batch import FORMATS, address, pointers, sizes
 from ..native.build import library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -25,10 +25,11 @@ def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
     """
     dense = [grad if dense_in_memory(grad) else grad.contiguous() for grad in grads]
     norms = torch.empty(len(dense), dtype=torch.float32)
+    lengths, places = sizes(dense), pointers(dense)
     library(SOURCE).mezzo_norms(
         ctypes.c_int64(len(dense)),
-        sizes(dense),
-        pointers(dense),
+        ctypes.c_void_p(address(lengths)),
+        ctypes.c_void_p(address(places)),
         ctypes.c_int32(FORMATS[grads[0].dtype]),
         ctypes.c_int32(torch.get_num_threads()),
         ctypes.c_void_p(norms.data_ptr()),
