@@ -91,6 +91,17 @@ def test_an_op_that_no_module_owns_gets_an_op_rule() -> None:
     assert amp.counters().demoted and all(edit.startswith("op:") for edit in amp.counters().demoted)
 
 
+def test_a_chain_is_demoted_in_one_skipped_step() -> None:
+    """What overflows is handed on: the layer after it would overflow when its input is cast."""
+    model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 1))
+    with torch.no_grad():
+        model[0].weight.mul_(1e3)
+        model[1].weight.mul_(1e3)
+    _, amp = prepared(DEMOTE, "mezzo-adamw", model)
+    assert train(amp, [batch() for _ in range(3)]) == [False, True, True]
+    assert amp.counters().demoted == ("module:1=fp32", "module:2=fp32")
+
+
 def test_a_gradient_that_no_scale_mends() -> None:
     model = nn.Sequential(nn.Linear(4, 64), Steep())
     _, amp = prepared("fp16, output=fp32, scaling.init_scale=4, guard.on_overflow=demote", "sgd", model)
