@@ -248,6 +248,26 @@ def test_micro_batches_that_wait_are_summed_in_fp32(policy: str) -> None:
             torch.testing.assert_close(grads[name], value, rtol=0, atol=relative(torch.float32, 6) * largest)
 
 
+def _drops(rank: int, world: int, policy: str, is_dropped: bool) -> State:
+    amp = _prepared(world, policy, "adamw")
+    if is_dropped:
+        amp.model.set_requires_gradient_sync(False)
+        for micro in range(2):
+            amp.backward(_loss(amp, _ids(micro, rank)))
+        amp.zero_grad()
+        amp.model.set_requires_gradient_sync(True)
+    amp.backward(_loss(amp, _ids(9, rank)))
+    with amp.unscaled_grads() as grads:
+        return {name: _whole(grad) for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_micro_batches_that_wait_are_dropped_with_the_others(policy: str) -> None:
+    wanted = run(2, _drops, policy, False)
+    for rank, grads in enumerate(run(2, _drops, policy, True)):
+        assert [name for name, grad in wanted[rank].items() if not torch.equal(grads[name], grad)] == []
+
+
 def _asks_for_what_cannot_be(rank: int, world: int, policy: str, optimizer: str, waits: bool) -> str:
     model = nn.Linear(4, 4)
     fully_shard(model, policy)

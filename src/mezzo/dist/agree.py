@@ -29,6 +29,7 @@ class Agreement:
         every: steps from one comparison to the next; 0 compares nothing.
         before: called before each agreement; raises if the step must not be taken.
         before_backward: called before each backward pass; raises if it must not be run.
+        on_drop: called when the gradients of a step are dropped; drops what waits elsewhere.
 
     Raises:
         DistributedError: torch.distributed is not initialised.
@@ -42,17 +43,24 @@ class Agreement:
         every: int = 100,
         before: Callable[[], None] | None = None,
         before_backward: Callable[[], None] | None = None,
+        on_drop: Callable[[], None] | None = None,
     ) -> None:
         self.group = Group(group, timeout=timeout)
         self.every = every
         self.num_steps = 0
         self._before = before
         self._before_backward = before_backward
+        self._on_drop = on_drop
 
     def check_backward(self) -> None:
         """Raise what speaks against a backward pass now, such as a PolicyError about how its sums would be kept."""
         if self._before_backward is not None:
             self._before_backward()
+
+    def drop(self) -> None:
+        """Drop gradients that wait to be averaged. Syncs: no."""
+        if self._on_drop is not None:
+            self._on_drop()
 
     def combine(self, flags: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         """Agree on what was found and add up what each rank holds a part of.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -9,6 +11,10 @@ from ..errors import PolicyError
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import Policy
 from .fsdp import sharded_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def check_storage(model: nn.Module, policy: Policy) -> None:
@@ -35,7 +41,7 @@ def check_sums(model: nn.Module, policy: Policy) -> None:
     if policy.reduce not in LOW_DTYPES:
         return
     for name, module in sharded_modules(model).items():
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups(module):
             stored = {param.sharded_param.dtype for param in group.fsdp_params}
             if not group.reduce_grads and torch.float32 in stored:
                 raise PolicyError(
@@ -43,3 +49,20 @@ def check_sums(model: nn.Module, policy: Policy) -> None:
                     f"sums gradients that wait in the dtype of the traffic, reduce={dtype_name(policy.reduce)}. Average every "
                     "micro-batch, which is then summed in fp32, or write reduce=fp32 in the policy."
                 )
+
+
+def drop_waiting(model: nn.Module) -> None:
+    """Drop gradients that a module holds back, which torch keeps where no optimizer sees them. Writes: they."""
+    for module in sharded_modules(model).values():
+        for group in _groups(module):
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):  # it was gathered at least once
+                    param._unsharded_param.grad = None
+
+
+def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11

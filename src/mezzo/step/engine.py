@@ -149,6 +149,8 @@ class Engine:
         """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""
         was_pending = self.gradients.is_pending
         self.gradients.zero(set_to_none)
+        if self.agree is not None:
+            self.agree.drop()
         self.replay.drop(by_closure=self.is_stepping)
         if was_pending:
             written = self.buffers.written() if self.policy.guard.restore_buffers else []
