@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.bench import load
 from mezzo.bench.floor import Ceilings
 from mezzo.bench.performance import PAGE, RESULTS, newest, page
 from mezzo.bench.result import Measurement, PointFloor, Result
 from mezzo.bench.table import markdown_table
 from mezzo.cli import main
+from mezzo.cli.bench import save
 from mezzo.errors import BenchError
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,17 @@ def test_the_newest_of_each_workload_and_machine() -> None:
     old, new = result(date="2026-11-20T10:00:00+00:00"), result(date="2026-11-21T10:00:00+00:00")
     elsewhere, other = result(gpu="NVIDIA H200"), result("step")
     assert newest([other, new, elsewhere, old]) == [elsewhere, new, other]
+
+
+def test_sizes_stand_beside_each_other(tmp_path: Path) -> None:
+    """A second size of the same day is another file and another section; the same size again replaces its own."""
+    small = result()
+    large = dataclasses.replace(small, floors={"large": PointFloor()}, date="2026-11-21T11:00:00+00:00")
+    again = dataclasses.replace(small, date="2026-11-21T12:00:00+00:00")
+    assert newest([small, large, again]) == [large, again]
+    paths = [save(one, tmp_path)[0] for one in (small, large, again)]
+    assert paths[0] == paths[2] != paths[1]
+    assert load(paths[0]) == again and load(paths[1]) == large
 
 
 def test_a_page(tmp_path: Path) -> None:

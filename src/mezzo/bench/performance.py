@@ -30,10 +30,11 @@ Any row can be measured again with `mezzo bench WORKLOAD`; `mezzo bench` lists t
 
 
 def newest(results: Sequence[Result]) -> list[Result]:
-    """Return the latest result of each workload on each machine, in the order of the workloads, then of the machines."""
-    found: dict[tuple[int, str], Result] = {}
+    """Return the latest result of each workload at its sizes on each machine, in the order of the workloads."""
+    found: dict[tuple[int, str, tuple[str, ...]], Result] = {}
     for result in sorted(results, key=lambda r: r.date):
-        found[list(WORKLOADS).index(result.workload), short_name(result.machine)] = result
+        place = list(WORKLOADS).index(result.workload)
+        found[place, short_name(result.machine), tuple(result.floors)] = result
     return [found[key] for key in sorted(found)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bench import WORKLOADS, Plan, Result, find_workload, measure
+from ..bench import WORKLOADS, Plan, Result, find_workload, load, measure
 from ..bench.chart import save_chart
 from ..bench.gate import run_tests
 from ..bench.harness import Progress
@@ -128,13 +129,22 @@ def measured(workload: Workload, plan: Plan, tests: str) -> Result:
 
 
 def save(result: Result, folder: Path) -> tuple[Path, Path]:
-    """Write a result's JSON and picture into a folder and return their paths. Writes: both files."""
+    """Write a result's JSON and picture into a folder and return their paths.
+
+    Writes: both files, over those of the same day, machine and sizes; other sizes get a number.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{result.workload}_{short_name(result.machine)}_{result.date[:10]}"
-    data, picture = folder / f"{stem}.json", folder / f"{stem}.png"
+    names = (f"{stem}{suffix}.json" for suffix in itertools.chain([""], (f"_{n}" for n in itertools.count(2))))
+    data = next(path for path in map(folder.joinpath, names) if not path.exists() or _is_of_same_sizes(path, result))
+    picture = data.with_suffix(".png")
     data.write_text(result.to_json(), encoding="utf-8")
     save_chart(result, picture)
     return data, picture
+
+
+def _is_of_same_sizes(path: Path, result: Result) -> bool:
+    return list(load(path).floors) == list(result.floors)
 
 
 @functools.cache
