@@ -103,6 +103,24 @@ def test_the_edit_it_names_mends_it() -> None:
     assert result
 
 
+@pytest.mark.parametrize("name", ["fused-adamw", "mezzo-adamw"])
+def test_a_loss_that_is_not_finite_twice_in_a_row_is_explained_long_before_the_end(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, amp = prepared("bf16, output=fp32, guard.patience=20, guard.check_every=0", name, LogOfZero())
+    x, _ = batch()
+    for _ in range(6):
+        amp.zero_grad()
+        amp.backward(amp.model(x).mean())
+        amp.step()
+    said = [record.getMessage() for record in caplog.records if "why:" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("step 2: the loss is inf or NaN again; why: ")
+    assert "singularity in log, forward" in said[0]
+    assert f"{__file__}:" in said[0]
+    assert amp.counters().skipped_in_a_row == 6
+
+
 def test_it_leaves_everything_as_it_was() -> None:
     _, amp = prepared("fp16, output=fp32, guard.patience=3", "adamw", FeedForward())
     x, y = batch()
