@@ -57,6 +57,11 @@ class Agreement:
         if self._before_backward is not None:
             self._before_backward()
 
+    def check_step(self) -> None:
+        """Raise what speaks against a step now, such as a DistributedError about gradients that were not averaged."""
+        if self._before is not None:
+            self._before()
+
     def drop(self) -> None:
         """Drop gradients that wait to be averaged. Syncs: no."""
         if self._on_drop is not None:
@@ -77,8 +82,7 @@ class Agreement:
 
         Syncs: on the CPU, with the slowest rank; else no.
         """
-        if self._before is not None:
-            self._before()
+        self.check_step()
         self.num_steps += 1
         both = self.group.place(torch.cat([(flags != 0).to(torch.float32), squares]))
         summed = self.group.sum_(both).to(flags.device)

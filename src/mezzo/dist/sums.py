@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..errors import PolicyError
+from ..errors import DistributedError, PolicyError
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import Policy
 from .fsdp import sharded_modules
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
@@ -51,13 +52,32 @@ def check_sums(model: nn.Module, policy: Policy) -> None:
                 )
 
 
+def check_averaged(model: nn.Module) -> None:
+    """Refuse a step on gradients that were never averaged.
+
+    Raises:
+        DistributedError: every backward pass of the step held them back.
+    """
+    for name, module in sharded_modules(model).items():
+        if any(_waits(param) for group in _groups(module) for param in group.fsdp_params):
+            raise DistributedError(
+                f"step() was called while gradients of '{name or 'the root'}' wait on their own rank: every backward of this step "
+                "ran under set_requires_gradient_sync(False). Write set_requires_gradient_sync(True) before the last one."
+            )
+
+
+def _waits(param: FSDPParam) -> bool:
+    gathered = getattr(param, "_unsharded_param", None)  # there once it was gathered
+    return param.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+
+
 def drop_waiting(model: nn.Module) -> None:
     """Drop gradients that a module holds back, which torch keeps where no optimizer sees them. Writes: they."""
     for module in sharded_modules(model).values():
         for group in _groups(module):
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):  # it was gathered at least once
+                if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
 
 

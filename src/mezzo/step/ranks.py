@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..dist.agree import Agreement
 from ..dist.ddp import around, connect
 from ..dist.fsdp import check_sharded, sharded_modules
-from ..dist.sums import check_storage, check_sums, drop_waiting
+from ..dist.sums import check_averaged, check_storage, check_sums, drop_waiting
 from ..kernels.shards import is_spread
 from ..policy import Policy
 
@@ -31,7 +31,11 @@ def agreement_of(model: nn.Module, policy: Policy) -> Agreement | None:
     if sharded_modules(model):
         check_sharded(model, policy)
         check_storage(model, policy)
-        return Agreement(before_backward=lambda: check_sums(model, policy), on_drop=lambda: drop_waiting(model))
+        return Agreement(
+            before=lambda: check_averaged(model),
+            before_backward=lambda: check_sums(model, policy),
+            on_drop=lambda: drop_waiting(model),
+        )
     return None
 
 
