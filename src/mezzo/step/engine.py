@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -31,6 +32,8 @@ from .report import Report, make_report
 from .result import StepResult
 from .update import Clip, Order, Share, Skip, clamp_, decides_on_device, multiply_, step_
 from .verdict import Verdict
+
+_log = logging.getLogger("mezzo.step")
 
 Callback = tuple[Callable[[], object], Optimizer | None]
 
@@ -238,6 +241,8 @@ class Engine:
             stop = None
         else:
             stop = trouble.stop
+            if stop is None and trouble.reason == "loss" and self.guard.counters.skipped_in_a_row == 2:
+                self._explain_early(trouble)
         # All ranks have read the same verdicts, but what else is not finite each sees in its own part.
         if self.agree is not None and self.guard.is_troubled and self.agree.any(stop is not None) and stop is None:
             return Stop(
@@ -247,6 +252,14 @@ class Engine:
                 is_batch_to_blame=False,
             )
         return stop
+
+    def _explain_early(self, trouble: Trouble) -> None:
+        """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
+        found = self._diagnosis(trouble)
+        if found is not None and found.sentence:
+            _log.warning(
+                "step %d: the loss is inf or NaN again; why: %s %s", trouble.step + 1, found.sentence, found.mend
+            )
 
     def _explained(self, stop: Stop) -> Exception:
         return stop.error(self._diagnosis(self._trouble) if stop.is_batch_to_blame and self._trouble else None)
