@@ -90,7 +90,24 @@ def alone(device: torch.device) -> World:
     elastic = os.environ.get("TORCHELASTIC_RUN_ID")
     # All attempts of a job have one agent as their parent.
     launch = "" if elastic is None else f"{elastic} {socket.gethostname()} {os.getppid()}"
-    return World(device=device, launch=launch, restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    return World(device=device, launch=launch, restarts=_restarts())
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _meet() -> None:
+    """Initialise torch.distributed as torchrun's environment says."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+        # The store outlives a restart (torch 2.13), and a fast rank would find the address of one that is dead. Agents of
+        # several machines count restarts apart, so there the name would not be the same on all.
+        store = dist.PrefixStore(f"mezzo/attempt/{_restarts()}", store)  # type: ignore[attr-defined]  # not in __all__
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
 @contextmanager
@@ -112,8 +129,8 @@ def join(device: str) -> Iterator[World]:
         yield alone(choose_device(device))
         return
     if is_ours:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
-    group, key, is_done = Group(), f"mezzo/failed/{next(_joined)}", False
+        _meet()
+    group, key, is_done = Group(), f"mezzo/failed/{_restarts()}/{next(_joined)}", False
     try:
         with _hushed(dist.get_rank() > 0), group.watching():
             mine = alone(_of_this_rank(choose_device(device)))
