@@ -36,9 +36,8 @@ def test_it_is_the_average_of_the_masters_after_updates_that_were_applied(policy
     for number in range(UPDATES):
         if step(updater, number, poison=number == POISONED):
             applied += 1
-            kept = min(DECAY, (1 + applied) / (10 + applied))
             now = wide(updater.amp.export_weights())
-            wanted = {name: kept * tensor + (1 - kept) * now[name] for name, tensor in wanted.items()}
+            wanted = {name: DECAY * tensor + (1 - DECAY) * now[name] for name, tensor in wanted.items()}
     assert applied == UPDATES - 1
     found = average.weights()
     assert found.keys() == updater.amp.export_weights().keys()
@@ -79,7 +78,6 @@ def test_a_saved_average_goes_on_as_it_was() -> None:
     other.load_state_dict(copy.deepcopy(average.state_dict()))
     for one, number in ((updater, 1), (other_updater, 1)):
         step(one, number)
-    assert average.state_dict()["num_updates"] == other.state_dict()["num_updates"] == 2
     for name, tensor in average.weights().items():
         assert torch.equal(tensor, other.weights()[name])
     assert math.isfinite(

@@ -83,7 +83,7 @@ def test_the_averaged_model_is_what_is_evaluated_and_saved(data: Path, tmp_path:
     results = [run(config) for config in (averaged, last)]
     saved = [load_file(config.out / "best" / "model.safetensors") for config in (averaged, last)]
     state = load_checkpoint(averaged.out / "checkpoint.pt")
-    assert all(torch.equal(saved[0][name], tensor) for name, tensor in state["average"]["weights"].items())
+    assert all(torch.equal(saved[0][name], tensor) for name, tensor in state["average"].items())
     assert all(torch.equal(saved[1][name], state["step"]["model"][name]) for name in saved[1])  # trained the same way
     assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[1])
     assert results[0].dev_accuracy == metrics(averaged.out)[-1]["accuracy"]

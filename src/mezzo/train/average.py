@@ -19,14 +19,13 @@ class Average:
 
     Args:
         amp: takes the steps of the run, with one optimizer.
-        decay: part of the average that stays at an update, in [0, 1). After n updates no more than (1 + n) / (10 + n)
-            stays, so that the start is soon forgotten.
+        decay: part of the average that stays at an update, in [0, 1); it forgets the start in a few 1 / (1 - decay) updates.
 
-    Source: Polyak and Juditsky 1992; the smaller decay at the start is that of TensorFlow's ExponentialMovingAverage.
+    Source: Polyak and Juditsky 1992, with exponential weights.
     """
 
     def __init__(self, amp: Stepper, decay: float) -> None:
-        self._amp, self._decay, self._num_updates = amp, decay, 0
+        self._amp, self._decay = amp, decay
         named = amp.model.named_parameters(remove_duplicate=False)
         self._names = {name: p for name, p in named if p.requires_grad}
         self._averages = {p: master.clone() for p, master in self._masters().items()}
@@ -39,10 +38,8 @@ class Average:
 
     @torch.no_grad()
     def _update(self) -> None:
-        self._num_updates += 1
-        stays = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
         masters = self._masters()
-        torch._foreach_lerp_([self._averages[p] for p in masters], list(masters.values()), 1 - stays)
+        torch._foreach_lerp_([self._averages[p] for p in masters], list(masters.values()), 1 - self._decay)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -68,13 +65,11 @@ class Average:
         return {**self._amp.export_weights(), **averaged}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes: the averages by name, not copied, and how many updates they saw."""
-        weights = {name: self._averages[p] for name, p in self._names.items()}
-        return {"num_updates": self._num_updates, "weights": weights}
+        """Return what `load_state_dict` takes: the averages by name, not copied. Syncs: no."""
+        return {name: self._averages[p] for name, p in self._names.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. Writes: the averages. Syncs: yes."""
-        self._num_updates = state["num_updates"]
+        """Take over what `state_dict` returned. Writes: the averages. Syncs: no."""
         for name, p in self._names.items():
-            self._averages[p].copy_(state["weights"][name])
+            self._averages[p].copy_(state[name])
