@@ -193,6 +193,6 @@ class TrainConfig:
 def demo_config(out: Path, *, amp: bool) -> TrainConfig:
     """Return the short `reviews` training that `mezzo demo` runs in fp32 and in mixed precision."""
     return TrainConfig(
-        out=out, amp=amp, overwrite=True, vocab_size=8000, hidden=128, dropout=0.3, token_dropout=0.4, max_length=160,
+        out=out, amp=amp, overwrite=True, vocab_size=8000, hidden=128, heads=2, dropout=0.3, token_dropout=0.4, max_length=160,
         batch_size=64, epochs=4, ema=0.995, eval_every=438,  # every second epoch: earlier ones differ by noise
     )  # fmt: skip
