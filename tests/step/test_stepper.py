@@ -130,7 +130,8 @@ def faulty_step(amp: mezzo.Stepper, fault: str, **options: Any) -> mezzo.StepRes
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("policy", ["fp32", "bf16", CALM])
+# At half and a quarter of this scale no gradient is subnormal in fp16 yet, so a smaller scale rounds nothing.
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, scaling.init_scale=2048"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestASkippedStep:
     def test_leaves_no_trace(self, name: str, policy: str, fault: str) -> None:
