@@ -15,7 +15,7 @@ from .training import Training, training_step
 from .variant import Variant, those_that_run
 from .workload import Point, Session, Setting, Workload
 
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 3
 MATRIX = 1024
 # At scale 1 and a norm below this one, unscaling and clipping multiply every gradient by exactly 1: all their work is
 # done, and the same gradients serve every step.
