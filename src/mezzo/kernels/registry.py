@@ -110,7 +110,12 @@ def kernel(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
 
     While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
     """
-    return importlib.import_module(f".{op}.{choose(op, device, dtype, backend).backend}", __package__)
+    return _module(op, choose(op, device, dtype, backend).backend)
+
+
+@functools.cache
+def _module(op: str, backend: str) -> ModuleType:
+    return importlib.import_module(f".{op}.{backend}", __package__)
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +20,14 @@ WEIGHT_NOISE, MOMENT_NOISE = 0, 1
 """Streams of noise, so that a weight and its moments do not share bits."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Weights:
     """Weights of one dtype and device that keep small updates in one way.
+
+    As long as this object lives its tensors stay where they are, with what lies beside them in the optimizer's state.
 
     Attributes:
         mode: the master mode; "none" for weights of fp32 or fp64, which are their own master.
@@ -31,6 +37,7 @@ class Weights:
         seeds: of the noise of each, in [0, 2**32); any where nothing is rounded by chance.
         firsts: of each, the place of its first element in the whole tensor of which it is a part, for the noise; empty
             if each is whole.
+        made: what kernels made of them, by name; see `once`.
     """
 
     mode: Master
@@ -38,6 +45,13 @@ class Weights:
     kept: Sequence[Tensor]
     seeds: Sequence[int]
     firsts: Sequence[int] = ()
+    made: dict[str, object] = field(default_factory=dict, repr=False)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what a kernel makes of these weights under a name, such as a table of addresses; made on first use."""
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]  # type: ignore[return-value]  # what `make` of this name made
 
     def at(self, places: Sequence[int]) -> Weights:
         """Return the weights at some places."""
@@ -47,6 +61,7 @@ class Weights:
             kept=[self.kept[i] for i in places if self.kept],
             seeds=[self.seeds[i] for i in places],
             firsts=[self.firsts[i] for i in places if self.firsts],
+            made={},
         )
 
     def first(self, place: int) -> int:

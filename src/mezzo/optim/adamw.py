@@ -102,9 +102,9 @@ class AdamW(MasterOptimizer):
         beta1, beta2 = group["betas"]
         rule = AdamWRule(beta1=beta1, beta2=beta2, eps=group["eps"], amsgrad=group["amsgrad"])
         moments = Moments(
-            means=batch.moments("exp_avg"),
-            squares=batch.moments("exp_avg_sq"),
-            peaks=batch.moments("max_exp_avg_sq") if rule.amsgrad else [],
+            means=batch.means["exp_avg"],
+            squares=batch.means["exp_avg_sq"],
+            peaks=batch.means["max_exp_avg_sq"] if rule.amsgrad else [],
             seeds=weights.seeds,
         )
         wide = torch.promote_types(dtype, torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, overload
 
 import torch
@@ -19,7 +20,8 @@ from ..kernels.shards import any_spread, first_place, local, spread_like
 from ..kernels.weights import KEPT, Weights, give_master_, read_master, store_master
 from ..policy import Master
 from .checks import check_dense, check_masters
-from .layout import Order, aligned, memory_orders
+from .layout import aligned, memory_orders
+from .plan import Kind, Plan
 from .state import Exact, mode_of, moment_dtype, report, seal_loaded, share_counts, take_master_
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -30,27 +32,21 @@ class Batch:
     """Parameters of one step that a kernel takes together: one step count, device, and set of dtypes.
 
     Attributes:
-        states: of each parameter, its state.
-        orders: of each, the order of dimensions that walks its memory; None if that is the order it has.
         weights: the parameters as a kernel sees them.
+        means: the running means of each by name, laid out as the weights are.
         grads: their gradients and how to read them.
         step: shape (), fp32: steps taken, this one included.
     """
 
-    states: list[dict[str, Tensor]]
-    orders: list[Order]
     weights: Weights
+    means: Mapping[str, Sequence[Tensor]]
     grads: ScaledGradients
     step: Tensor
-
-    def moments(self, name: str) -> Sequence[Tensor]:
-        """Return one running mean of each parameter, laid out as the weights are."""
-        return aligned([state[name] for state in self.states], self.orders)
 
 
 @dataclass(slots=True, eq=False)
 class _Active:
-    """A parameter with a gradient, and its number among all parameters."""
+    """A parameter with a gradient, and its place in its group."""
 
     place: int
     param: Tensor
@@ -58,9 +54,29 @@ class _Active:
     state: dict[str, Tensor]
 
 
-def _seed(rounding_seed: int, place: int) -> int:
-    """Return the seed of one parameter's noise."""
-    return mix((mix(rounding_seed) + place) & 0xFFFFFFFF)
+def _seed(rounding_seed: int, number: int) -> int:
+    """Return the seed of one parameter's noise, from its number among all parameters."""
+    return mix((mix(rounding_seed) + number) & 0xFFFFFFFF)
+
+
+def _kind_of(group: Mapping[str, Any], names: Sequence[str], first: int, active: Sequence[_Active]) -> Kind:
+    states, params = [one.state for one in active], [one.param for one in active]
+    orders = memory_orders(params)
+    mode = mode_of(params[0], group)
+    chance = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
+    return Kind(
+        places=[one.place for one in active],
+        orders=orders,
+        weights=Weights(
+            mode=mode,
+            values=aligned(params, orders),
+            kept=aligned([state[KEPT[mode]] for state in states], orders) if mode in KEPT else [],
+            seeds=[_seed(group["rounding_seed"], first + one.place) if chance else 0 for one in active],
+            firsts=[first_place(p) for p in params] if chance and any_spread(params) else [],
+        ),
+        means={name: aligned([state[name] for state in states], orders) for name in names},
+        step=states[0]["step"],
+    )
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -73,6 +89,14 @@ class MasterOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        self._forget()
+        super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        self._plans: dict[int, Plan] = {}
+        self._entries: list[dict[str, Any]] = []
 
     @property
     @abstractmethod
@@ -127,12 +151,31 @@ class MasterOptimizer(torch.optim.Optimizer):
                 loss = closure()
         scale = getattr(self, "grad_scale", None)
         inv_scale = None if scale is None else scale.to(torch.float32).reciprocal()
-        seed = 0
-        for group in self.param_groups:
-            for batch in self._batches(group, seed, inv_scale):
+        self._drop_stale_plans()
+        first = 0
+        for number, group in enumerate(self.param_groups):
+            for batch in self._batches(group, number, first, inv_scale):
                 self.update_(group, batch)
-            seed += len(group["params"])
+            first += len(group["params"])
         return loss
+
+    def _drop_stale_plans(self) -> None:
+        """Forget what was planned if the state of any parameter is another object than in the last step."""
+        if torch.compiler.is_compiling():
+            return
+        entries = list(self.state.values())
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            self._plans.clear()
+            self._entries = entries
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, as torch's optimizers do. Writes: gradients. Syncs: no."""
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
     def master(self, param: Tensor) -> Tensor:
         """Return the fp32 value that a parameter stands for.
@@ -184,49 +227,68 @@ class MasterOptimizer(torch.optim.Optimizer):
         kinds = {(p.device, p.dtype, group["backend"]): None for group in self.param_groups for p in group["params"]}
         return [registry.why(self.op, *kind) for kind in kinds]
 
-    def _batches(self, group: dict[str, Any], first: int, inv_scale: Tensor | None) -> Iterator[Batch]:
+    def _batches(self, group: dict[str, Any], number: int, first: int, inv_scale: Tensor | None) -> Iterator[Batch]:
+        grads = [p.grad for p in group["params"]]
+        kinds = self._kinds(group, number, first, grads)
+        self._count({id(kind.step): kind.step for kind in kinds}.values())
+        for kind in kinds:
+            yield self._batch(group, kind, grads, inv_scale)
+
+    def _kinds(self, group: dict[str, Any], number: int, first: int, grads: list[Tensor | None]) -> Sequence[Kind]:
+        """Return the kinds of a group: those of the last step, if everything is where it was."""
+        names = self.moment_names(group)
+        if torch.compiler.is_compiling():
+            return self._new_kinds(group, names, first, grads)
+        options = (first, names, group["master"], group["state_dtype"], group["rounding_seed"])
+        plan = self._plans.get(number)
+        if plan is None or not plan.fits(options, group["params"], grads):
+            kinds = self._new_kinds(group, names, first, grads)
+            states = [self.state[p] for p, grad in zip(group["params"], grads, strict=True) if grad is not None]
+            plan = self._plans[number] = Plan(kinds, options, group["params"], grads, states)
+        return plan.kinds
+
+    def _new_kinds(
+        self, group: Mapping[str, Any], names: Sequence[str], first: int, grads: Sequence[Tensor | None]
+    ) -> list[Kind]:
         active = [
-            _Active(place, p, p.grad, self.state[p])
-            for place, p in enumerate(group["params"], first)
-            if p.grad is not None
+            _Active(place, p, grad, self.state[p])
+            for place, (p, grad) in enumerate(zip(group["params"], grads, strict=True))
+            if grad is not None
         ]
-        self._init_states(group, active)
+        self._init_states(group, names, active)
+        self._leave_behind(group, {id(one.state["step"]) for one in active})
         kinds: dict[tuple[int, torch.dtype, torch.dtype], list[_Active]] = {}
         for one in active:
             kinds.setdefault((id(one.state["step"]), one.param.dtype, one.grad.dtype), []).append(one)
-        self._advance(group, {id(one.state["step"]): one.state["step"] for one in active})
-        for kind in kinds.values():
-            yield self._batch(group, kind, inv_scale)
+        return [_kind_of(group, names, first, kind) for kind in kinds.values()]
 
-    def _batch(self, group: Mapping[str, Any], active: list[_Active], inv_scale: Tensor | None) -> Batch:
-        states, params = [one.state for one in active], [one.param for one in active]
-        orders = memory_orders(params)
-        mode = mode_of(params[0], group)
-        step = states[0]["step"]
-        chance = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
+    def _count(self, counts: Iterable[Tensor]) -> None:
+        """Count a step that is taken. Writes: `counts`. Syncs: no."""
+        found = getattr(self, "found_inf", None)
+        taken = None if found is None else found.reshape(()) == 0
+        for count in counts:
+            count.add_(1 if taken is None else taken.to(count.device))
+
+    def _batch(
+        self, group: Mapping[str, Any], kind: Kind, grads: Sequence[Tensor | None], inv_scale: Tensor | None
+    ) -> Batch:
+        home = kind.step.device
         clip, found = getattr(self, "clip_coef", None), getattr(self, "found_inf", None)
+        given: Any = [grads[place] for place in kind.places]
         return Batch(
-            states=states,
-            orders=orders,
-            weights=Weights(
-                mode=mode,
-                values=aligned(params, orders),
-                kept=aligned([state[KEPT[mode]] for state in states], orders) if mode in KEPT else [],
-                seeds=[_seed(group["rounding_seed"], one.place) if chance else 0 for one in active],
-                firsts=[first_place(p) for p in params] if chance and any_spread(params) else [],
-            ),
+            weights=kind.weights,
+            means=kind.means,
             grads=ScaledGradients(
-                values=aligned([one.grad for one in active], orders),
-                inv_scale=None if inv_scale is None else inv_scale.to(step.device),
-                clip_coef=None if clip is None else clip.to(step.device, torch.float32),
-                found_inf=None if found is None else found.to(step.device),
+                values=aligned(given, kind.orders),
+                inv_scale=None if inv_scale is None else inv_scale.to(home),
+                clip_coef=None if clip is None else clip.to(home, torch.float32),
+                found_inf=None if found is None else found.to(home),
                 maximize=group["maximize"],
             ),
-            step=step,
+            step=kind.step,
         )
 
-    def _init_states(self, group: Mapping[str, Any], active: list[_Active]) -> None:
-        names = self.moment_names(group)
+    def _init_states(self, group: Mapping[str, Any], names: Sequence[str], active: list[_Active]) -> None:
         counts: dict[torch.device, Tensor] = {}
         wanted = {mode: {"step", *names, *([KEPT[mode]] if mode in KEPT else [])} for mode in (group["master"], "none")}
         for one in active:
@@ -246,8 +308,8 @@ class MasterOptimizer(torch.optim.Optimizer):
                 assert kept is not None
                 state[KEPT[mode]] = spread_like(kept, p)
 
-    def _advance(self, group: Mapping[str, Any], counts: Mapping[int, Tensor]) -> None:
-        """Count the step; a parameter without a gradient leaves the count that it shared with others."""
+    def _leave_behind(self, group: Mapping[str, Any], counts: set[int]) -> None:
+        """Give parameters without a gradient a step count of their own, where they shared one that now moves on."""
         left: dict[int, Tensor] = {}
         for p in group["params"]:
             if (
@@ -257,9 +319,6 @@ class MasterOptimizer(torch.optim.Optimizer):
                 and id(count) in counts
             ):
                 self.state[p]["step"] = left.setdefault(id(count), count.clone())
-        found = getattr(self, "found_inf", None)
-        for count in counts.values():
-            count.add_(1 if found is None else (found.reshape(()) == 0).to(count.device))
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options as torch's optimizers do; `torch.load(weights_only=True)` reads them back.
@@ -301,6 +360,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over pickled state, or what `load_state_dict` read."""
+        self._forget()
         super().__setstate__(state)
         clauses = [
             self._unseal(p, group)

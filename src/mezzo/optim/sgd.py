@@ -102,7 +102,7 @@ class SGD(MasterOptimizer):
         weights = batch.weights
         dtype = weights.values[0].dtype
         rule = SGDRule(weight_decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
-        sums = batch.moments("momentum_buffer") if rule.momentum != 0 else []
+        sums = batch.means["momentum_buffer"] if rule.momentum != 0 else []
         wide = torch.promote_types(dtype, torch.float32)
         scalars = sgd_scalars(batch.step, rule, group["lr"], group["dampening"], wide)
         compiling = torch.compiler.is_compiling()

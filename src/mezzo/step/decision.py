@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from ..kernels.gradients import norm_and_finite
 from ..kernels.shards import any_spread, is_spread, num_parts
 from ..policy import ScalingConfig
 from ..scaling.state import LossScale, NoScaling, next_state
+from .marks import Mark
 from .pending import Pending
 from .update import Share, Skip, move
 from .verdict import Evidence, Verdict
@@ -47,29 +47,26 @@ class Decision:
         """Whether any optimizer skips: shape (), bool."""
         return self.skips.max() != 0
 
-    def verdict(self, shares: Sequence[Share], names: Mapping[Tensor, str], count: bool) -> Verdict:
+    def verdict(
+        self, shares: Sequence[Share], names: Mapping[Tensor, str], marks: Mapping[int, Mark], count: bool
+    ) -> Verdict:
         """Send the findings on their way to the host.
 
         Args:
             shares: the optimizers' parts.
             names: of parameters.
+            marks: of the gradients as they are now.
             count: count inf and NaN in each gradient now; a second pass over the gradients.
 
         Syncs: no.
         """
         one = torch.ones((), device=self.norm.device)
-        scalars = (
-            self.gradients_bad,
-            self.loss_bad,
-            self.buffers_bad,
-            one if self.scale is None else self.scale,
-            self.norm,
-        )
-        flags = torch.cat([torch.stack([scalar.to(torch.float32) for scalar in scalars]), self.skips])
-        return Verdict(flags, _evidence(shares, names, count))
+        found = torch.stack([self.gradients_bad, self.loss_bad, self.buffers_bad]).to(torch.float32)
+        numbers = torch.stack([one if self.scale is None else self.scale, self.norm])
+        return Verdict(torch.cat([found, numbers, self.skips]), _evidence(shares, names, marks, count))
 
 
-def _evidence(shares: Sequence[Share], names: Mapping[Tensor, str], count: bool) -> Evidence:
+def _evidence(shares: Sequence[Share], names: Mapping[Tensor, str], marks: Mapping[int, Mark], count: bool) -> Evidence:
     home = shares[0].check.norm.device
     norms = [move(share.check.tensor_norms, home) for share in shares]
     counts = [move(share.check.count_nonfinite(), home) for share in shares] if count else []
@@ -78,7 +75,7 @@ def _evidence(shares: Sequence[Share], names: Mapping[Tensor, str], count: bool)
         names=names,
         norms=torch.cat(norms),
         counts=torch.cat(counts) if counts else None,
-        grads=[(weakref.ref(grad), grad._version) for share in shares for grad in share.grads],
+        marks=marks,
     )
 
 
@@ -104,28 +101,34 @@ def decide(
     Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
     home = pending.loss_bad.device
-    found = torch.zeros(num_optimizers, device=home)
-    for share in shares:
-        found[share.place] = move(share.check.found_nonfinite, home)
     early = pending.gradients_bad | pending.penalty_bad
     if pending.scale is not None:
         early = early | ~pending.scale.reciprocal().isfinite()
     loss = pending.loss_bad & ~pending.penalty_bad
-    buffers = move(norm_and_finite(written).found_nonfinite, home) if written else torch.zeros((), device=home)
-    findings = torch.cat([torch.stack([early.float(), loss.float(), buffers]), found])
-    squares = _squares(shares, home, num_optimizers)
-    if agree is not None:
-        findings, squares = agree.combine(findings, squares)
-    early, loss, buffers = (flag != 0 for flag in findings[:3].unbind())
-    # Squares of parts that are finite one by one may add up to more than fp32 holds.
-    found = (findings[3:] != 0) | ~squares[:-1].isfinite()
-    gradients = early | found.any()
+    buffers = (move(norm_and_finite(written).found_nonfinite, home) if written else torch.zeros((), device=home)) != 0
+    found = torch.stack([move(share.check.found_nonfinite, home) for share in shares]) != 0
+    squares = None
+    if agree is not None or any(any_spread(share.params) for share in shares):
+        squares = _squares(shares, home, num_optimizers)
+        everywhere = torch.zeros(num_optimizers, device=home)
+        for share, flag in zip(shares, found.unbind(), strict=True):
+            everywhere[share.place] = flag
+        if agree is not None:
+            flags = torch.stack([early, loss, buffers]).to(torch.float32)
+            findings, squares = agree.combine(torch.cat([flags, everywhere]), squares)
+            early, loss, buffers = (flag != 0 for flag in findings[:3].unbind())
+            everywhere = findings[3:]
+        # Squares of parts that are finite one by one may add up to more than fp32 holds.
+        everywhere = (everywhere != 0) | ~squares[:-1].isfinite()
+        found = torch.stack([everywhere[share.place] for share in shares])
+        gradients = early | everywhere.any()
+    else:
+        gradients = early | found.any()
     if skip == "together":
         skips = (gradients | loss | buffers).expand(len(shares))
     else:
         # A bad loss belongs to the optimizers whose gradients it spoilt; if it spoilt none, to all.
-        own = torch.stack([found[share.place] for share in shares])
-        skips = own | early | buffers | (loss & ~gradients)
+        skips = found | early | buffers | (loss & ~gradients)
     norms, norm = _norms(shares, squares, home)
     return Decision(
         gradients_bad=gradients,
@@ -144,8 +147,6 @@ def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -
     A part that several ranks have counts once over all of them.
     """
     squares = torch.zeros(num_optimizers + 1, device=home)
-    if not any(any_spread(share.params) for share in shares):
-        return squares
     seen: set[Tensor] = set()
     for share in shares:
         for p, norm in zip(share.params, share.check.tensor_norms.unbind(), strict=True):
@@ -157,9 +158,15 @@ def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -
     return squares
 
 
-def _norms(shares: Sequence[Share], squares: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the norm of each share's true gradients, and of all, each gradient counted once."""
-    if len(shares) == 1 and not any_spread(shares[0].params):
+def _norms(shares: Sequence[Share], squares: Tensor | None, home: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the norm of each share's true gradients, and of all, each gradient counted once.
+
+    Args:
+        shares: the parts of the optimizers.
+        squares: of what lies here in parts, for each optimizer and for all; None where everything is whole.
+        home: where to.
+    """
+    if len(shares) == 1 and squares is None:
         norm = move(shares[0].check.norm, home)
         return norm.unsqueeze(0), norm
     whole: dict[Tensor, Tensor] = {}
@@ -172,14 +179,16 @@ def _norms(shares: Sequence[Share], squares: Tensor, home: torch.device) -> tupl
         }
         whole.update(own)
         is_whole = len(own) == len(share.params)
-        norms.append(move(share.check.norm, home) if is_whole else _joined(own, squares[share.place]))
+        square = None if squares is None or is_whole else squares[share.place]
+        norms.append(move(share.check.norm, home) if square is None else _joined(own, square))
     if len(shares) == 1:
         return norms[0].unsqueeze(0), norms[0]
-    return torch.stack(norms), _joined(whole, squares[-1])
+    return torch.stack(norms), _joined(whole, None if squares is None else squares[-1])
 
 
-def _joined(norms: Mapping[Tensor, Tensor], square: Tensor) -> Tensor:
-    joined: Tensor = torch.linalg.vector_norm(torch.stack([*norms.values(), square.sqrt()]))
+def _joined(norms: Mapping[Tensor, Tensor], square: Tensor | None) -> Tensor:
+    parts = [*norms.values(), *([] if square is None else [square.sqrt()])]
+    joined: Tensor = torch.linalg.vector_norm(torch.stack(parts))
     return joined
 
 

@@ -186,7 +186,7 @@ class Engine:
         pending = self.gradients.require("step()")
         written = self.buffers.written() if self.policy.guard.restore_buffers else []
         decision = decide(shares, pending, written, self.skip, self.agree, len(self.optimizers))
-        return decision, decision.verdict(shares, self.names, count=self.guard.is_troubled)
+        return decision, decision.verdict(shares, self.names, self.gradients.marks, count=self.guard.is_troubled)
 
     def settle(
         self, shares: Sequence[Share], decision: Decision, verdict: Verdict, skipped: Sequence[bool] | None

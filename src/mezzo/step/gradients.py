@@ -13,7 +13,7 @@ from ..errors import StepError
 from ..kernels.gradients import norm_and_finite
 from .causes import why_no_gradients
 from .edit import true_gradients
-from .marks import Marks, first
+from .marks import Mark, Marks, first
 from .pending import Pending, check_loss
 from .update import Share, move, parameters, shares_of
 
@@ -167,7 +167,12 @@ class Gradients:
     def close(self) -> None:
         """End the step: what gradients are left are spent. Syncs: no."""
         self._pending = None
-        self._marks.note(self.parameters())
+        self._marks.renew(self.parameters())
+
+    @property
+    def marks(self) -> Mapping[int, Mark]:
+        """The gradients as they were left, by the parameters' ids."""
+        return self._marks.now
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all optimizers, each once."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from ..errors import StepError
+
+Mark = tuple[weakref.ref[Tensor], int]
+"""A gradient, not kept alive, and its version."""
 
 
 class Marks:
@@ -19,11 +22,21 @@ class Marks:
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self._names = names
-        self._marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._marks: dict[int, Mark] = {}
+
+    @property
+    def now(self) -> Mapping[int, Mark]:
+        """The marks by the parameters' ids; what is handed out stays as it is when gradients are marked anew."""
+        return self._marks
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Write down the gradients as they are now. Syncs: no."""
         self._marks = {id(p): (weakref.ref(g), g._version) for p in params if (g := p.grad) is not None}
+
+    def renew(self, params: Sequence[Tensor]) -> None:
+        """Write down the gradients as they are now, if any is not as it was. Syncs: no."""
+        if self._changed(params):
+            self.note(params)
 
     def note_zeros(self, params: Iterable[Tensor]) -> None:
         """Write down that what gradients there are hold zeros, and may be added to. Syncs: no."""
@@ -31,7 +44,7 @@ class Marks:
 
     def edited(self, params: Iterable[Tensor]) -> list[str]:
         """Return the names of parameters whose gradient is not the one written down. A dropped one is no edit."""
-        return [self._name(p) for p in params if (g := p.grad) is not None and not self._is_intact(p, g)]
+        return [self._name(p) for p in self._changed(params)]
 
     def check_fresh(self, params: Iterable[Tensor]) -> None:
         """Refuse gradients that the first backward pass of a step would be added to.
@@ -61,9 +74,14 @@ class Marks:
                 "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
             )
 
-    def _is_intact(self, param: Tensor, grad: Tensor) -> bool:
-        mark = self._marks.get(id(param))
-        return mark is not None and mark[0]() is grad and mark[1] == grad._version
+    def _changed(self, params: Iterable[Tensor]) -> list[Tensor]:
+        marks = self._marks
+        return [
+            p
+            for p in params
+            if (g := p.grad) is not None
+            and ((mark := marks.get(id(p))) is None or mark[0]() is not g or mark[1] != g._version)
+        ]
 
     def _name(self, param: Tensor) -> str:
         return self._names.get(param, "a parameter")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.shards import local
+from .marks import Mark
 
 Reason = Literal["gradients", "loss", "buffers"]
 """What was not finite first in a step that was skipped."""
@@ -58,14 +58,14 @@ class Evidence:
         names: of parameters.
         norms: shape (number of gradients,), fp32: the norm of each.
         counts: shape (number of gradients,), int64: inf and NaN in each, where they were counted in the step.
-        grads: each gradient, not kept alive, and its version.
+        marks: of each gradient as it was, by the parameter's id.
     """
 
     params: Sequence[Tensor]
     names: Mapping[Tensor, str]
     norms: Tensor
     counts: Tensor | None
-    grads: Sequence[tuple[weakref.ref[Tensor], int]]
+    marks: Mapping[int, Mark]
 
     def nonfinite(self) -> dict[str, int | None]:
         """Return the parameters whose gradients are not finite, and how many elements are not.
@@ -83,7 +83,7 @@ class Evidence:
         }
 
     def _count(self, place: int) -> int | None:
-        reference, version = self.grads[place]
+        reference, version = self.marks[id(self.params[place])]
         grad = reference()
         if grad is None or grad._version != version:
             return None

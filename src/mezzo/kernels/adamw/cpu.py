@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..gradients import ScaledGradients
-from ..native.batch import contiguous_places, pack
+from ..native.batch import layout, pack
 from ..native.build import library
 from ..weights import Weights
 from . import reference
@@ -37,13 +37,16 @@ def step_(
     Writes: weights, what is kept beside them, moments; none of them if `grads.found_inf` is set.
     Syncs: no.
     """
-    straight, other = contiguous_places(weights.values, weights.kept, moments.means, moments.squares, moments.peaks)
-    if other:
+    means = (moments.means, moments.squares, moments.peaks)
+    where = layout(weights, means)
+    if where.other:
+        straight, other = where.straight, where.other
         reference.step_(weights.at(other), grads.at(other), moments.at(other), rule, scalars, step)
         if not straight:
             return
         weights, grads, moments = weights.at(straight), grads.at(straight), moments.at(straight)
-    packed = pack(weights, grads, (moments.means, moments.squares, moments.peaks), scalars, step)
+        means = (moments.means, moments.squares, moments.peaks)
+    packed = pack(weights, grads, means, scalars, step)
     numbers = _Rule(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.amsgrad)
     library(SOURCE).mezzo_adamw(ctypes.byref(packed.batch), ctypes.byref(numbers))
     torch.autograd.graph.increment_version(list(weights.values))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import registry
-from ..shards import local
+from ..shards import any_spread, local
 from . import reference
 
 
@@ -72,7 +72,8 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     (5.0, 0.0)
     """
     with torch.no_grad():
-        kept = tuple([part.detach() if part.requires_grad else part for part in map(local, grads)])
+        parts = [local(grad) for grad in grads] if any_spread(grads) else grads
+        kept = tuple([part.detach() if part.requires_grad else part for part in parts])
         home = kept[0].device if kept else inv_scale.device if inv_scale is not None else torch.device("cpu")
         norms = _gather(kept, home)
         if inv_scale is not None:
@@ -90,13 +91,14 @@ def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
     """Return the norm of each gradient on one device; one kernel call for each device and dtype present."""
     if not grads:
         return torch.zeros(0, device=home)
-    dense = [values(grad) for grad in grads]
+    is_plain = all([grad.layout is torch.strided and not grad.dtype.is_complex for grad in grads])
+    dense = grads if is_plain else [values(grad) for grad in grads]
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, grad in enumerate(dense):
-        kinds.setdefault((grad.device, grad.dtype), []).append(place)
+    for place, kind in enumerate([(grad.device, grad.dtype) for grad in dense]):
+        kinds.setdefault(kind, []).append(place)
+    if len(kinds) == 1:
+        return _norms(dense, *kinds.popitem()[0]).to(home)
     found = [_norms([dense[i] for i in places], *kind).to(home) for kind, places in kinds.items()]
-    if len(found) == 1:
-        return found[0]
     return torch.cat(found).index_select(0, _places_of(tuple(i for places in kinds.values() for i in places), home))
 
 

@@ -23,7 +23,8 @@ def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
 
     Syncs: no.
     """
-    dense = [grad if dense_in_memory(grad) else grad.contiguous() for grad in grads]
+    is_straight = all([grad.is_contiguous() for grad in grads])
+    dense = grads if is_straight else [grad if dense_in_memory(grad) else grad.contiguous() for grad in grads]
     norms = torch.empty(len(dense), dtype=torch.float32)
     lengths, places = sizes(dense), pointers(dense)
     library(SOURCE).mezzo_norms(

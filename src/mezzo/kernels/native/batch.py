@@ -43,6 +43,55 @@ class Packed:
     held: tuple[object, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where weights, what is kept beside them and their running means lie, as C reads it.
+
+    Attributes:
+        straight: places at which all of them are contiguous.
+        other: the other places.
+        sizes: numbers of elements.
+        weights: addresses of the weights.
+        kept: addresses of what is kept beside each.
+        means: addresses of each list of running means; three lists, empty ones among them.
+        seeds: of each weight's noise.
+        firsts: places of the first elements, for the noise.
+    """
+
+    straight: list[int]
+    other: list[int]
+    sizes: array[int]
+    weights: array[int]
+    kept: array[int]
+    means: tuple[array[int], ...]
+    seeds: array[int]
+    firsts: array[int]
+
+
+def layout(weights: Weights, means: Sequence[Sequence[Tensor]]) -> Layout:
+    """Return where everything but the gradients lies; looked up once for as long as the weights stay where they are.
+
+    Args:
+        weights: fp32, bf16 or fp16.
+        means: up to three lists of running means; always the same ones for the same weights.
+    """
+    return weights.once("layout", lambda: _layout(weights, means))
+
+
+def _layout(weights: Weights, means: Sequence[Sequence[Tensor]]) -> Layout:
+    straight, other = contiguous_places(weights.values, weights.kept, *means)
+    return Layout(
+        straight,
+        other,
+        sizes(weights.values),
+        pointers(weights.values),
+        pointers(weights.kept),
+        tuple(pointers(group) for group in (*means, *[()] * (3 - len(means)))),
+        array("I", weights.seeds),
+        array("I", [first & 0xFFFFFFFF for first in weights.firsts] or bytes(4 * len(weights.values))),
+    )
+
+
 def pointers(tensors: Sequence[Tensor]) -> array[int]:
     """Return the addresses of tensors as an array for C; `array` is filled twice as fast as one of ctypes."""
     return array("Q", [tensor.data_ptr() for tensor in tensors])
@@ -75,20 +124,17 @@ def pack(
 
     Syncs: no.
     """
-    values = [grad.contiguous() for grad in grads.values]
+    where = layout(weights, means)
+    is_straight = all([grad.is_contiguous() for grad in grads.values])
+    values = grads.values if is_straight else [grad.contiguous() for grad in grads.values]
+    places = pointers(values)
     factors = [None if x is None else x.to(torch.float32) for x in (grads.inv_scale, grads.clip_coef, grads.found_inf)]
-    seeds = array("I", weights.seeds)
-    firsts = array("I", [first & 0xFFFFFFFF for first in weights.firsts] or bytes(4 * len(weights.values)))
     first = next((group[0] for group in means if group), None)
-    arrays = [pointers(group) for group in (weights.values, weights.kept, values, *means)]
-    arrays += [pointers([])] * (6 - len(arrays))
-    lengths = sizes(weights.values)
     batch = Batch(
         len(weights.values),
-        address(lengths),
-        *(address(numbers) for numbers in arrays),
-        address(seeds),
-        address(firsts),
+        *(address(numbers) for numbers in (where.sizes, where.weights, where.kept, places, *where.means)),
+        address(where.seeds),
+        address(where.firsts),
         scalars.data_ptr(),
         step.data_ptr(),
         *(None if factor is None else factor.data_ptr() for factor in factors),
@@ -99,7 +145,7 @@ def pack(
         grads.maximize,
         torch.get_num_threads(),
     )
-    return Packed(batch, (values, factors, seeds, firsts, arrays, lengths, scalars, step))
+    return Packed(batch, (where, values, places, factors, scalars, step))
 
 
 def contiguous_places(*lists: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..gradients import ScaledGradients
-from ..native.batch import contiguous_places, pack
+from ..native.batch import layout, pack
 from ..native.build import library
 from ..weights import Weights
 from . import reference
@@ -35,8 +35,9 @@ def step_(
     Writes: weights, what is kept beside them, sums; none of them if `grads.found_inf` is set.
     Syncs: no.
     """
-    straight, other = contiguous_places(weights.values, weights.kept, sums)
-    if other:
+    where = layout(weights, (sums,))
+    if where.other:
+        straight, other = where.straight, where.other
         reference.step_(weights.at(other), grads.at(other), [sums[i] for i in other if sums], rule, scalars, step)
         if not straight:
             return
