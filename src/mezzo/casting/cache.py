@@ -31,6 +31,8 @@ def watch_optimizers() -> None:
 
 
 def _count_as_write(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if getattr(optimizer, "moves_versions", False):
+        return
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     torch.autograd.graph.increment_version(stepped)
 

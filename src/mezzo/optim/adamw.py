@@ -95,20 +95,25 @@ class AdamW(MasterOptimizer):
         """Names of the running means in a parameter's state, which are those of torch.optim.AdamW."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
+    def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of one step, shape (3,), as `adamw_scalars` explains them. Syncs: no."""
+        return adamw_scalars(step, _rule(group), group["lr"], group["weight_decay"], dtype)
+
     def update_(self, group: Mapping[str, Any], batch: Batch) -> None:
         """Take the step of one batch. Writes: weights and state, unless the step is blocked. Syncs: no."""
-        weights = batch.weights
-        dtype = weights.values[0].dtype
-        beta1, beta2 = group["betas"]
-        rule = AdamWRule(beta1=beta1, beta2=beta2, eps=group["eps"], amsgrad=group["amsgrad"])
+        weights, rule = batch.weights, _rule(group)
         moments = Moments(
             means=batch.means["exp_avg"],
             squares=batch.means["exp_avg_sq"],
             peaks=batch.means["max_exp_avg_sq"] if rule.amsgrad else [],
             seeds=weights.seeds,
         )
-        wide = torch.promote_types(dtype, torch.float32)
-        scalars = adamw_scalars(batch.step, rule, group["lr"], group["weight_decay"], wide)
         compiling = torch.compiler.is_compiling()
-        kernel = reference if compiling else registry.kernel(self.op, batch.step.device, dtype, group["backend"])
-        kernel.step_(weights, batch.grads, moments, rule, scalars, batch.step)
+        place = batch.step.device, weights.values[0].dtype
+        kernel = reference if compiling else registry.kernel(self.op, *place, group["backend"])
+        kernel.step_(weights, batch.grads, moments, rule, batch.scalars, batch.step)
+
+
+def _rule(group: Mapping[str, Any]) -> AdamWRule:
+    beta1, beta2 = group["betas"]
+    return AdamWRule(beta1=beta1, beta2=beta2, eps=group["eps"], amsgrad=group["amsgrad"])

@@ -35,12 +35,14 @@ class Batch:
         weights: the parameters as a kernel sees them.
         means: the running means of each by name, laid out as the weights are.
         grads: their gradients and how to read them.
+        scalars: shape (3,): the numbers of this step, from `MasterOptimizer.scalars`.
         step: shape (), fp32: steps taken, this one included.
     """
 
     weights: Weights
     means: Mapping[str, Sequence[Tensor]]
     grads: ScaledGradients
+    scalars: Tensor
     step: Tensor
 
 
@@ -89,6 +91,8 @@ class MasterOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    moves_versions = True
+    """Each kernel gives the weights it wrote a new version, as caches of casts need it; torch's fused ones do not."""
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._forget()
@@ -106,6 +110,19 @@ class MasterOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the running means that a parameter of this group has in its state."""
+
+    @abstractmethod
+    def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of one step.
+
+        Args:
+            group: with its options.
+            step: shape (), fp32: steps taken, this one included.
+            dtype: that of the computation.
+
+        Returns:
+            Shape (3,), `dtype`, the device of `step`. Syncs: no.
+        """
 
     @abstractmethod
     def update_(self, group: Mapping[str, Any], batch: Batch) -> None:
@@ -231,8 +248,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         grads = [p.grad for p in group["params"]]
         kinds = self._kinds(group, number, first, grads)
         self._count({id(kind.step): kind.step for kind in kinds}.values())
+        scalars: dict[tuple[int, torch.dtype], Tensor] = {}
         for kind in kinds:
-            yield self._batch(group, kind, grads, inv_scale)
+            dtype = torch.promote_types(kind.weights.values[0].dtype, torch.float32)
+            key = id(kind.step), dtype
+            if key not in scalars:
+                scalars[key] = self.scalars(group, kind.step, dtype)
+            yield self._batch(group, kind, grads, scalars[key], inv_scale)
 
     def _kinds(self, group: dict[str, Any], number: int, first: int, grads: list[Tensor | None]) -> Sequence[Kind]:
         """Return the kinds of a group: those of the last step, if everything is where it was."""
@@ -270,7 +292,12 @@ class MasterOptimizer(torch.optim.Optimizer):
             count.add_(1 if taken is None else taken.to(count.device))
 
     def _batch(
-        self, group: Mapping[str, Any], kind: Kind, grads: Sequence[Tensor | None], inv_scale: Tensor | None
+        self,
+        group: Mapping[str, Any],
+        kind: Kind,
+        grads: Sequence[Tensor | None],
+        scalars: Tensor,
+        inv_scale: Tensor | None,
     ) -> Batch:
         home = kind.step.device
         clip, found = getattr(self, "clip_coef", None), getattr(self, "found_inf", None)
@@ -285,6 +312,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 found_inf=None if found is None else found.to(home),
                 maximize=group["maximize"],
             ),
+            scalars=scalars,
             step=kind.step,
         )
 

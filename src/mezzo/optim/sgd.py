@@ -97,14 +97,19 @@ class SGD(MasterOptimizer):
         """Name of the running sum in a parameter's state, which is that of torch.optim.SGD."""
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
+    def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of one step, shape (3,), as `sgd_scalars` explains them. Syncs: no."""
+        return sgd_scalars(step, _rule(group), group["lr"], group["dampening"], dtype)
+
     def update_(self, group: Mapping[str, Any], batch: Batch) -> None:
         """Take the step of one batch. Writes: weights and state, unless the step is blocked. Syncs: no."""
-        weights = batch.weights
-        dtype = weights.values[0].dtype
-        rule = SGDRule(weight_decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
+        weights, rule = batch.weights, _rule(group)
         sums = batch.means["momentum_buffer"] if rule.momentum != 0 else []
-        wide = torch.promote_types(dtype, torch.float32)
-        scalars = sgd_scalars(batch.step, rule, group["lr"], group["dampening"], wide)
         compiling = torch.compiler.is_compiling()
-        kernel = reference if compiling else registry.kernel(self.op, batch.step.device, dtype, group["backend"])
-        kernel.step_(weights, batch.grads, sums, rule, scalars, batch.step)
+        place = batch.step.device, weights.values[0].dtype
+        kernel = reference if compiling else registry.kernel(self.op, *place, group["backend"])
+        kernel.step_(weights, batch.grads, sums, rule, batch.scalars, batch.step)
+
+
+def _rule(group: Mapping[str, Any]) -> SGDRule:
+    return SGDRule(weight_decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])

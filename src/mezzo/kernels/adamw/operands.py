@@ -73,11 +73,13 @@ def adamw_scalars(
     """
     wide = torch.float32 if step.device.type == "mps" else torch.float64
     count = step.to(wide)
-    unbias1 = -torch.expm1(count * math.log(rule.beta1)) if rule.beta1 > 0 else torch.ones_like(count)
-    unbias2 = -torch.expm1(count * math.log(rule.beta2)) if rule.beta2 > 0 else torch.ones_like(count)
+    # beta^t - 1, the corrections with their signs changed
+    over1 = torch.expm1(count * math.log(rule.beta1)) if rule.beta1 > 0 else -torch.ones_like(count)
+    over2 = torch.expm1(count * math.log(rule.beta2)) if rule.beta2 > 0 else -torch.ones_like(count)
     if isinstance(lr, Tensor):
         rate = lr.detach().reshape(()).to(step.device, dtype)
-        decay, size = 1 - rate * weight_decay, rate / unbias1.to(dtype)
+        decay, size = 1 - rate * weight_decay, rate / over1.to(dtype)
     else:
-        decay, size = torch.full_like(count, 1 - lr * weight_decay), torch.full_like(count, lr) / unbias1
-    return torch.stack([decay.to(dtype), -size.to(dtype), unbias2.sqrt().to(dtype)])
+        decay = torch.full((), 1 - lr * weight_decay, dtype=dtype, device=step.device)
+        size = torch.full_like(count, lr) / over1
+    return torch.stack([decay, size.to(dtype), (-over2).sqrt().to(dtype)])

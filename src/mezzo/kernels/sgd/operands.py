@@ -37,10 +37,13 @@ def sgd_scalars(
 
     Returns:
         Shape (3,), `dtype`, the device of `step`: -lr, the factor of the running sum, which is 0 in the first step
-        and then the momentum, and the factor of the gradient, which is 1 in the first step and then 1 - dampening.
+        and then the momentum, and the factor of the gradient, which is 1 in the first step and then 1 - dampening. Without
+        momentum the last two mean nothing.
 
     Syncs: no.
     """
+    if rule.momentum == 0 and not isinstance(lr, Tensor):
+        return torch.full((3,), -lr, dtype=dtype, device=step.device)
     one = torch.ones((), dtype=dtype, device=step.device)
     rate = lr.detach().reshape(()).to(step.device, dtype) if isinstance(lr, Tensor) else one * lr
     keep = torch.where(step == 1, 0 * one, one * rule.momentum)
