@@ -21,6 +21,14 @@ def test_it_is_json_and_names_what_figures_depend_on() -> None:
     assert set(facts["cpu"]["flags"]) <= set(machine.CPU_FLAGS)
 
 
+def test_settings_of_allocator_and_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4294967296")
+    monkeypatch.setenv("MEZZO_NOTHING", "1")
+    found = machine.describe_machine(torch.device("cpu"))["settings"]
+    assert found["MALLOC_TRIM_THRESHOLD_"] == "4294967296"
+    assert "MEZZO_NOTHING" not in found
+
+
 def test_the_commit_is_that_of_the_checkout() -> None:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True, check=False).stdout

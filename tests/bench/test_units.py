@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,6 +50,35 @@ def test_no_fast_units() -> None:
     )  # fmt: skip
 
 
+def test_memory_that_is_given_back_is_named() -> None:
+    said = advice(report(FAST, SLOW, fresh_share=0.25))[-1]
+    assert said.startswith(
+        "memory that was freed and taken again is written at 25% of the rate of memory that was kept"
+    )
+    assert "MALLOC_TRIM_THRESHOLD_" in said
+    assert not any("MALLOC" in line for line in advice(report(FAST, SLOW, fresh_share=0.9)))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's setting")
+def test_the_advised_setting_keeps_memory() -> None:
+    code = """
+import resource, torch
+from mezzo.bench.units import FRESH_BYTES
+def write(): torch.empty(FRESH_BYTES, dtype=torch.uint8).fill_(1)
+write()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+write()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    setting = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    bare_faults, set_faults = (
+        int(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout)
+        for env in (bare, bare | setting)
+    )
+    assert set_faults * 100 < bare_faults
+
+
 @pytest.mark.parametrize(
     ("times_fp32", "reported", "disagrees"),
     [(2.0, True, False), (0.5, False, False), (0.5, True, True), (2.0, False, True)],
@@ -71,3 +104,4 @@ def test_measured() -> None:
     assert all(0 < share <= 1 for share in found.share_by_rows.values())
     assert found.even_width == PROBE_WIDTH["cpu"]
     assert found.even_width % 8 == 0
+    assert 0 < found.fresh_share <= 1

@@ -14,6 +14,8 @@ import torch
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_tile", "bf16", "fphp")
 PACKAGES = ("torch", "triton", "transformers", "numpy", "accelerate", "lightning")
+SETTINGS = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "KMP_", "MKL_", "ONEDNN_", "TORCHINDUCTOR_")
+"""How the environment variables begin that a figure depends on."""
 GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "memory.total")
 
 
@@ -88,6 +90,12 @@ def commit() -> str:
     return f"{head[:12]}+edits" if head and edits else head[:12]
 
 
+def settings() -> dict[str, str]:
+    """Return the environment variables that are set and a figure depends on: allocator, threads, libraries put before."""
+    names = [name for name in os.environ if name.startswith(SETTINGS)]
+    return {name: os.environ[name] for name in sorted(names)}
+
+
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return everything about the machine that a figure depends on, as plain JSON values.
 
@@ -99,7 +107,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"device": device.type, "cpu": cpu(), "threads": torch.get_num_threads()}
     if device.type == "cuda":
         facts["gpu"] = gpu(device)
-    return {**facts, "versions": versions(), "commit": commit()}
+    return {**facts, "settings": settings(), "versions": versions(), "commit": commit()}
 
 
 def short_name(machine: dict[str, Any]) -> str:

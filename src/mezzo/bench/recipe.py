@@ -63,7 +63,7 @@ class Recipe(Workload):
         """Return the published size on CUDA, and one of a few seconds a round on two CPU cores."""
         if device.type == "cuda":
             return cls()
-        return cls(in_size=1024, out_size=1024, num_batches=10, epochs=3)
+        return cls(in_size=2048, out_size=2048, num_batches=5, epochs=2)
 
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:

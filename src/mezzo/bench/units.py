@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ..formats import NativeSupport, native_support
 from .ceilings import FORMAT_NAMES, matmul_rate, product_rate, products_in
@@ -20,6 +22,10 @@ SATURATED = 0.8
 """Share of the best rate from which on a device counts as busy."""
 UNEVEN_COSTS = 0.95
 """Share of the even width's rate below which an uneven width counts as slower."""
+FRESH_BYTES = 2**26
+"""More than glibc keeps by itself: it maps blocks of 32 MiB and more anew each time."""
+FRESH_COSTS = 0.8
+"""Share of the rate of kept memory below which fresh memory counts as slower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +61,8 @@ class DeviceReport:
         even_width: a width that is a multiple of 8.
         uneven_share: rate of products one narrower, over that of `even_width`, in `fastest`.
         share_by_rows: rate at a number of rows over the best rate seen, in `fastest`.
+        fresh_share: rate of writing memory that was freed and taken again, over that of memory that was kept; 1 where
+            the allocator keeps it anyway, as PyTorch's for CUDA does.
     """
 
     device: str
@@ -63,6 +71,7 @@ class DeviceReport:
     even_width: int
     uneven_share: float
     share_by_rows: dict[int, float]
+    fresh_share: float = 1.0
 
 
 def _reported(device: torch.device, name: str) -> NativeSupport:
@@ -77,6 +86,18 @@ def _best_of(rate: Callable[[Probe], float], probes: Sequence[Probe]) -> dict[Pr
     """Return the best rate of each probe over interleaved passes: a busy moment does not fall on one of them alone."""
     passes = [{probe: rate(probe) for probe in probes} for _ in range(PASSES)]
     return {probe: max(found[probe] for found in passes) for probe in probes}
+
+
+def fresh_share() -> float:
+    """Return how fast freed memory is written when it is taken again, over memory that was kept, on the CPU."""
+
+    def write() -> Tensor:
+        return torch.empty(FRESH_BYTES, dtype=torch.uint8).fill_(1)
+
+    held = write()
+    kept = min(timeit.repeat(lambda: held.fill_(1), number=1, repeat=2 * PASSES))
+    fresh = min(timeit.repeat(write, number=1, repeat=2 * PASSES))
+    return min(1.0, kept / fresh)
 
 
 def measure_device(device: torch.device, budget_s: float) -> DeviceReport:
@@ -114,6 +135,7 @@ def measure_device(device: torch.device, budget_s: float) -> DeviceReport:
         even_width=width,
         uneven_share=uneven / even,
         share_by_rows={n: probes[n, width] / best for n in rows},
+        fresh_share=fresh_share() if kind == "cpu" else 1.0,
     )
 
 
@@ -145,7 +167,7 @@ def _on_formats(formats: Mapping[str, FormatReport], fastest: str) -> list[str]:
 
 
 def advice(report: DeviceReport) -> tuple[str, ...]:
-    """Return what the measurements advise, one sentence each: formats, widths, batch sizes."""
+    """Return what the measurements advise, one sentence each: formats, widths, batch sizes, memory."""
     lines = _on_formats(report.formats, report.fastest)
     narrow, share = report.even_width - 1, report.uneven_share
     pays = share < UNEVEN_COSTS
@@ -166,5 +188,11 @@ def advice(report: DeviceReport) -> tuple[str, ...]:
         lines.append(
             f"even {most} rows at width {report.even_width} reach only {report.share_by_rows[most]:.0%} of the best "
             f"{report.fastest} rate, {small}: larger batches and widths use this device better."
+        )
+    if report.fresh_share < FRESH_COSTS:
+        lines.append(
+            f"memory that was freed and taken again is written at {report.fresh_share:.0%} of the rate of memory that was "
+            "kept, and every step frees its activations and gradients: on Linux, start with MALLOC_MMAP_MAX_=0 "
+            "MALLOC_TRIM_THRESHOLD_=4294967296 in the environment, and glibc keeps it."
         )
     return tuple(lines)

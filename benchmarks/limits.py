@@ -1,0 +1,172 @@
+"""What torch's own kernels leave to gain on a CPU: each workload beside a run of it that nothing of mezzo's is part of.
+
+Run: `python benchmarks/limits.py [launch] [text] [recipe] [ROUNDS]`; all three without a name. It prints a table and one line of
+JSON. The ways take turns, a step each; figures are medians.
+
+`launch` and `text`: BERT. "16 bit" keeps nothing in fp32: weights and moments in bf16, under torch.autocast, stepped by torch's
+fused AdamW without a check, unscaling or clipping. It cannot be trained with, and is what a prepared step would take if
+masters, decisions and binding cost nothing. One thread, its processor time.
+
+`recipe`: "products" are those of a step alone, by torch.mm into memory that is there; "floor" is that of `mezzo bench recipe`.
+All threads, wall time.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mezzo.bench.bert import BertLogits, classification_loss
+from mezzo.bench.ceilings import measure_ceilings
+from mezzo.bench.floor import floor_seconds
+from mezzo.bench.machine import describe_machine
+from mezzo.bench.overhead import Overhead
+from mezzo.bench.recipe import Recipe
+from mezzo.bench.text import Text, review_batches
+from mezzo.bench.variant import VARIANTS
+from mezzo.bench.workload import Setting, Workload
+
+CPU = torch.device("cpu")
+SETTING = Setting(device=CPU, dtype=torch.bfloat16)
+WARM_UP = 8
+"""More than the steps whose invariants are looked at."""
+Way = Callable[[], object]
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def medians(ways: dict[str, Way], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Return the median milliseconds of each way, a call each in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(WARM_UP + rounds):
+        for name, way in ways.items():
+            start = clock()
+            way()
+            if turn >= WARM_UP:
+                seconds[name].append(clock() - start)
+    return {name: 1e3 * statistics.median(found) for name, found in seconds.items()}
+
+
+def built(workload: Workload, variant: str) -> Way:
+    """Return a step of a variant, as `mezzo bench` builds it."""
+    return workload.build(VARIANTS[variant], SETTING).run
+
+
+def sixteen_bit(workload: Overhead | Text, batch: Batch) -> Way:
+    """Return a step of a BERT that keeps nothing in fp32."""
+    torch.manual_seed(0)
+    model = BertLogits(workload.size).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = classification_loss(model, batch)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def sixteen_bit_forward(workload: Overhead, batch: Batch) -> Way:
+    """Return a forward of a BERT whose weights are bf16."""
+    torch.manual_seed(0)
+    model = BertLogits(workload.size).to(torch.bfloat16).eval()
+
+    def forward() -> None:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            classification_loss(model, batch)
+
+    return forward
+
+
+def launch(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure the launch-bound BERT of `mezzo bench overhead`."""
+    torch.set_num_threads(1)
+    ids = torch.randint(100, (1, 8))
+    batch = (ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64))
+    train, evaluate = (Overhead(steps=1, modes=(mode,)) for mode in ("train", "eval"))
+    named = ("torch-autocast", "mezzo-autocast", "mezzo-prepared")
+    ways = {name: built(train, name) for name in named} | {"16 bit": sixteen_bit(train, batch)}
+    forwards = {name: built(evaluate, name) for name in named} | {"16 bit": sixteen_bit_forward(evaluate, batch)}
+    return {
+        "launch-bound, train": medians(ways, rounds, time.thread_time),
+        "launch-bound, eval": medians(forwards, rounds, time.thread_time),
+    }
+
+
+def text(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure fine-tuning steps of BERTs: the size of `mezzo bench text` on a CPU, and wider layers."""
+    torch.set_num_threads(1)
+    sizes = {
+        "4 x 256, batch 32 x 64": Text(layers=4, width=256, batch_size=32, tokens=64, num_batches=1, steps=1),
+        "2 x 768, batch 8 x 64": Text(layers=2, width=768, batch_size=8, tokens=64, num_batches=1, steps=1),
+        "2 x 768, batch 32 x 64": Text(layers=2, width=768, batch_size=32, tokens=64, num_batches=1, steps=1),
+    }
+    found = {}
+    for name, workload in sizes.items():
+        batch = review_batches(workload.size, workload.batch_size, workload.tokens, 1, CPU)[0]
+        ways = {name: built(workload, name) for name in ("torch-amp", "mezzo-prepared")}
+        found[f"text {name}"] = medians(ways | {"16 bit": sixteen_bit(workload, batch)}, rounds, time.thread_time)
+    return found
+
+
+def products(size: Recipe) -> Way:
+    """Return the products of one step, into memory that is there, in the order of forward and backward."""
+    count, width = size.num_layers, size.in_size
+    bf16: Callable[..., Tensor] = lambda *shape: torch.randn(*shape).to(torch.bfloat16)  # noqa: E731
+    inputs, weights = bf16(size.batch_size, width), [bf16(width, width) for _ in range(count)]
+    outputs, errors = ([bf16(size.batch_size, width) for _ in range(count)] for _ in range(2))
+    grads = [bf16(width, width) for _ in range(count)]
+
+    def run() -> None:
+        for layer in range(count):
+            torch.mm(outputs[layer - 1] if layer else inputs, weights[layer].t(), out=outputs[layer])
+        for layer in reversed(range(count)):
+            error = errors[layer]
+            torch.mm(error.t(), outputs[layer - 1] if layer else inputs, out=grads[layer])
+            if layer:
+                torch.mm(error, weights[layer], out=errors[layer - 1])
+
+    return run
+
+
+def recipe(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure the recipe at three widths."""
+    found = {}
+    ceilings = measure_ceilings(CPU, ("bf16",), 6.0)
+    for width in (1024, 2048, 4096):
+        size = Recipe(in_size=width, out_size=width, num_batches=1, epochs=1)
+        ways = {name: built(size, name) for name in ("torch-amp", "mezzo-prepared")}
+        row = medians(ways | {"products": products(size)}, rounds, time.perf_counter)
+        again = measure_ceilings(CPU, ("bf16",), 6.0)
+        ceilings = ceilings.best(again)
+        found[f"recipe 512 x {width} x 3"] = row | {"floor": 1e3 * floor_seconds(size.floor("bf16"), ceilings, "bf16")}
+    return found
+
+
+PARTS = {"launch": launch, "text": text, "recipe": recipe}
+
+
+def main() -> None:
+    """Measure what was asked for, print what was found."""
+    asked = [name for name in sys.argv[1:] if name in PARTS] or list(PARTS)
+    rounds = next((int(word) for word in sys.argv[1:] if word.isdigit()), 51)
+    threads = torch.get_num_threads()
+    found: dict[str, dict[str, float]] = {}
+    for name in asked:
+        torch.set_num_threads(threads)
+        found |= PARTS[name](rounds)
+    for name, row in found.items():
+        first, *_ = row.values()
+        print(f"{name:28}", "  ".join(f"{way} {ms:.2f} ms ({ms / first:.2f}x)" for way, ms in row.items()))
+    print(json.dumps({"unit": "ms", "rounds": rounds, "found": found, "machine": describe_machine(CPU)}))
+
+
+if __name__ == "__main__":
+    main()
