@@ -65,8 +65,8 @@ class Lora(Workload):
 
     @classmethod
     def for_device(cls, device: torch.device) -> Lora:
-        """Return the same width everywhere, with fewer layers and steps on the CPU."""
-        return cls(layers=16, steps=50) if device.type == "cuda" else cls(layers=2, steps=5)
+        """Return the same width everywhere, with fewer layers on the CPU."""
+        return cls(layers=16, steps=50) if device.type == "cuda" else cls(layers=2)
 
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Scaling(Workload):
             return cls()
         return cls(
             width=512, batch=128, depth=3, widths=(128, 256, 512, 1024), batches=(16, 64, 256), depths=(2, 4, 8),
-            parameter_widths=(256, 512, 1024, 2048), steps=5,
+            parameter_widths=(256, 512, 1024, 2048),
         )  # fmt: skip
 
     @classmethod

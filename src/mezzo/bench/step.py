@@ -78,8 +78,8 @@ class Step(Workload):
 
     @classmethod
     def for_device(cls, device: torch.device) -> Step:
-        """Return up to a billion parameters on CUDA, a hundred million and fewer steps on the CPU."""
-        return cls() if device.type == "cuda" else cls(parameters=(10**7, 10**8), steps=5)
+        """Return up to a billion parameters on CUDA, a hundred million on the CPU."""
+        return cls() if device.type == "cuda" else cls(parameters=(10**7, 10**8))
 
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
