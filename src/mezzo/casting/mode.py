@@ -16,6 +16,7 @@ from ..policy import Rule
 from ..policy.table import Row
 from .cache import RegionCache
 from .callables import RuleBook
+from .eager import never_compiled_alone
 from .frame import bind_frame
 from .provenance import mismatch_message
 
@@ -85,6 +86,7 @@ class CastMode(TorchFunctionMode):
         self.suspended = False
         self._device = next(iter(book.rows))
 
+    @never_compiled_alone
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

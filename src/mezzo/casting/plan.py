@@ -63,7 +63,8 @@ class Plan:
         """Return the interceptor to push, None where torch's dispatcher is the engine."""
         if self.book is None:
             return None
-        cache = RegionCache(self.store) if self.caches else None
+        # A compiled graph casts at every use, and what a cache sets up cannot be traced.
+        cache = RegionCache(self.store) if self.caches and not torch.compiler.is_compiling() else None
         return CastMode(self.book, cache, current=current)
 
 

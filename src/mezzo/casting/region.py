@@ -14,6 +14,7 @@ import torch
 from ..errors import CastError, RegionError
 from ..policy import Policy
 from ..policy.parts import CacheName
+from .eager import never_compiled_alone
 from .mode import CastMode
 from .plan import Plan, current_switch, device_types, plan_of
 from .provenance import traceback_message
@@ -105,6 +106,7 @@ class autocast:  # the name torch gives it
         """The engine that carries this region out."""
         return "dispatcher" if self._plan.book is None else "mode"
 
+    @never_compiled_alone
     def __enter__(self) -> autocast:
         plan = self._plan
         mode = plan.new_mode(_repeat)
@@ -136,6 +138,7 @@ class autocast:  # the name torch gives it
             outer.suspended = True
         return frame
 
+    @never_compiled_alone
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casting import autocast
+from ..casting.eager import never_compiled_alone
 from ..casting.frame import bind_frame
 from ..errors import PolicyError
 from ..policy import Policy
@@ -137,14 +138,17 @@ class _Outside:
 _here = _Here()
 
 
+@never_compiled_alone
 def _stand_in(binding: Binding | None, traced: bool) -> None:
     _here.binding, _here.traced, _here.plain = binding, traced, None if traced else binding
 
 
+@never_compiled_alone
 def _is_traced() -> bool:
     return not is_compiling() and peek_interpreter_stack() is not None
 
 
+@never_compiled_alone
 def _is_recompute() -> bool:
     """Whether a checkpointed part is run again inside a backward pass, under torch's autocast state of its first run.
 
@@ -165,11 +169,12 @@ def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tup
     return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
 
 
-def _enter(
-    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
-) -> Any:
-    binding, outer, outer_traced = bound.binding, _here.binding, _here.traced
-    is_eager, after = not is_compiling(), None
+@never_compiled_alone
+def _open(
+    bound: Bound, module: nn.Module, args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> tuple[autocast, tuple[Any, ...], Any, AfterForward | None]:
+    """Return the region to run a module in, its arguments there, and what to call with its output."""
+    binding, is_eager, after = bound.binding, not is_compiling(), None
     resumes = not bound.is_root and _is_recompute()
     if is_eager:
         binding.follow(module)
@@ -180,14 +185,28 @@ def _enter(
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
     region = binding.resumed() if resumes else binding.region(bound.around, traced)
-    _stand_in(binding, traced)
+    return region, args, kwargs, after
+
+
+def _enter(
+    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> Any:
+    outer, outer_traced = _here.binding, _here.traced
+    region, args, kwargs, after = _open(bound, module, args, kwargs, traced)
+    _stand_in(bound.binding, traced)
     try:
         with region:
             out = _run(bound, module, forward, args, kwargs)
     finally:
         _stand_in(outer, outer_traced)
-    if bound.is_root and binding.policy.output is not None:
-        out = cast_floating(out, binding.policy.output)
+    return _close(bound, out, after)
+
+
+@never_compiled_alone
+def _close(bound: Bound, out: Any, after: AfterForward | None) -> Any:
+    """Return a module's output as its caller gets it."""
+    if bound.is_root and bound.binding.policy.output is not None:
+        out = cast_floating(out, bound.binding.policy.output)
     if after is not None:
         after(out)
     return out

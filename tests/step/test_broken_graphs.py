@@ -1,0 +1,57 @@
+"""A prepared model that torch.compile cannot make one graph of runs as it does in eager."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+
+
+class Breaks(nn.Module):
+    """A model in which the compiler cannot make one graph, as many are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(torch.relu(y))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Dynamo does not know how to trace:UserWarning",
+    "ignore:The .grad attribute:UserWarning",
+    "ignore::DeprecationWarning",
+)
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "bf16, ops=mezzo", "bf16, module:second=fp32"])
+@pytest.mark.parametrize("style", ["compiled", "in place"])
+def test_a_compiled_model_that_breaks_the_graph_runs_as_in_eager(policy: str, style: str) -> None:
+    torch._dynamo.reset()
+    torch.default_generator.manual_seed(0)
+    eager, x = Breaks(), torch.randn(4, 8)
+    net = copy.deepcopy(eager)
+    for model in (eager, net):
+        mezzo.prepare(model, None, policy)
+    if style == "in place":
+        net.compile(backend="aot_eager")
+    compiled = net if style == "in place" else torch.compile(net, backend="aot_eager")
+    want = eager(x)
+    for _ in range(3):
+        got = compiled(x)
+        assert got.dtype is want.dtype
+        assert torch.equal(got, want)
+    grads = []
+    for model, out in ((eager, want), (net, got)):
+        out.float().square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for mine, theirs in zip(*grads, strict=True):
+        assert mine is not None and theirs is not None and mine.dtype is theirs.dtype
+        # The compiler sums and rounds in an order of its own.
+        bound = 2 * torch.finfo(torch.bfloat16).eps * theirs.abs().max().float()
+        assert (mine.float() - theirs.float()).abs().max() <= bound
