@@ -64,11 +64,12 @@ def test_the_advised_setting_keeps_memory() -> None:
     code = """
 import resource, torch
 from mezzo.bench.units import FRESH_BYTES
-def write(): torch.empty(FRESH_BYTES, dtype=torch.uint8).fill_(1)
-write()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-write()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def write():
+    before = faults()
+    torch.empty(FRESH_BYTES, dtype=torch.uint8).fill_(1)
+    return faults() - before
+print(min(write() for _ in range(8)))  # a small block may take the place of the first
 """
     setting = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
     bare = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
