@@ -168,10 +168,12 @@ class MasterOptimizer(torch.optim.Optimizer):
                 loss = closure()
         scale = getattr(self, "grad_scale", None)
         inv_scale = None if scale is None else scale.to(torch.float32).reciprocal()
+        found = getattr(self, "found_inf", None)
+        taken = None if found is None else found.reshape(()) == 0
         self._drop_stale_plans()
         first = 0
         for number, group in enumerate(self.param_groups):
-            for batch in self._batches(group, number, first, inv_scale):
+            for batch in self._batches(group, number, first, inv_scale, taken):
                 self.update_(group, batch)
             first += len(group["params"])
         return loss
@@ -244,10 +246,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         kinds = {(p.device, p.dtype, group["backend"]): None for group in self.param_groups for p in group["params"]}
         return [registry.why(self.op, *kind) for kind in kinds]
 
-    def _batches(self, group: dict[str, Any], number: int, first: int, inv_scale: Tensor | None) -> Iterator[Batch]:
+    def _batches(
+        self, group: dict[str, Any], number: int, first: int, inv_scale: Tensor | None, taken: Tensor | None
+    ) -> Iterator[Batch]:
         grads = [p.grad for p in group["params"]]
         kinds = self._kinds(group, number, first, grads)
-        self._count({id(kind.step): kind.step for kind in kinds}.values())
+        for count in {id(kind.step): kind.step for kind in kinds}.values():
+            count.add_(1 if taken is None else taken.to(count.device))
         scalars: dict[tuple[int, torch.dtype], Tensor] = {}
         for kind in kinds:
             dtype = torch.promote_types(kind.weights.values[0].dtype, torch.float32)
@@ -283,13 +288,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         for one in active:
             kinds.setdefault((id(one.state["step"]), one.param.dtype, one.grad.dtype), []).append(one)
         return [_kind_of(group, names, first, kind) for kind in kinds.values()]
-
-    def _count(self, counts: Iterable[Tensor]) -> None:
-        """Count a step that is taken. Writes: `counts`. Syncs: no."""
-        found = getattr(self, "found_inf", None)
-        taken = None if found is None else found.reshape(()) == 0
-        for count in counts:
-            count.add_(1 if taken is None else taken.to(count.device))
 
     def _batch(
         self,

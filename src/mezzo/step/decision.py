@@ -15,7 +15,7 @@ from ..kernels.shards import any_spread, is_spread, num_parts
 from ..policy import ScalingConfig
 from ..scaling.state import LossScale, NoScaling, next_state
 from .marks import Mark
-from .pending import Pending
+from .pending import Pending, either
 from .update import Share, Skip, move
 from .verdict import Evidence, Verdict
 
@@ -100,12 +100,12 @@ def decide(
 
     Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
-    home = pending.loss_bad.device
-    early = pending.gradients_bad | pending.penalty_bad
-    if pending.scale is not None:
-        early = early | ~pending.scale.reciprocal().isfinite()
-    loss = pending.loss_bad & ~pending.penalty_bad
-    buffers = (move(norm_and_finite(written).found_nonfinite, home) if written else torch.zeros((), device=home)) != 0
+    home = pending.device
+    assert pending.loss_bad is not None  # there was a backward pass
+    no = torch.zeros_like(pending.loss_bad)
+    early: tuple[Tensor | None, ...] = (pending.gradients_bad, pending.penalty_bad, _unusable(pending.scale))
+    loss = pending.loss_bad if pending.penalty_bad is None else pending.loss_bad & ~pending.penalty_bad
+    buffers = move(norm_and_finite(written).found_nonfinite, home) != 0 if written else no
     found = torch.stack([move(share.check.found_nonfinite, home) for share in shares]) != 0
     squares = None
     if agree is not None or any(any_spread(share.params) for share in shares):
@@ -114,21 +114,21 @@ def decide(
         for share, flag in zip(shares, found.unbind(), strict=True):
             everywhere[share.place] = flag
         if agree is not None:
-            flags = torch.stack([early, loss, buffers]).to(torch.float32)
+            flags = torch.stack([either(no, *early), loss, buffers]).to(torch.float32)
             findings, squares = agree.combine(torch.cat([flags, everywhere]), squares)
-            early, loss, buffers = (flag != 0 for flag in findings[:3].unbind())
-            everywhere = findings[3:]
+            agreed, loss, buffers = (flag != 0 for flag in findings[:3].unbind())
+            early, everywhere = (agreed,), findings[3:]
         # Squares of parts that are finite one by one may add up to more than fp32 holds.
         everywhere = (everywhere != 0) | ~squares[:-1].isfinite()
         found = torch.stack([everywhere[share.place] for share in shares])
-        gradients = early | everywhere.any()
+        gradients = either(everywhere.any(), *early)
     else:
-        gradients = early | found.any()
+        gradients = either(found.any(), *early)
     if skip == "together":
-        skips = (gradients | loss | buffers).expand(len(shares))
+        skips = either(gradients, loss, buffers).expand(len(shares))
     else:
         # A bad loss belongs to the optimizers whose gradients it spoilt; if it spoilt none, to all.
-        skips = found | early | buffers | (loss & ~gradients)
+        skips = either(found, *early, buffers, loss & ~gradients)
     norms, norm = _norms(shares, squares, home)
     return Decision(
         gradients_bad=gradients,
@@ -139,6 +139,11 @@ def decide(
         skips=skips.to(torch.float32),
         scale=pending.scale,
     )
+
+
+def _unusable(scale: Tensor | None) -> Tensor | None:
+    """Say whether a scale has no finite reciprocal: shape (), bool; None without scaling."""
+    return None if scale is None else scale.reciprocal() * 0 != 0
 
 
 def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -> Tensor:

@@ -14,7 +14,7 @@ from ..kernels.gradients import norm_and_finite
 from .causes import why_no_gradients
 from .edit import true_gradients
 from .marks import Mark, Marks, first
-from .pending import Pending, check_loss
+from .pending import Pending, check_loss, either
 from .update import Share, move, parameters, shares_of
 
 
@@ -107,7 +107,8 @@ class Gradients:
         pending = self.require("unscaled_grads()")
         params = self.parameters()
         self._refuse_edits(params)
-        pending.gradients_bad = pending.gradients_bad | self._is_bad([p.grad for p in params if p.grad is not None])
+        seen = self._is_bad([p.grad for p in params if p.grad is not None])
+        pending.gradients_bad = either(seen, pending.gradients_bad)
         self._is_shown = True
         try:
             with true_gradients(params, pending.scale):
@@ -179,18 +180,16 @@ class Gradients:
         return list({id(p): p for optimizer in self._optimizers for p in parameters(optimizer)}.values())
 
     def _open(self, scale: Tensor | None) -> Pending:
-        pending = Pending.start(scale, self.home)
-        if self._penalty_bad is not None:
-            pending.penalty_bad, self._penalty_bad = self._penalty_bad, None
-        return pending
+        bad, self._penalty_bad = self._penalty_bad, None
+        return Pending(scale, self.home, penalty_bad=bad)
 
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
         """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""
         bad = self._is_bad(found) & move(outputs.detach().isfinite().all(), self.home)
         if self._pending is not None:
-            self._pending.penalty_bad = self._pending.penalty_bad | bad
+            self._pending.penalty_bad = either(bad, self._pending.penalty_bad)
         else:
-            self._penalty_bad = bad if self._penalty_bad is None else self._penalty_bad | bad
+            self._penalty_bad = either(bad, self._penalty_bad)
 
     def _is_bad(self, grads: Iterable[Tensor]) -> Tensor:
         return move(norm_and_finite(list(grads)).found_nonfinite, self.home) != 0

@@ -18,29 +18,33 @@ class Pending:
 
     Attributes:
         scale: shape (), fp32; None without scaling.
-        loss_bad: shape (), bool: a loss was inf or NaN before scaling.
-        gradients_bad: shape (), bool: inf or NaN were seen before somebody edited the gradients.
-        penalty_bad: shape (), bool: inf or NaN were in what `grad` returned, so that a loss made of it is no witness.
+        device: where the flags lie.
+        loss_bad: shape (), bool: a loss was inf or NaN before scaling; None before the first loss.
+        gradients_bad: shape (), bool: inf or NaN were seen before somebody edited the gradients; None: nobody did.
+        penalty_bad: shape (), bool: inf or NaN were in what `grad` returned, so that a loss made of it is no witness;
+            None: it was not called.
         is_broken: a backward pass failed halfway, so that the gradients are part of a sum.
     """
 
     scale: Tensor | None
-    loss_bad: Tensor
-    gradients_bad: Tensor
-    penalty_bad: Tensor
+    device: torch.device
+    loss_bad: Tensor | None = None
+    gradients_bad: Tensor | None = None
+    penalty_bad: Tensor | None = None
     is_broken: bool = False
-
-    @classmethod
-    def start(cls, scale: Tensor | None, device: torch.device) -> Pending:
-        """Return a step without any backward pass yet. Syncs: no."""
-        no = torch.zeros((), dtype=torch.bool, device=device)
-        return cls(scale=scale, loss_bad=no, gradients_bad=no, penalty_bad=no)
 
     def take(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, and remember whether it was finite. Syncs: no."""
-        device = self.loss_bad.device
-        self.loss_bad = self.loss_bad | move(~loss.detach().isfinite().all(), device)
+        bad = (loss.detach() * 0 != 0).reshape(())  # inf and NaN times 0 are NaN
+        self.loss_bad = either(move(bad, self.device), self.loss_bad)
         return loss if self.scale is None else loss * move(self.scale, loss.device)
+
+
+def either(flag: Tensor, *others: Tensor | None) -> Tensor:
+    """Return where any of several flags is set; None is one that is not. Syncs: no."""
+    for other in others:
+        flag = flag if other is None else flag | other
+    return flag
 
 
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
