@@ -111,7 +111,7 @@ def text(rounds: int) -> dict[str, dict[str, float]]:
     found = {}
     for name, workload in sizes.items():
         batch = review_batches(workload.size, workload.batch_size, workload.tokens, 1, CPU)[0]
-        ways = {name: built(workload, name) for name in ("torch-amp", "mezzo-prepared")}
+        ways = {variant: built(workload, variant) for variant in ("torch-amp", "mezzo-prepared")}
         found[f"text {name}"] = medians(ways | {"16 bit": sixteen_bit(workload, batch)}, rounds, time.thread_time)
     return found
 
@@ -119,7 +119,10 @@ def text(rounds: int) -> dict[str, dict[str, float]]:
 def products(size: Recipe) -> Way:
     """Return the products of one step, into memory that is there, in the order of forward and backward."""
     count, width = size.num_layers, size.in_size
-    bf16: Callable[..., Tensor] = lambda *shape: torch.randn(*shape).to(torch.bfloat16)  # noqa: E731
+
+    def bf16(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(torch.bfloat16)
+
     inputs, weights = bf16(size.batch_size, width), [bf16(width, width) for _ in range(count)]
     outputs, errors = ([bf16(size.batch_size, width) for _ in range(count)] for _ in range(2))
     grads = [bf16(width, width) for _ in range(count)]

@@ -91,16 +91,9 @@ def test_a_compiled_function_called_inside_the_region(name: str) -> None:
     net, x = Net(), torch.randn(4, 8)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
 
-    def inside(function: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            with autocast("cpu", **REGIONS[name]):
-                return function(x)
-
-        return step(net, forward, x)
-
-    want = inside(net)
+    want = step(net, contains(net, REGIONS[name]), x)
     for _ in range(10):
-        check(inside(compiled), want)
+        check(step(net, contains(compiled, REGIONS[name]), x), want)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
@@ -112,13 +105,7 @@ def test_the_first_cache_of_a_process_may_be_made_while_the_compiler_traces(monk
 
 
 def inside(net: Net, region: dict[str, object]) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    compiled = torch.compile(net, fullgraph=True)
-
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with autocast("cpu", **region):
-            return compiled(x)
-
-    return forward
+    return contains(torch.compile(net, fullgraph=True), region)
 
 
 def outside(net: Net, region: dict[str, object]) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import NativeSupport, native_support
-from .ceilings import FORMAT_NAMES, matmul_rate, product_rate, products_in
+from .ceilings import FORMAT_NAMES, fastest_seconds, matmul_rate, product_rate, products_in
 
 Probe = TypeVar("Probe")
 # The width whose products a device runs near its best rate, and the rows to find out from where on.
@@ -88,16 +87,15 @@ def _best_of(rate: Callable[[Probe], float], probes: Sequence[Probe]) -> dict[Pr
     return {probe: max(found[probe] for found in passes) for probe in probes}
 
 
-def fresh_share() -> float:
-    """Return how fast freed memory is written when it is taken again, over memory that was kept, on the CPU."""
+def fresh_share(device: torch.device, budget_s: float) -> float:
+    """Return how fast freed memory is written when it is taken again, over memory that was kept. Syncs: yes."""
 
     def write() -> Tensor:
-        return torch.empty(FRESH_BYTES, dtype=torch.uint8).fill_(1)
+        return torch.empty(FRESH_BYTES, dtype=torch.uint8, device=device).fill_(1)
 
     held = write()
-    kept = min(timeit.repeat(lambda: held.fill_(1), number=1, repeat=2 * PASSES))
-    fresh = min(timeit.repeat(write, number=1, repeat=2 * PASSES))
-    return min(1.0, kept / fresh)
+    kept_s = fastest_seconds(lambda: held.fill_(1), device, budget_s / 2)
+    return min(1.0, kept_s / fastest_seconds(write, device, budget_s / 2))
 
 
 def measure_device(device: torch.device, budget_s: float) -> DeviceReport:
@@ -135,7 +133,7 @@ def measure_device(device: torch.device, budget_s: float) -> DeviceReport:
         even_width=width,
         uneven_share=uneven / even,
         share_by_rows={n: probes[n, width] / best for n in rows},
-        fresh_share=fresh_share() if kind == "cpu" else 1.0,
+        fresh_share=fresh_share(device, part_s) if kind == "cpu" else 1.0,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that lie whole on this rank; any other may not."""
 
 
 def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, whole or in parts. Does not import what defines them."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -30,7 +31,7 @@ def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def any_spread(tensors: Iterable[Tensor]) -> bool:
     """Whether any of many tensors is a DTensor; a plain one costs no call."""
-    return any([type(tensor) not in _PLAIN and is_spread(tensor) for tensor in tensors])
+    return any([type(tensor) not in PLAIN and is_spread(tensor) for tensor in tensors])
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -42,6 +43,11 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the `local` part of each tensor; the same list where all are plain. Syncs: as `local`."""
+    return [local(tensor) for tensor in tensors] if any_spread(tensors) else tensors
 
 
 def spread_like(part: Tensor, like: Tensor) -> Tensor:

@@ -15,13 +15,12 @@ from ..errors import ConfigError, MasterError
 from ..formats import describe
 from ..kernels import registry
 from ..kernels.gradients import ScaledGradients
-from ..kernels.rounding import mix
-from ..kernels.shards import any_spread, first_place, local, spread_like
+from ..kernels.shards import local, spread_like
 from ..kernels.weights import KEPT, Weights, give_master_, read_master, store_master
 from ..policy import Master
 from .checks import check_dense, check_masters
-from .layout import aligned, memory_orders
-from .plan import Kind, Plan
+from .layout import aligned
+from .plan import Active, Kind, Plan, kinds_of
 from .state import Exact, mode_of, moment_dtype, report, seal_loaded, share_counts, take_master_
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -44,41 +43,6 @@ class Batch:
     grads: ScaledGradients
     scalars: Tensor
     step: Tensor
-
-
-@dataclass(slots=True, eq=False)
-class _Active:
-    """A parameter with a gradient, and its place in its group."""
-
-    place: int
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Tensor]
-
-
-def _seed(rounding_seed: int, number: int) -> int:
-    """Return the seed of one parameter's noise, from its number among all parameters."""
-    return mix((mix(rounding_seed) + number) & 0xFFFFFFFF)
-
-
-def _kind_of(group: Mapping[str, Any], names: Sequence[str], first: int, active: Sequence[_Active]) -> Kind:
-    states, params = [one.state for one in active], [one.param for one in active]
-    orders = memory_orders(params)
-    mode = mode_of(params[0], group)
-    chance = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
-    return Kind(
-        places=[one.place for one in active],
-        orders=orders,
-        weights=Weights(
-            mode=mode,
-            values=aligned(params, orders),
-            kept=aligned([state[KEPT[mode]] for state in states], orders) if mode in KEPT else [],
-            seeds=[_seed(group["rounding_seed"], first + one.place) if chance else 0 for one in active],
-            firsts=[first_place(p) for p in params] if chance and any_spread(params) else [],
-        ),
-        means={name: aligned([state[name] for state in states], orders) for name in names},
-        step=states[0]["step"],
-    )
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -263,31 +227,22 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _kinds(self, group: dict[str, Any], number: int, first: int, grads: list[Tensor | None]) -> Sequence[Kind]:
         """Return the kinds of a group: those of the last step, if everything is where it was."""
-        names = self.moment_names(group)
-        if torch.compiler.is_compiling():
-            return self._new_kinds(group, names, first, grads)
+        names, is_eager = self.moment_names(group), not torch.compiler.is_compiling()
         options = (first, names, group["master"], group["state_dtype"], group["rounding_seed"])
-        plan = self._plans.get(number)
-        if plan is None or not plan.fits(options, group["params"], grads):
-            kinds = self._new_kinds(group, names, first, grads)
-            states = [self.state[p] for p, grad in zip(group["params"], grads, strict=True) if grad is not None]
-            plan = self._plans[number] = Plan(kinds, options, group["params"], grads, states)
-        return plan.kinds
-
-    def _new_kinds(
-        self, group: Mapping[str, Any], names: Sequence[str], first: int, grads: Sequence[Tensor | None]
-    ) -> list[Kind]:
+        plan = self._plans.get(number) if is_eager else None
+        if plan is not None and plan.fits(options, group["params"], grads):
+            return plan.kinds
         active = [
-            _Active(place, p, grad, self.state[p])
+            Active(place, p, grad, self.state[p])
             for place, (p, grad) in enumerate(zip(group["params"], grads, strict=True))
             if grad is not None
         ]
         self._init_states(group, names, active)
         self._leave_behind(group, {id(one.state["step"]) for one in active})
-        kinds: dict[tuple[int, torch.dtype, torch.dtype], list[_Active]] = {}
-        for one in active:
-            kinds.setdefault((id(one.state["step"]), one.param.dtype, one.grad.dtype), []).append(one)
-        return [_kind_of(group, names, first, kind) for kind in kinds.values()]
+        kinds = kinds_of(group, names, first, active)
+        if is_eager:
+            self._plans[number] = Plan(kinds, options, grads, active)
+        return kinds
 
     def _batch(
         self,
@@ -314,7 +269,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             step=kind.step,
         )
 
-    def _init_states(self, group: Mapping[str, Any], names: Sequence[str], active: list[_Active]) -> None:
+    def _init_states(self, group: Mapping[str, Any], names: Sequence[str], active: list[Active]) -> None:
         counts: dict[torch.device, Tensor] = {}
         wanted = {mode: {"step", *names, *([KEPT[mode]] if mode in KEPT else [])} for mode in (group["master"], "none")}
         for one in active:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.shards import any_spread, local
+from ..kernels.shards import local_parts
 
 Order = tuple[int, ...] | None
 
@@ -37,8 +37,7 @@ def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tens
 
     Of sharded tensors the parts that lie on this rank. Syncs: no.
     """
-    if any_spread(tensors):
-        tensors = [local(tensor) for tensor in tensors]
+    tensors = local_parts(tensors)
     if any(orders):
         tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]
     return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else tensors

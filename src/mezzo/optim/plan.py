@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.weights import Weights
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+from ..kernels.rounding import mix
+from ..kernels.shards import PLAIN, any_spread, first_place
+from ..kernels.weights import KEPT, Weights
+from .layout import Order, aligned, memory_orders
+from .state import mode_of, moment_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,10 +30,63 @@ class Kind:
     """
 
     places: Sequence[int]
-    orders: Sequence[tuple[int, ...] | None]
+    orders: Sequence[Order]
     weights: Weights
     means: Mapping[str, Sequence[Tensor]]
     step: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Active:
+    """A parameter with a gradient, and its place in its group."""
+
+    place: int
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+
+def kinds_of(group: Mapping[str, Any], names: Sequence[str], first: int, active: Sequence[Active]) -> list[Kind]:
+    """Return the kinds of a group.
+
+    Args:
+        group: with its options.
+        names: of the running means in a parameter's state.
+        first: number of the group's first parameter among all parameters.
+        active: its parameters with a gradient, their states complete.
+
+    Raises:
+        ConfigError: noise was asked for a weight that is sharded in a way that hides where its elements belong.
+    """
+    kinds: dict[tuple[int, torch.dtype, torch.dtype], list[Active]] = {}
+    for one in active:
+        kinds.setdefault((id(one.state["step"]), one.param.dtype, one.grad.dtype), []).append(one)
+    return [_kind(group, names, first, alike) for alike in kinds.values()]
+
+
+def _kind(group: Mapping[str, Any], names: Sequence[str], first: int, active: Sequence[Active]) -> Kind:
+    states, params = [one.state for one in active], [one.param for one in active]
+    orders = memory_orders(params)
+    mode = mode_of(params[0], group)
+    chance = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
+    return Kind(
+        places=[one.place for one in active],
+        orders=orders,
+        weights=Weights(
+            mode=mode,
+            values=aligned(params, orders),
+            kept=aligned([state[KEPT[mode]] for state in states], orders) if mode in KEPT else [],
+            seeds=[_seed(group["rounding_seed"], first + one.place) if chance else 0 for one in active],
+            firsts=[first_place(p) for p in params] if chance and any_spread(params) else [],
+        ),
+        means={name: aligned([state[name] for state in states], orders) for name in names},
+        step=states[0]["step"],
+    )
+
+
+def _seed(rounding_seed: int, number: int) -> int:
+    """Return the seed of one parameter's noise, from its number among all parameters."""
+    return mix((mix(rounding_seed) + number) & 0xFFFFFFFF)
 
 
 class Plan:
@@ -40,9 +95,8 @@ class Plan:
     Args:
         kinds: of all its parameters with a gradient.
         options: of the group, as far as they decide over kinds.
-        params: of the group.
         grads: of each parameter; None for one that has none.
-        entries: states of the parameters with a gradient, by name.
+        active: the parameters that have one.
 
     Attributes:
         kinds: as given.
@@ -52,17 +106,16 @@ class Plan:
         self,
         kinds: Sequence[Kind],
         options: tuple[object, ...],
-        params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
-        entries: Sequence[dict[str, Any]],
+        active: Sequence[Active],
     ) -> None:
+        params = [one.param for one in active]
         self.kinds = kinds
-        self._options, self._entries = options, entries
+        self._options, self._entries = options, [one.state for one in active]
         self._dtypes = [None if grad is None else grad.dtype for grad in grads]
-        active = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-        self._sizes = [p.numel() for p in active]
-        self._held = self._all(active)
-        self._can_last = all(type(t) in _PLAIN and t.is_contiguous() and not t.is_complex() for t in self._held)
+        self._sizes = [p.numel() for p in params]
+        self._held = self._all(params)
+        self._can_last = all(type(t) in PLAIN and t.is_contiguous() and not t.is_complex() for t in self._held)
         self._addresses = [t.data_ptr() for t in self._held] if self._can_last else []
 
     def _all(self, params: Sequence[Tensor]) -> list[Any]:

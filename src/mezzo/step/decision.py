@@ -14,6 +14,7 @@ from ..kernels.gradients import norm_and_finite
 from ..kernels.shards import any_spread, is_spread, num_parts
 from ..policy import ScalingConfig
 from ..scaling.state import LossScale, NoScaling, next_state
+from ..scaling.unscale import is_unusable
 from .marks import Mark
 from .pending import Pending, either
 from .update import Share, Skip, move
@@ -103,7 +104,8 @@ def decide(
     home = pending.device
     assert pending.loss_bad is not None  # there was a backward pass
     no = torch.zeros_like(pending.loss_bad)
-    early: tuple[Tensor | None, ...] = (pending.gradients_bad, pending.penalty_bad, _unusable(pending.scale))
+    unusable = None if pending.scale is None else is_unusable(pending.scale) != 0
+    early: tuple[Tensor | None, ...] = (pending.gradients_bad, pending.penalty_bad, unusable)
     loss = pending.loss_bad if pending.penalty_bad is None else pending.loss_bad & ~pending.penalty_bad
     buffers = move(norm_and_finite(written).found_nonfinite, home) != 0 if written else no
     found = torch.stack([move(share.check.found_nonfinite, home) for share in shares]) != 0
@@ -141,11 +143,6 @@ def decide(
     )
 
 
-def _unusable(scale: Tensor | None) -> Tensor | None:
-    """Say whether a scale has no finite reciprocal: shape (), bool; None without scaling."""
-    return None if scale is None else scale.reciprocal() * 0 != 0
-
-
 def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -> Tensor:
     """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
 
@@ -168,10 +165,10 @@ def _norms(shares: Sequence[Share], squares: Tensor | None, home: torch.device) 
 
     Args:
         shares: the parts of the optimizers.
-        squares: of what lies here in parts, for each optimizer and for all; None where everything is whole.
+        squares: of what lies in parts, for each optimizer and for all; None where everything is whole.
         home: where to.
     """
-    if len(shares) == 1 and squares is None:
+    if len(shares) == 1 and (squares is None or not any_spread(shares[0].params)):
         norm = move(shares[0].check.norm, home)
         return norm.unsqueeze(0), norm
     whole: dict[Tensor, Tensor] = {}

@@ -37,16 +37,14 @@ def step_(
     Writes: weights, what is kept beside them, moments; none of them if `grads.found_inf` is set.
     Syncs: no.
     """
-    means = (moments.means, moments.squares, moments.peaks)
-    where = layout(weights, means)
+    where = layout(weights, moments.lists)
     if where.other:
         straight, other = where.straight, where.other
         reference.step_(weights.at(other), grads.at(other), moments.at(other), rule, scalars, step)
         if not straight:
             return
         weights, grads, moments = weights.at(straight), grads.at(straight), moments.at(straight)
-        means = (moments.means, moments.squares, moments.peaks)
-    packed = pack(weights, grads, means, scalars, step)
+    packed = pack(weights, grads, moments.lists, scalars, step)
     numbers = _Rule(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.amsgrad)
     library(SOURCE).mezzo_adamw(ctypes.byref(packed.batch), ctypes.byref(numbers))
     torch.autograd.graph.increment_version(list(weights.values))

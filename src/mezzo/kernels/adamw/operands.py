@@ -43,6 +43,11 @@ class Moments:
     peaks: Sequence[Tensor]
     seeds: Sequence[int]
 
+    @property
+    def lists(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Means, squares and peaks, as a kernel takes them."""
+        return self.means, self.squares, self.peaks
+
     def at(self, places: Sequence[int]) -> Moments:
         """Return the means at some places."""
         return Moments(

@@ -90,7 +90,7 @@ def step_(
     Writes: weights, what is kept beside them, moments; none of them if `grads.found_inf` is set.
     Syncs: no.
     """
-    straight, other = contiguous_places(weights.values, weights.kept, moments.means, moments.squares, moments.peaks)
+    straight, other = contiguous_places(weights.values, weights.kept, *moments.lists)
     if other:
         reference.step_(weights.at(other), grads.at(other), moments.at(other), rule, scalars, step)
         weights, grads, moments = weights.at(straight), grads.at(straight), moments.at(straight)
@@ -98,7 +98,7 @@ def step_(
         return
     device, count = step.device, len(weights.values)
     held = [grad.contiguous() for grad in grads.values]
-    lists = (weights.values, weights.kept, held, moments.means, moments.squares, moments.peaks)
+    lists = (weights.values, weights.kept, held, *moments.lists)
     sizes = tuple(value.numel() for value in weights.values)
     parts = blocks(sizes, device)
     firsts = table(tuple(weights.firsts) or (0,) * count, device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import registry
-from ..shards import any_spread, local
+from ..shards import local_parts
 from . import reference
 
 
@@ -72,8 +72,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     (5.0, 0.0)
     """
     with torch.no_grad():
-        parts = [local(grad) for grad in grads] if any_spread(grads) else grads
-        kept = tuple([part.detach() if part.requires_grad else part for part in parts])
+        kept = tuple([part.detach() if part.requires_grad else part for part in local_parts(grads)])
         home = kept[0].device if kept else inv_scale.device if inv_scale is not None else torch.device("cpu")
         norms = _gather(kept, home)
         if inv_scale is not None:
