@@ -7,7 +7,7 @@ JSON. The ways take turns, a step each; figures are medians.
 fused AdamW without a check, unscaling or clipping. It cannot be trained with, and is what a prepared step would take if
 masters, decisions and binding cost nothing. One thread, its processor time.
 
-`recipe`: "products" are those of a step alone, by torch.mm into memory that is there; "floor" is that of `mezzo bench recipe`.
+`recipe`: "products" are those of a step alone, by torch.mm into memory that is there; "roofline" is that of `mezzo bench recipe`.
 All threads, wall time.
 """
 
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from mezzo.bench.bert import BertLogits, classification_loss
-from mezzo.bench.ceilings import measure_ceilings
-from mezzo.bench.floor import floor_seconds
+from mezzo.bench.peak_rates import measure_peak_rates
+from mezzo.bench.roofline import roofline_seconds
 from mezzo.bench.machine import describe_machine
-from mezzo.bench.overhead import Overhead
-from mezzo.bench.recipe import Recipe
-from mezzo.bench.text import Text, review_batches
+from mezzo.bench.workloads.overhead import Overhead
+from mezzo.bench.workloads.recipe import Recipe
+from mezzo.bench.workloads.text_classification import Text, review_batches
 from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting, Workload
 
@@ -142,14 +142,14 @@ def products(size: Recipe) -> Way:
 def recipe(rounds: int) -> dict[str, dict[str, float]]:
     """Measure the recipe at three widths."""
     found = {}
-    ceilings = measure_ceilings(CPU, ("bf16",), 6.0)
+    peak_rates = measure_peak_rates(CPU, ("bf16",), 6.0)
     for width in (1024, 2048, 4096):
         size = Recipe(in_size=width, out_size=width, num_batches=1, epochs=1)
         ways = {name: built(size, name) for name in ("torch-amp", "mezzo-prepared")}
         row = medians(ways | {"products": products(size)}, rounds, time.perf_counter)
-        again = measure_ceilings(CPU, ("bf16",), 6.0)
-        ceilings = ceilings.best(again)
-        found[f"recipe 512 x {width} x 3"] = row | {"floor": 1e3 * floor_seconds(size.floor("bf16"), ceilings, "bf16")}
+        again = measure_peak_rates(CPU, ("bf16",), 6.0)
+        peak_rates = peak_rates.best(again)
+        found[f"recipe 512 x {width} x 3"] = row | {"roofline": 1e3 * roofline_seconds(size.roofline("bf16"), peak_rates, "bf16")}
     return found
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from mezzo.dist import traffic
+from mezzo.distributed import comm_stats
 
 STEPS = 50
 
@@ -35,12 +35,12 @@ def measure(reduce: str) -> None:
     for step in range(STEPS + 5):
         if step == 5:  # the first steps set up connections and compare ranks
             dist.barrier()
-            before, counted = sent_by_interface(), traffic(ddp).payload_bytes
+            before, counted = sent_by_interface(), comm_stats(ddp).payload_bytes
         amp.zero_grad()
         amp.backward(ddp(torch.randn(8, 256)).float().square().mean())
         amp.step()
     dist.barrier()
-    after, sent = sent_by_interface(), traffic(ddp)
+    after, sent = sent_by_interface(), comm_stats(ddp)
     if dist.get_rank() == 0:
         payload = (sent.payload_bytes - counted) // STEPS
         ring = 2 * (sent.num_ranks - 1) * payload // sent.num_ranks

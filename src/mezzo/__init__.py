@@ -9,10 +9,10 @@ from .casting import autocast as autocast
 from .casting import checkpoint_contexts as checkpoint_contexts
 from .casting import custom_bwd as custom_bwd
 from .casting import custom_fwd as custom_fwd
+from .loss_scale import GradScaler as GradScaler
 from .policy import Policy as Policy
 from .policy import Rule as Rule
 from .policy import ScalingConfig as ScalingConfig
-from .scaling import GradScaler as GradScaler
 from .step import Stepper as Stepper
 from .step import StepResult as StepResult
 from .step import prepare as prepare
@@ -21,13 +21,16 @@ from .step.replay import set_tools as _set_tools
 
 __version__ = "0.1.0"
 
-_TOOLS = ("diagnose",)
+_LAZY = ("diagnose", "distributed")
+_RENAMED = {"dist": "distributed", "scaling": "loss_scale"}
 
 
 def __getattr__(name: str) -> _ModuleType:
-    """Import a folder of tools when it is first asked for; `import mezzo` loads none of them."""
-    if name in _TOOLS:
+    """Import a folder when it is first asked for; `import mezzo` loads none of these."""
+    if name in _LAZY:
         return _import_module(f"{__name__}.{name}")
+    if name in _RENAMED:
+        raise AttributeError(f"mezzo.{name} is now called mezzo.{_RENAMED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MezzoError(Exception):
@@ -82,6 +82,16 @@ class BenchError(MezzoError, RuntimeError):
 
 class DistributedError(MezzoError, RuntimeError):
     """Ranks that disagree, or a rank that did not answer in time; names the ranks."""
+
+
+def listed(names: Sequence[str], count: int = 3) -> str:
+    """Return the first few names of a list, and how many there are beyond them.
+
+    >>> listed(["a", "b", "c", "d"], 2)
+    'a, b and 2 more'
+    """
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from mezzo.bench import Plan, Result, measure
 from mezzo.bench.harness import Worker, schedule
-from mezzo.bench.plan import CEILINGS
-from mezzo.bench.recipe import Recipe
-from mezzo.bench.result import from_json
+from mezzo.bench.measurement import from_json
+from mezzo.bench.run_plan import PEAK_RATES
+from mezzo.bench.workloads.recipe import Recipe
 from mezzo.errors import BenchError
 
 SMALL = Recipe(batch_size=8, in_size=16, out_size=4, num_layers=3, num_batches=2, epochs=2)
@@ -24,7 +24,7 @@ NAMES = st.lists(st.text("abc", min_size=1), min_size=1, max_size=4, unique=True
 
 
 def job(variant: str, **config: int) -> dict[str, object]:
-    plan = {"variants": ["fp32"], "threads": 1, "ceilings_s": 0.05}
+    plan = {"variants": ["fp32"], "threads": 1, "peak_rates_s": 0.05}
     return {"workload": "recipe", "variant": variant, "config": config, "plan": plan}
 
 
@@ -42,7 +42,7 @@ def test_rounds_are_interleaved(points: list[str], variants: list[str], rounds: 
 @pytest.fixture(scope="module")
 def timed() -> tuple[Result, list[tuple[str, int, int]]]:
     told: list[tuple[str, int, int]] = []
-    plan = Plan(variants=VARIANTS, rounds=2, threads=1, ceilings_s=0.05)
+    plan = Plan(variants=VARIANTS, rounds=2, threads=1, peak_rates_s=0.05)
     result = measure(SMALL, plan, tests="12 passed", progress=lambda *said: told.append(said))
     return result, told
 
@@ -50,7 +50,7 @@ def timed() -> tuple[Result, list[tuple[str, int, int]]]:
 def test_every_sample_is_kept(timed: tuple[Result, list[tuple[str, int, int]]]) -> None:
     result, told = timed
     label = SMALL.points()[0].label
-    assert [what for what, _, _ in told] == [f"{label}: {name}" for name in (*VARIANTS, CEILINGS)] * 2
+    assert [what for what, _, _ in told] == [f"{label}: {name}" for name in (*VARIANTS, PEAK_RATES)] * 2
     assert [(done, total) for _, done, total in told] == [(i, 6) for i in range(6)]
     assert [m.variant for m in result.measurements] == list(VARIANTS)
     for m in result.measurements:
@@ -71,16 +71,16 @@ def test_a_result_says_what_it_was_taken_on(timed: tuple[Result, list[tuple[str,
     assert result.config == {
         "batch_size": 8, "in_size": 16, "out_size": 4, "num_layers": 3, "num_batches": 2, "epochs": 2, "lr": 1e-3,
     }  # fmt: skip
-    assert set(result.ceilings.matmul) == {"fp32", "bf16"}
+    assert set(result.peak_rates.matmul) == {"fp32", "bf16"}
     assert from_json(result.to_json()) == result
 
 
 def test_the_loss_is_that_of_the_last_round(timed: tuple[Result, list[tuple[str, int, int]]]) -> None:
     import torch
 
-    from mezzo.bench.recipe import WARM_UP_STEPS
     from mezzo.bench.variant import VARIANTS as BY_NAME
     from mezzo.bench.workload import Setting
+    from mezzo.bench.workloads.recipe import WARM_UP_STEPS
 
     result, _ = timed
     session = SMALL.build(BY_NAME["fp32"], Setting(device=torch.device("cpu"), dtype=torch.bfloat16))
@@ -112,7 +112,7 @@ def test_a_killed_process_is_told_from_an_error() -> None:
 
 
 def test_a_process_leaves_nothing_behind() -> None:
-    with Worker(job(CEILINGS)) as worker:
+    with Worker(job(PEAK_RATES)) as worker:
         pid, log = worker.pid, worker.log
         assert json.dumps(worker.receive()) == '{"threads": 1}'
         assert log.exists()

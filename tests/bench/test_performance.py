@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mezzo.bench import load
-from mezzo.bench.floor import Ceilings
+from mezzo.bench.measurement import Measurement, PointRoofline, Result
 from mezzo.bench.performance import PAGE, RESULTS, newest, page
-from mezzo.bench.result import Measurement, PointFloor, Result
-from mezzo.bench.table import markdown_table
+from mezzo.bench.results_table import markdown_table
+from mezzo.bench.roofline import PeakRates
 from mezzo.cli import main
 from mezzo.cli.bench import save
 from mezzo.errors import BenchError
@@ -31,7 +31,7 @@ def result(workload: str = "recipe", date: str = "2026-11-21T10:00:00+00:00", gp
     return Result(
         workload=workload, unit="step", date=date, tests="3 passed", plan={"dtype": "bf16"}, config={},
         machine={**device, "cpu": {"model": "X"}, "threads": 2, "versions": {"torch": "2.13", "mezzo": "1"}, "commit": "abc"},
-        ceilings=Ceilings(matmul={"fp32": 1.0}, stream={1: 1.0}), floors={"small": PointFloor()}, measurements=tuple(found),
+        peak_rates=PeakRates(matmul={"fp32": 1.0}, stream={1: 1.0}), rooflines={"small": PointRoofline()}, measurements=tuple(found),
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_the_newest_of_each_workload_and_machine() -> None:
 def test_sizes_stand_beside_each_other(tmp_path: Path) -> None:
     """A second size of the same day is another file and another section; the same size again replaces its own."""
     small = result()
-    large = dataclasses.replace(small, floors={"large": PointFloor()}, date="2026-11-21T11:00:00+00:00")
+    large = dataclasses.replace(small, rooflines={"large": PointRoofline()}, date="2026-11-21T11:00:00+00:00")
     again = dataclasses.replace(small, date="2026-11-21T12:00:00+00:00")
     assert newest([small, large, again]) == [large, again]
     paths = [save(one, tmp_path)[0] for one in (small, large, again)]

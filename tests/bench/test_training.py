@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.tolerance import relative
 
-from mezzo.bench.recipe import Recipe, make_model, mean_squared_error
 from mezzo.bench.training import Training, forward, region_of, scaler_of, training_step
 from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.workload import Setting
+from mezzo.bench.workloads.recipe import Recipe, make_model, mean_squared_error
 from mezzo.errors import BenchError
 
 RECIPE = Recipe(batch_size=16, in_size=32, out_size=8, num_layers=3, num_batches=3, epochs=2, lr=0.1)

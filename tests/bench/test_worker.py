@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mezzo.bench.floor import Phase
-from mezzo.bench.plan import CEILINGS, Plan
+from mezzo.bench.roofline import Phase
+from mezzo.bench.run_plan import PEAK_RATES, Plan
 from mezzo.bench.variant import Variant
 from mezzo.bench.worker import VariantWorker, worker_of
 from mezzo.bench.workload import Point, Session, Setting, Workload
@@ -56,7 +56,7 @@ class Counting(Workload):
             own_seconds=(lambda: 42.0) if self.label == "b" else None, measures=lambda: {"runs": float(len(self.log))},
         )  # fmt: skip
 
-    def floor(self, number_format: str) -> tuple[Phase, ...]:
+    def roofline(self, number_format: str) -> tuple[Phase, ...]:
         return ()
 
     @classmethod
@@ -115,8 +115,8 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_for_the_machine_measures_it() -> None:
-    plan = dataclasses.asdict(Plan(variants=("torch-amp",), ceilings_s=0.05))
-    found = worker_of({"plan": plan, "variant": CEILINGS, "workload": "recipe", "config": {}}).sample("any")
+    plan = dataclasses.asdict(Plan(variants=("torch-amp",), peak_rates_s=0.05))
+    found = worker_of({"plan": plan, "variant": PEAK_RATES, "workload": "recipe", "config": {}}).sample("any")
     assert list(found["matmul"]) == ["bf16"]
 
 

@@ -1,4 +1,4 @@
-"""Every workload: it runs, its variants compute the same thing, and its floor counts the work torch counts."""
+"""Every workload: it runs, its variants compute the same thing, and its roofline counts the work torch counts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mezzo.bench import text
-from mezzo.bench.inference import DecoderLayer, Inference
-from mezzo.bench.lora import Lora, LoraLinear
-from mezzo.bench.overhead import Overhead
-from mezzo.bench.recipe import Recipe
-from mezzo.bench.reviews import Reviews
-from mezzo.bench.scaling import Scaling
-from mezzo.bench.step import MATRIX, GivenGradients, Step
-from mezzo.bench.text import Text, review_batches
 from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.workload import WORKLOADS, Point, Setting, Workload, find_workload
+from mezzo.bench.workloads import text_classification as text
+from mezzo.bench.workloads.inference import DecoderLayer, Inference
+from mezzo.bench.workloads.lora import Lora, LoraLinear
+from mezzo.bench.workloads.overhead import Overhead
+from mezzo.bench.workloads.recipe import Recipe
+from mezzo.bench.workloads.reviews import Reviews
+from mezzo.bench.workloads.step_alone import MATRIX, GivenGradients, Step
+from mezzo.bench.workloads.text_classification import Text, review_batches
+from mezzo.bench.workloads.width import Scaling
 from mezzo.errors import BenchError
 from mezzo.train.config import TrainConfig
 from mezzo.train.data import Corpus, load_corpus
@@ -77,7 +77,7 @@ def test_the_floor_counts_the_products_torch_counts(point: Point) -> None:
     # The counter does not know the CPU's own attention kernel.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         session.run()
-    assert session.units * sum(phase.flops for phase in point.workload.floor("fp32")) == counter.get_total_flops()
+    assert session.units * sum(phase.flops for phase in point.workload.roofline("fp32")) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import Policy
 from mezzo.casting import autocast
-from mezzo.casting.cache import shadows
+from mezzo.casting.cache import weight_casts
 
 BF16 = torch.bfloat16
 MEZZO = Policy(compute=BF16, ops="mezzo")
@@ -45,7 +45,7 @@ class Casts(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def no_shadows() -> None:
-    shadows.clear()
+    weight_casts.clear()
 
 
 def uses(
@@ -116,16 +116,16 @@ def test_a_shadow_outlives_the_region_and_is_refreshed_in_place() -> None:
     with torch.no_grad():
         linear.weight.mul_(2)
     assert uses(REGIONS["persistent"], three, linear) == (0, 1)
-    assert shadows.nbytes() == linear.weight.numel() * 2
+    assert weight_casts.nbytes() == linear.weight.numel() * 2
 
 
 def test_a_shadow_goes_with_its_weight() -> None:
     linear = nn.Linear(6, 5, bias=False)
     uses(REGIONS["persistent"], without_grad, linear)
-    assert shadows.nbytes() > 0
+    assert weight_casts.nbytes() > 0
     del linear
     gc.collect()
-    assert shadows.nbytes() == 0
+    assert weight_casts.nbytes() == 0
 
 
 def test_query_key_and_value_share_one_cast_of_their_input() -> None:

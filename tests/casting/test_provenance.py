@@ -45,7 +45,7 @@ def test_the_function_mode_names_op_module_and_arguments() -> None:
     assert str(caught.value) == (
         "dot got bf16[4] cpu, fp32[4] cpu in module blocks.1 (Mixing); it has no rule, so its inputs came as they were. "
         "torch says: dot : expected both vectors to have same dtype, but found BFloat16 and Float\n"
-        "  Write op:dot=widest (or =low, =fp32) in the policy so that its inputs agree."
+        "  Write op:dot=promote (or =low, =fp32) in the policy so that its inputs agree."
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -56,11 +56,11 @@ def test_the_dispatcher_engine_reads_them_from_the_traceback() -> None:
     message = str(caught.value)
     assert message.startswith("`return torch.dot(low[0], x[0])` (")
     assert "in module blocks.1 (Mixing) got low bf16[2,4] cpu, x fp32[2,4] cpu." in message
-    assert "op:NAME=widest" in message
+    assert "op:NAME=promote" in message
 
 
 def test_the_suggested_rule_mends_it() -> None:
-    mended = Policy(compute=BF16, ops=OpRules(edits=(("dot", Rule.WIDEST),)))
+    mended = Policy(compute=BF16, ops=OpRules(edits=(("dot", Rule.PROMOTE),)))
     with autocast("cpu", policy=mended):
         assert Net()(torch.randn(2, 4)).dtype is torch.float32
 

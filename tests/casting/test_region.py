@@ -232,7 +232,7 @@ def test_a_policy_in_fp32_casts_nothing() -> None:
 
 def test_every_rule_on_cpu_tensors() -> None:
     edits = (
-        ("tanh", Rule.LOW), ("sigmoid", Rule.FP32), ("lerp", Rule.WIDEST), ("matmul", Rule.AS_IS),
+        ("tanh", Rule.LOW), ("sigmoid", Rule.FP32), ("lerp", Rule.PROMOTE), ("matmul", Rule.AS_IS),
         ("erf", Rule.FORBID), ("softmax", Rule.FP32_LOW_OUT),
     )  # fmt: skip
     x, low = torch.rand(3, 3), torch.rand(3, 3).to(BF16)

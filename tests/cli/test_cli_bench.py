@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mezzo.bench import load
-from mezzo.bench.recipe import Recipe
 from mezzo.bench.workload import WORKLOADS, find_workload
+from mezzo.bench.workloads.recipe import Recipe
 from mezzo.cli import bench as cli_bench
 from mezzo.cli import main
 from mezzo.cli.bench import parse
 
-TINY = "--batch-size 8 --in-size 16 --out-size 4 --num-batches 2 --epochs 1 --rounds 1 --ceilings-s 0.05".split()
+TINY = "--batch-size 8 --in-size 16 --out-size 4 --num-batches 2 --epochs 1 --rounds 1 --peak-rates-s 0.05".split()
 
 
 WORDS = ["bench", "recipe", "--device", "cpu", "--variants", "fp32", "torch-amp", "--no-check", *TINY]
@@ -62,12 +62,12 @@ def test_every_number_is_an_option() -> None:
     options, workload = parse(
         "recipe",
         "--device cpu --batch-size 1 --in-size 2 --out-size 3 --num-layers 4 --num-batches 5 --epochs 6 --lr 0.5 "
-        "--rounds 7 --dtype fp16 --threads 8 --seed 9 --ceilings-s 0.25 --variants fp32".split(),
+        "--rounds 7 --dtype fp16 --threads 8 --seed 9 --peak-rates-s 0.25 --variants fp32".split(),
     )
     assert workload == Recipe(batch_size=1, in_size=2, out_size=3, num_layers=4, num_batches=5, epochs=6, lr=0.5)
     assert options.check
     plan = options.plan
-    assert (plan.rounds, plan.dtype, plan.threads, plan.seed, plan.ceilings_s) == (7, "fp16", 8, 9, 0.25)
+    assert (plan.rounds, plan.dtype, plan.threads, plan.seed, plan.peak_rates_s) == (7, "fp16", 8, 9, 0.25)
     assert plan.variants == ("fp32",)
 
 

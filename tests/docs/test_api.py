@@ -10,7 +10,7 @@ from types import ModuleType
 import mezzo
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-SPACES = ("mezzo", "mezzo.policy", "mezzo.casting", "mezzo.optim", "mezzo.step", "mezzo.diagnose", "mezzo.dist")
+SPACES = ("mezzo", "mezzo.policy", "mezzo.casting", "mezzo.optim", "mezzo.step", "mezzo.diagnose", "mezzo.distributed")
 
 
 def public(module: ModuleType) -> list[str]:

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from mezzo.errors import ConfigError
 from mezzo.kernels import registry
-from mezzo.kernels.adamw import AdamWRule, Moments, adamw_scalars
-from mezzo.kernels.adamw import cpu as adamw_cpu
-from mezzo.kernels.adamw import reference as adamw_reference
-from mezzo.kernels.gradients import ScaledGradients
-from mezzo.kernels.gradients import cpu as gradients_cpu
-from mezzo.kernels.gradients import foreach as gradients_foreach
-from mezzo.kernels.gradients import reference as gradients_reference
-from mezzo.kernels.native import build
-from mezzo.kernels.sgd import SGDRule, sgd_scalars
-from mezzo.kernels.sgd import cpu as sgd_cpu
-from mezzo.kernels.sgd import reference as sgd_reference
+from mezzo.kernels.backends.cpp import build
+from mezzo.kernels.ops.adamw import AdamWRule, Moments, adamw_scalars
+from mezzo.kernels.ops.adamw import cpu as adamw_cpu
+from mezzo.kernels.ops.adamw import reference as adamw_reference
+from mezzo.kernels.ops.gradients import ScaledGradients
+from mezzo.kernels.ops.gradients import cpu as gradients_cpu
+from mezzo.kernels.ops.gradients import foreach as gradients_foreach
+from mezzo.kernels.ops.gradients import reference as gradients_reference
+from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
+from mezzo.kernels.ops.sgd import cpu as sgd_cpu
+from mezzo.kernels.ops.sgd import reference as sgd_reference
 from mezzo.kernels.weights import Weights, store_master
 
 STORED = [
@@ -52,11 +52,11 @@ def weights_of(mode: Any, dtype: torch.dtype) -> Weights:
     pairs = [store_master(mode, master, dtype, None) for master in masters]
     values = [value.clone() for value, _ in pairs]
     values[-1] = torch.randn(6, 8).to(dtype)[::2, ::3]
-    kept = [rest.clone() for _, rest in pairs if rest is not None]
-    if kept:  # some weights written from outside, beside what was kept for another
+    aux = [rest.clone() for _, rest in pairs if rest is not None]
+    if aux:  # some weights written from outside, beside what was kept for another
         values[4][:1000] = torch.randn(1000).to(dtype)
         values[4][1000:2000] = 0.0
-    return Weights(mode=mode, values=values, kept=kept, seeds=list(range(3, 3 + len(values))))
+    return Weights(mode=mode, values=values, aux=aux, seeds=list(range(3, 3 + len(values))))
 
 
 def copy(item: Any) -> Any:
@@ -161,7 +161,7 @@ def test_sgd_equals_the_reference(mode: str, dtype: torch.dtype, state: torch.dt
             sgd_reference.step_(one[0], grads, one[1], rule, scalars, step)
             sgd_cpu.step_(other[0], grads, other[1], rule, scalars, step)
             assert same(one[0].values, other[0].values)
-            assert same(one[0].kept, other[0].kept)
+            assert same(one[0].aux, other[0].aux)
             assert same(one[1], other[1])
 
 
@@ -232,7 +232,7 @@ def test_a_blocked_step_writes_nothing() -> None:
             weights, grads_of(torch.bfloat16, found_inf=found), sums, rule, sgd_scalars(step, rule, 0.1, 0.0), step
         )
         assert same(weights.values, before.values)
-        assert same(weights.kept, before.kept)
+        assert same(weights.aux, before.aux)
         assert all(bool((x == 0).all()) for x in sums)
 
 

@@ -9,11 +9,11 @@ import torch
 from tests.tolerance import relative
 from torch import Tensor
 
-from mezzo.kernels.gradients import norm_and_finite
-from mezzo.kernels.gradients.reference import PART
+from mezzo.kernels.ops.gradients import norm_and_finite
+from mezzo.kernels.ops.gradients.reference import CHUNK
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-SHAPES = [(), (0,), (1,), (63,), (127,), (5, 0, 3), (33, 129), (PART - 1,), (2 * PART + 7,)]
+SHAPES = [(), (0,), (1,), (63,), (127,), (5, 0, 3), (33, 129), (CHUNK - 1,), (2 * CHUNK + 7,)]
 
 
 def exact(grads: list[Tensor]) -> float:
@@ -28,17 +28,17 @@ def test_norm_equals_fp64(dtype: torch.dtype, scale: float | None) -> None:
     want = exact(grads) / (scale or 1.0)
     assert check.norm.dtype is torch.float32
     assert check.norm.shape == check.found_nonfinite.shape == ()
-    assert abs(check.norm.item() - want) <= want * relative(torch.float32, PART)
+    assert abs(check.norm.item() - want) <= want * relative(torch.float32, CHUNK)
     assert check.found_nonfinite.item() == 0.0
     each = torch.tensor([exact([grad]) / (scale or 1.0) for grad in grads])
-    torch.testing.assert_close(check.tensor_norms, each, rtol=relative(torch.float32, PART), atol=0.0)
+    torch.testing.assert_close(check.tensor_norms, each, rtol=relative(torch.float32, CHUNK), atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, 126, -1])
 def test_one_bad_element_is_found_and_counted(dtype: torch.dtype, bad: float, place: int) -> None:
-    grads = [torch.randn(127).to(dtype), torch.randn(2 * PART + 1).to(dtype), torch.randn(()).to(dtype)]
+    grads = [torch.randn(127).to(dtype), torch.randn(2 * CHUNK + 1).to(dtype), torch.randn(()).to(dtype)]
     grads[1].view(-1)[place] = bad
     check = norm_and_finite(grads, torch.tensor(0.5))
     assert check.found_nonfinite.item() == 1.0
@@ -53,7 +53,7 @@ def test_a_scale_that_cannot_divide_is_found(inv_scale: float) -> None:
 
 
 def test_the_largest_values_of_the_16_bit_formats_are_finite() -> None:
-    largest = torch.full((PART + 1,), torch.finfo(torch.float16).max, dtype=torch.float16)
+    largest = torch.full((CHUNK + 1,), torch.finfo(torch.float16).max, dtype=torch.float16)
     assert norm_and_finite([largest]).found_nonfinite.item() == 0.0
     beyond = torch.tensor([torch.finfo(torch.bfloat16).max], dtype=torch.bfloat16)
     check = norm_and_finite([beyond])
@@ -65,7 +65,7 @@ def test_small_terms_are_not_absorbed_by_a_large_sum() -> None:
     grad = torch.ones(1 << 25, dtype=torch.bfloat16)
     grad[:64] = 4096.0
     want = math.sqrt(64 * 4096.0**2 + grad.numel() - 64)
-    assert abs(norm_and_finite([grad]).norm.item() - want) <= want * relative(torch.float32, PART)
+    assert abs(norm_and_finite([grad]).norm.item() - want) <= want * relative(torch.float32, CHUNK)
 
 
 def test_layouts_dtypes_and_devices_may_be_mixed() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mezzo.formats import format_of, ulp
-from mezzo.kernels.rounding import compensate, mix, noise, noise_key, restore, round_by_chance
+from mezzo.kernels.ops.rounding import compensate, mix, random_bits, random_key, restore, stochastic_round
 
 LOW = [torch.float16, torch.bfloat16]
 EVERY = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
@@ -17,7 +17,7 @@ EVERY_NOISE = torch.arange(1 << 16)
 
 
 def drawn(count: int, seed: int = 7) -> Tensor:
-    return noise(noise_key(seed, torch.tensor(3.0)), torch.empty(count))
+    return random_bits(random_key(seed, torch.tensor(3.0)), torch.empty(count))
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -25,7 +25,7 @@ def test_all_65536_values_are_kept_whatever_the_chance(dtype: torch.dtype) -> No
     values = EVERY.view(dtype)
     number = ~values.isnan()
     for bits in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
-        got = round_by_chance(values.float(), dtype, torch.full(values.shape, bits))
+        got = stochastic_round(values.float(), dtype, torch.full(values.shape, bits))
         assert torch.equal(got.view(torch.int16)[number], values.view(torch.int16)[number])
         assert bool(got[~number].isnan().all())
 
@@ -40,7 +40,7 @@ def test_over_all_chances_the_mean_is_exact(dtype: torch.dtype) -> None:
     inside = torch.tensor([0.0, 2**-7, 0.125, 0.3, 0.5, 0.999])
     values = torch.cat([starts[:, None].double() + ulp(starts, dtype)[:, None] * inside]).flatten().float()
     for value in torch.cat([values, -values]):
-        got = round_by_chance(value.expand(1 << 16), dtype, EVERY_NOISE).double()
+        got = stochastic_round(value.expand(1 << 16), dtype, EVERY_NOISE).double()
         spacing = ulp(value, dtype).item()
         # the chance has 16 (bf16) or 13 (fp16) bits; fp32 sums of a subnormal and a chance round once more
         assert abs(got.mean().item() - value.item()) <= spacing * 2.0 ** -(23 - fmt.mantissa_bits - 1)
@@ -52,7 +52,7 @@ def test_over_all_chances_the_mean_is_exact(dtype: torch.dtype) -> None:
 def test_drawn_noise_is_unbiased_within_4_sigma(dtype: torch.dtype, value: float) -> None:
     count = 100_000
     x = torch.tensor(value)
-    got = round_by_chance(x.expand(count), dtype, drawn(count)).double()
+    got = stochastic_round(x.expand(count), dtype, drawn(count)).double()
     spacing = ulp(x, dtype).item()
     below = math.floor(x.item() / spacing) * spacing
     chance = (x.item() - below) / spacing
@@ -65,9 +65,9 @@ def test_drawn_noise_is_unbiased_within_4_sigma(dtype: torch.dtype, value: float
 @pytest.mark.parametrize("dtype", LOW)
 def test_unbiased_over_steps_too(dtype: torch.dtype) -> None:
     steps, value = 20_000, 1.003
-    keys = torch.stack([noise_key(11, torch.tensor(float(step))) for step in range(2000)])
+    keys = torch.stack([random_key(11, torch.tensor(float(step))) for step in range(2000)])
     bits = mix(torch.arange(steps // 2000)[:, None] ^ keys).flatten()
-    got = round_by_chance(torch.tensor(value).expand(steps), dtype, bits).double()
+    got = stochastic_round(torch.tensor(value).expand(steps), dtype, bits).double()
     spacing = torch.finfo(dtype).eps
     chance = (value - 1) / spacing % 1
     assert abs(got.mean().item() - value) <= 4 * spacing * math.sqrt(chance * (1 - chance) / steps) + spacing * 2**-13
@@ -77,28 +77,28 @@ def test_unbiased_over_steps_too(dtype: torch.dtype) -> None:
 def test_specials_of_chance(dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
     for bits in (0, 0xFFFF):
-        got = round_by_chance(values, dtype, torch.full(values.shape, bits))
+        got = stochastic_round(values, dtype, torch.full(values.shape, bits))
         assert torch.equal(got.view(torch.int16), values.to(dtype).view(torch.int16))
-        assert round_by_chance(torch.tensor([torch.nan]), dtype, torch.tensor([bits])).isnan().item()
+        assert stochastic_round(torch.tensor([torch.nan]), dtype, torch.tensor([bits])).isnan().item()
     between = torch.tensor([format_of(dtype).max]) * (1 + torch.finfo(dtype).eps / 8)
-    assert round_by_chance(between, dtype, torch.tensor([0])).item() == format_of(dtype).max
-    assert round_by_chance(between, dtype, torch.tensor([0xFFFF])).item() == math.inf
+    assert stochastic_round(between, dtype, torch.tensor([0])).item() == format_of(dtype).max
+    assert stochastic_round(between, dtype, torch.tensor([0xFFFF])).item() == math.inf
 
 
 def test_noise_is_a_function_of_seed_step_stream_and_place() -> None:
     like = torch.empty(64, 3)
-    key = noise_key(5, torch.tensor(2.0), 1)
-    assert torch.equal(noise(key, like), noise(noise_key(5, torch.tensor(2), 1), like))
-    assert torch.equal(noise(key, like).flatten()[:32], noise(key, torch.empty(32)))
+    key = random_key(5, torch.tensor(2.0), 1)
+    assert torch.equal(random_bits(key, like), random_bits(random_key(5, torch.tensor(2), 1), like))
+    assert torch.equal(random_bits(key, like).flatten()[:32], random_bits(key, torch.empty(32)))
     others = [
-        noise_key(6, torch.tensor(2.0), 1),
-        noise_key(5, torch.tensor(3.0), 1),
-        noise_key(5, torch.tensor(2.0), 0),
+        random_key(6, torch.tensor(2.0), 1),
+        random_key(5, torch.tensor(3.0), 1),
+        random_key(5, torch.tensor(2.0), 0),
     ]
     for other in others:
-        assert (noise(other, like) == noise(key, like)).float().mean().item() < 0.01
-    assert int(noise(key, like).min()) >= 0
-    assert int(noise(key, like).max()) < 1 << 32
+        assert (random_bits(other, like) == random_bits(key, like)).float().mean().item() < 0.01
+    assert int(random_bits(key, like).min()) >= 0
+    assert int(random_bits(key, like).max()) < 1 << 32
 
 
 def test_noise_bits_are_fair_and_neighbours_independent() -> None:

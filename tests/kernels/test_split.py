@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mezzo.kernels.split import join, split
+from mezzo.kernels.ops.split import join, split
 
 EVERY_HIGH = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
 LOW = [0, 1, 0x3FFF, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFF]

@@ -17,11 +17,11 @@ from tests.kernels.test_cpu_kernels import HOW, STORED, copy, grads_of, same, we
 from torch import Tensor
 
 from mezzo.kernels import registry
-from mezzo.kernels.adamw import AdamWRule, Moments, adamw_scalars
-from mezzo.kernels.adamw import reference as adamw_reference
-from mezzo.kernels.gradients import ScaledGradients
-from mezzo.kernels.sgd import SGDRule, sgd_scalars
-from mezzo.kernels.sgd import reference as sgd_reference
+from mezzo.kernels.ops.adamw import AdamWRule, Moments, adamw_scalars
+from mezzo.kernels.ops.adamw import reference as adamw_reference
+from mezzo.kernels.ops.gradients import ScaledGradients
+from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
+from mezzo.kernels.ops.sgd import reference as sgd_reference
 
 LENGTH = 1100
 """Two programs for the longer tensors, the second with a tail."""
@@ -48,8 +48,8 @@ def rounded_alone(root: Any) -> Any:
 
 def check(step_: Any, reference_: Any, weights: Any, grads: ScaledGradients, means: Any, rest: tuple[Any, ...]) -> None:
     one, other = (copy(weights), copy(means)), (copy(weights), copy(means))
-    blocked = ScaledGradients(values=grads.values, found_inf=torch.ones(()))
-    step_(other[0], blocked, other[1], *rest)
+    skip = ScaledGradients(values=grads.values, found_inf=torch.ones(()))
+    step_(other[0], skip, other[1], *rest)
     assert_same(other, (weights, means))
     reference_(one[0], grads, one[1], *rest)
     step_(other[0], grads, other[1], *rest)
@@ -66,8 +66,8 @@ def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
 
 
 def main(every: bool) -> None:
-    from mezzo.kernels.adamw import triton as adamw
-    from mezzo.kernels.sgd import triton as sgd
+    from mezzo.kernels.ops.adamw import triton as adamw
+    from mezzo.kernels.ops.sgd import triton as sgd
 
     np.seterr(all="ignore")
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def main(every: bool) -> None:
                 continue
             weights = trim(weights_of(mode, dtype))
             if way:  # parts of larger tensors take the noise of the whole
-                weights = replace(weights, firsts=[1000 * place for place in range(len(weights.values))])
+                weights = replace(weights, offsets=[1000 * place for place in range(len(weights.values))])
             grads = trim(grads_of(torch.float32 if way else dtype, **HOW[way]))
             step = torch.tensor(7.0)
             made = [torch.randn(x.shape).to(state) for x in weights.values]

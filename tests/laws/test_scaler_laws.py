@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.errors import LossScaleExhausted
+from mezzo.loss_scale import GradScaler, LossScale, next_state, unscale_
 from mezzo.policy import ScalingConfig
-from mezzo.scaling import GradScaler, LossScale, next_state, unscale_
 
 CLEAN, INF, NAN = 1.0, math.inf, math.nan
 steps = st.lists(st.sampled_from([CLEAN, CLEAN, CLEAN, INF, NAN]), max_size=40)

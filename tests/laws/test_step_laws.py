@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.errors import LossScaleExhausted, NonFiniteStep
-from mezzo.scaling import LossScale, next_state
+from mezzo.loss_scale import LossScale, next_state
 
 BAD = st.sampled_from([math.inf, -math.inf, math.nan])
 SIZES = st.integers(2, 5)

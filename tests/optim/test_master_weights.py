@@ -105,8 +105,8 @@ def test_masters_take_no_memory_between_steps(mode: str) -> None:
     for grads in gradients(params_of(got), 2, torch.bfloat16):
         feed(got, grads)
         assert all(m.numel() == 0 and m.grad is None for m in got.masters.stand_ins.values())
-    kept = sum(item.numel() * item.element_size() for item in got.masters.beside.values())
-    assert kept == (2 * sum(p.numel() for p in params_of(got)) if mode == "kahan" else 0)
+    aux = sum(item.numel() * item.element_size() for item in got.masters.aux_state.values())
+    assert aux == (2 * sum(p.numel() for p in params_of(got)) if mode == "kahan" else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -236,11 +236,11 @@ def test_fp32_parameters_pass_through_and_their_gradients_come_back() -> None:
     got = MasterWeights(torch.optim.SGD([wide, half], lr=0.5))
     got.grad_scale, got.clip_coef = torch.tensor(8.0), torch.tensor(0.5)
     wide.grad, half.grad = torch.full((3,), 8.0), torch.full((3,), 8.0, dtype=torch.bfloat16)
-    kept = wide.grad
+    aux = wide.grad
     got.step()
     assert wide.tolist() == half.tolist() == [0.75] * 3
-    assert wide.grad is kept
-    assert kept.tolist() == [8.0] * 3
+    assert wide.grad is aux
+    assert aux.tolist() == [8.0] * 3
     assert list(got.masters.stand_ins) == [half]
     assert got.master(wide).data_ptr() == wide.data_ptr()
 

@@ -91,15 +91,15 @@ def test_none_is_refused_where_a_dtype_is_needed(name: str) -> None:
          "a module rule needs a pattern, a name glob or a class name; got ''."),
         (lambda: ModuleRule(pattern="a\nb", precision=Rule.FP32),
          "the pattern 'a\\nb' has a line break or another unprintable character; write '?' for it."),
-        (lambda: ModuleRule(pattern="a", precision=Rule.WIDEST),
-         "module rule 'a=widest': a module takes one of low, fp32, fp32_low_out, fp16, bf16."),
+        (lambda: ModuleRule(pattern="a", precision=Rule.PROMOTE),
+         "module rule 'a=promote': a module takes one of low, fp32, fp32_low_out, fp16, bf16."),
         (lambda: ModuleRule(pattern="a", precision="fp32"),  # type: ignore[arg-type]
          "module rule 'a=fp32': 'fp32' is text; write a Rule or a torch dtype."),
         (lambda: ModuleRule(pattern="a", precision=Rule.LOW, required=1),  # type: ignore[arg-type]
          "required=1 must be true or false."),
         (lambda: OpRules(edits=(("cumsm", Rule.LOW),)), "unknown op 'cumsm'. Did you mean 'cumsum'?"),
         (lambda: OpRules(edits=(("cumsum", "low"),)),  # type: ignore[arg-type]
-         "op rule 'cumsum=low': 'low' is not a Rule: low, fp32, fp32_low_out, widest, as_is, forbid."),
+         "op rule 'cumsum=low': 'low' is not a Rule: low, fp32, fp32_low_out, promote, as_is, forbid."),
     ],
 )  # fmt: skip
 def test_every_refusal_is_one_clear_sentence(build: object, sentence: str) -> None:

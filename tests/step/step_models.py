@@ -68,9 +68,9 @@ def prepared(
 def everything(amp: mezzo.Stepper) -> dict[str, Tensor]:
     """Copy all that a step may change: weights, buffers, optimizer state."""
     found = {f"model.{name}": value for name, value in amp.model.state_dict().items()}
-    for place, optimizer in enumerate(amp.optimizers):
+    for index, optimizer in enumerate(amp.optimizers):
         for index, entry in optimizer.state_dict()["state"].items():
-            found |= {f"{place}.{index}.{k}": v for k, v in entry.items() if isinstance(v, Tensor)}
+            found |= {f"{index}.{index}.{k}": v for k, v in entry.items() if isinstance(v, Tensor)}
     return {name: value.detach().clone() for name, value in found.items()}
 
 

@@ -216,10 +216,10 @@ def test_several_ranks_are_refused() -> None:
         prepared(DEMOTE, "sgd", DistributedDataParallel(Plain()))
     model, amp = prepared(DEMOTE, "sgd", Plain())
     with pytest.raises(PolicyError, match=words):
-        amp.agree = mezzo.dist.Agreement()
+        amp.consensus = mezzo.distributed.RankConsensus()
     with pytest.raises(PolicyError, match=words):
         DistributedDataParallel(model)(batch()[0])
-    assert amp.agree is None
+    assert amp.consensus is None
 
 
 def test_a_closure_is_demoted_too() -> None:

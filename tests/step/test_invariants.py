@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.ranks import run as run_ranks
+from tests.distributed.ranks import run as run_ranks
 from tests.step.step_models import INF, OPTIMIZERS, Largest, Net, batch, mse, prepared
 from torch import Tensor, nn
 
@@ -26,8 +26,8 @@ def run(amp: mezzo.Stepper, fault: float = 1.0) -> mezzo.StepResult:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_healthy_run_passes(name: str, policy: str) -> None:
     _, amp = prepared(policy + ", guard.check_every=1", name)
-    for place in range(6):
-        run(amp, INF if place in (1, 4) else 1.0)
+    for index in range(6):
+        run(amp, INF if index in (1, 4) else 1.0)
 
 
 class TestPlantedFaults:
@@ -178,15 +178,15 @@ class TestWhen:
     def looks(self, every: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found: list[int] = []
         _, amp = prepared(f"fp32, guard.check_every={every}")
-        place = [0]
+        index = [0]
         honest = engine.look
 
         def look(shares: Any) -> Any:
-            found.append(place[0])
+            found.append(index[0])
             return honest(shares)
 
         monkeypatch.setattr(engine, "look", look)
-        for place[0] in range(1, steps + 1):
+        for index[0] in range(1, steps + 1):
             run(amp)
         return found
 

@@ -407,7 +407,7 @@ def test_a_model_inside_ddp_is_run_again_without_its_wrapper() -> None:
                 amp.zero_grad()
                 amp.backward(mse(wrapped(x), y))
                 amp.step()
-        assert amp.agree is not None
+        assert amp.consensus is not None
         assert caught.value.report.faults[0].module == "down"
     finally:
         dist.destroy_process_group()

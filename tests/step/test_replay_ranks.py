@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.dist.ranks import run
+from tests.distributed.ranks import run
 from tests.step.step_models import batch, mse
 from tests.step.test_replay import FeedForward
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from mezzo.dist import fully_shard
+from mezzo.distributed import fully_shard
 from mezzo.errors import NonFiniteStep
 
 pytestmark = pytest.mark.distributed

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.ranks import run
+from tests.distributed.ranks import run
 from tests.step.step_models import Net, batch, mse
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from mezzo.dist import fully_shard
+from mezzo.distributed import fully_shard
 
 pytestmark = pytest.mark.distributed
 

@@ -151,8 +151,8 @@ class TestASkippedStep:
         _, other = prepared(policy, name, twin(Net()))
         other.model.load_state_dict(model.state_dict())
         batches = [batch() for _ in range(4)]
-        for place, (x, y) in enumerate(batches):
-            if place in (0, 2):
+        for index, (x, y) in enumerate(batches):
+            if index in (0, 2):
                 state = torch.random.get_rng_state()
                 faulty_step(amp, fault, max_norm=1.0)
                 torch.random.set_rng_state(state)
@@ -319,8 +319,8 @@ class TestTheResult:
         calls: list[int] = []
         amp.on_applied(scheduler.step)
         assert amp.on_applied(lambda: calls.append(1)) is not None
-        for place in range(5):
-            faulty_step(amp, "gradient") if place in (0, 3) else run(amp, *batch())
+        for index in range(5):
+            faulty_step(amp, "gradient") if index in (0, 3) else run(amp, *batch())
         assert calls == [1, 1, 1]
         assert amp.optimizers[0].param_groups[0]["lr"] == 0.01 * 0.5**3
 
@@ -329,8 +329,8 @@ class TestTheResult:
         _, amp = prepared(CALM, name)
         calls: list[int] = []
         amp.optimizers[0].register_step_post_hook(lambda *a: calls.append(1))
-        for place in range(4):
-            faulty_step(amp, "gradient") if place == 1 else run(amp, *batch())
+        for index in range(4):
+            faulty_step(amp, "gradient") if index == 1 else run(amp, *batch())
         assert calls == [1, 1, 1]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mezzo import Policy
 from mezzo.train.average import Average
-from mezzo.train.update import Updater
+from mezzo.train.train_step import Updater
 
 DECAY = 0.6
 POISONED = 4

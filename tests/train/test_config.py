@@ -12,7 +12,7 @@ from mezzo.train import TrainConfig
 OTHER = {
     "data": "x.tsv", "dev_data": Path("d.tsv"), "test_data": Path("t.csv"), "text_column": "t", "label_column": "l", "limit": 7,
     "model": "bert", "vocab_size": 11, "layers": 3, "hidden": 12, "heads": 3, "intermediate": 5, "dropout": 0.5,
-    "token_dropout": 0.25, "max_length": 9, "batch_size": 2, "parts": 2, "epochs": 4, "lr": 0.5, "warmup": 0.5, "weight_decay": 0.5,
+    "token_dropout": 0.25, "max_length": 9, "batch_size": 2, "micro_batches": 2, "epochs": 4, "lr": 0.5, "warmup": 0.5, "weight_decay": 0.5,
     "max_norm": 2.0, "ema": 0.5, "amp": False, "policy": "bf16", "device": "cpu", "eval_every": 3, "seed": 5, "out": Path("o"),
     "resume": True, "overwrite": False,
 }  # fmt: skip
@@ -75,22 +75,22 @@ def test_no_amp_is_fp32_whatever_the_policy_says() -> None:
     assert TrainConfig(amp=True, policy="fp16").chosen_policy.scaling is not None
 
 
-@pytest.mark.parametrize(("parts", "ranks", "pieces"), [(0, 1, 1), (0, 2, 2), (2, 1, 2), (4, 2, 4)])
-def test_a_batch_is_run_in_pieces(parts: int, ranks: int, pieces: int) -> None:
-    assert TrainConfig(batch_size=8, parts=parts).pieces(ranks) == pieces
+@pytest.mark.parametrize(("asked", "ranks", "found"), [(0, 1, 1), (0, 2, 2), (2, 1, 2), (4, 2, 4)])
+def test_a_batch_is_run_in_micro_batches(asked: int, ranks: int, found: int) -> None:
+    assert TrainConfig(batch_size=8, micro_batches=asked).num_micro_batches(ranks) == found
 
 
 @pytest.mark.parametrize(
-    ("parts", "ranks", "words"),
+    ("asked", "ranks", "words"),
     [
-        (3, 2, "parts=3 pieces of a batch cannot be shared by 2 ranks; write a multiple of 2, or 0."),
+        (3, 2, "micro_batches=3 cannot be shared by 2 ranks; write a multiple of 2, or 0."),
         (0, 3, "batch_size=8 is the batch of all 3 ranks together and is run in 3 pieces, which would not be equal. Write --batch-size 6 or 9."),
         (0, 16, "Write --batch-size 16."),
     ],
 )  # fmt: skip
-def test_pieces_that_are_not_equal_are_refused(parts: int, ranks: int, words: str) -> None:
+def test_micro_batches_that_are_not_equal_are_refused(asked: int, ranks: int, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        TrainConfig(batch_size=8, parts=parts).pieces(ranks)
+        TrainConfig(batch_size=8, micro_batches=asked).num_micro_batches(ranks)
     assert words in str(refusal.value)
 
 

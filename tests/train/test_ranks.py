@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.ranks import run as on_ranks
+from tests.distributed.ranks import run as on_ranks
 from tests.train.rank_jobs import evaluate_texts, train
 from tests.train.small import emotion_rows, metrics, tiny, words, write_tsv
 
 from mezzo.errors import ConfigError
 from mezzo.train import TrainConfig, run
-from mezzo.train.batches import pieces
+from mezzo.train.batches import micro_batches
 from mezzo.train.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.distributed
@@ -52,7 +52,9 @@ def _differing(one: Any, other: Any, path: str = "") -> list[str]:
 # 33 rows in batches of 16: the last batch has one row, and so none for the second rank.
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master"])
 def test_two_ranks_train_as_one_bit_for_bit(policy: str, data: Path, tmp_path: Path) -> None:
-    one, two = (tiny(data, tmp_path / name, policy=policy, limit=33, parts=2, lr=3e-3) for name in ("one", "two"))
+    one, two = (
+        tiny(data, tmp_path / name, policy=policy, limit=33, micro_batches=2, lr=3e-3) for name in ("one", "two")
+    )
     (wanted,) = on_ranks(1, train, one)
     for found in on_ranks(2, train, two):
         assert found == wanted
@@ -65,7 +67,9 @@ def test_two_ranks_train_as_one_bit_for_bit(policy: str, data: Path, tmp_path: P
 def test_two_ranks_at_a_loss_scale_are_one_at_twice_that_scale(data: Path, tmp_path: Path) -> None:
     # A rank's gradients are divided after they have left fp16, so they carry the scale and the number of ranks.
     one, two = (
-        tiny(data, tmp_path / str(scale), policy=f"fp16, scaling.init_scale={scale}", limit=33, parts=2, lr=3e-3)
+        tiny(
+            data, tmp_path / str(scale), policy=f"fp16, scaling.init_scale={scale}", limit=33, micro_batches=2, lr=3e-3
+        )
         for scale in (8192, 4096)
     )
     on_ranks(1, train, one)
@@ -81,15 +85,15 @@ def test_two_ranks_at_a_loss_scale_are_one_at_twice_that_scale(data: Path, tmp_p
 def test_pieces_make_up_the_batch_whose_mean_they_sum() -> None:
     for rows in ([], [3], [3, 1, 2], list(range(16))):
         for count in (1, 2, 3, 5):
-            found = pieces(rows, count)
+            found = micro_batches(rows, count)
             assert [row for piece in found for row in piece] == rows
             assert len(found) == count and max(map(len, found)) - min(map(len, found)) <= 1
 
 
 def test_a_batch_in_pieces_is_the_whole_batch_but_for_the_order_of_sums(data: Path, tmp_path: Path) -> None:
     whole, cut = (
-        tiny(data, tmp_path / str(parts), policy="fp32", parts=parts, dropout=0.0, token_dropout=0.0, epochs=1)
-        for parts in (1, 4)
+        tiny(data, tmp_path / str(count), policy="fp32", micro_batches=count, dropout=0.0, token_dropout=0.0, epochs=1)
+        for count in (1, 4)
     )
     run(whole), run(cut)
     losses = [
@@ -227,7 +231,7 @@ def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_bits(
     first: int, then: int, data: Path, tmp_path: Path
 ) -> None:
     whole, stopped = (
-        tiny(data, tmp_path / name, policy="bf16-master", epochs=12, eval_every=8, lr=3e-3, limit=120, parts=2)
+        tiny(data, tmp_path / name, policy="bf16-master", epochs=12, eval_every=8, lr=3e-3, limit=120, micro_batches=2)
         for name in ("whole", "stopped")
     )
     on_ranks(1, train, whole)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.dist.ranks import run
+from tests.distributed.ranks import run
 from torch import Tensor, nn
 
 import mezzo

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch.utils._pytree import tree_leaves
 
-from mezzo.casting.callables import rule_book
 from mezzo.casting.mode import CastMode
+from mezzo.casting.op_rule_table import op_rule_table
 from mezzo.casting.region import autocast
 from mezzo.policy import OpRules
 
@@ -64,7 +64,7 @@ def torch_cuda(dtype: torch.dtype) -> Iterator[None]:
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_cpu_lists(low: torch.dtype) -> None:
-    book = rule_book(OpRules(), ("cpu",))
+    book = op_rule_table(OpRules(), ("cpu",))
     seen = 0
     for case in cases(AutocastCPUTestLists("cpu")):
         want = result(case, torch.autocast("cpu", dtype=low), values=True)
@@ -78,7 +78,7 @@ def test_cpu_lists(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_cuda_names(low: torch.dtype) -> None:
-    book = rule_book(OpRules(), ("cuda",))
+    book = op_rule_table(OpRules(), ("cuda",))
     seen = 0
     with FakeTensorMode():
         for case in cases(AutocastTestLists("cuda")):

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.casting import autocast
 from mezzo.casting.cache import RegionCache
-from mezzo.casting.callables import rule_book
 from mezzo.casting.mode import CastMode
+from mezzo.casting.op_rule_table import op_rule_table
 from mezzo.policy import OpRules, Policy, Rule
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own samples call beta and deprecated functions
 SAMPLES = 6
-BOOK = rule_book(OpRules(), ("cpu",))
+BOOK = op_rule_table(OpRules(), ("cpu",))
 Region = contextlib.AbstractContextManager[Any]
 # No fixed result to compare: random numbers, or memory as it was found.
 NO_RESULT = frozenset(
@@ -126,7 +126,7 @@ def test_the_exceptions_are_few_and_each_has_a_reason() -> None:
 
 
 def test_the_comparison_sees_a_missing_rule() -> None:
-    book = rule_book(OpRules(edits=(("bmm", Rule.AS_IS),)), ("cpu",))
+    book = op_rule_table(OpRules(edits=(("bmm", Rule.AS_IS),)), ("cpu",))
     faulty = {"faulty": lambda dtype: CastMode(book, None, standalone=dtype)}
     bmm = [op for op in op_db if op.name == "bmm"]
     assert differences(faulty, torch.bfloat16, torch.float32, bmm) == {"bmm under faulty"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .floor import Phase
+from .roofline import Phase
 
 IMPORTS = ("transformers.models.bert.modeling_bert",)
 """What a workload with a BERT loads ahead of its memory's baseline."""

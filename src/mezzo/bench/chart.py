@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .floor import floor_seconds
-from .result import Measurement, Result
-from .table import in_bytes, in_seconds, points_of, title
+from .measurement import Measurement, Result
+from .results_table import in_bytes, in_seconds, points_of, title
+from .roofline import roofline_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ COLOURS = {
     "torch-16bit": "#9467bd",
     "accelerate": "#98df8a", "fabric": "#2ca02c",
 }  # fmt: skip
-FLOOR_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c")
+ROOFLINE_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c")
 
 
 def _colour(variant: str) -> str:
@@ -72,17 +72,17 @@ def _bar_chart(result: Result) -> Figure:
 
 
 def _lines(axes: Axes, result: Result, labels: Sequence[str], axis: str) -> None:
-    """Draw the time of each variant against the size, with its spread, and the floor of each format dashed."""
-    sizes = [result.floors[label].value for label in labels]
+    """Draw the time of each variant against the size, with its spread, and the roofline of each format dashed."""
+    sizes = [result.rooflines[label].value for label in labels]
     for variant in dict.fromkeys(m.variant for m in result.measurements):
         found = [result.at(label)[variant] for label in labels]
         mark, colour = ("s:" if variant.endswith("+compile") else "o-"), _colour(variant)
         axes.plot(sizes, [m.median / m.units for m in found], mark, ms=4, color=colour, label=variant)
         low, high = [m.low / m.units for m in found], [m.high / m.units for m in found]
         axes.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
-    for name, colour in zip(result.floors[labels[0]].phases, FLOOR_COLOURS, strict=False):
-        least = [floor_seconds(result.floors[label].phases[name], result.ceilings, name) for label in labels]
-        axes.plot(sizes, least, "--", lw=1, color=colour, label=f"floor, {name}")
+    for name, colour in zip(result.rooflines[labels[0]].phases, ROOFLINE_COLOURS, strict=False):
+        least = [roofline_seconds(result.rooflines[label].phases[name], result.peak_rates, name) for label in labels]
+        axes.plot(sizes, least, "--", lw=1, color=colour, label=f"roofline, {name}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
@@ -96,11 +96,11 @@ def _lines(axes: Axes, result: Result, labels: Sequence[str], axis: str) -> None
 def _line_chart(result: Result) -> Figure:
     from matplotlib.figure import Figure
 
-    axes_names = tuple(dict.fromkeys(floor.axis for floor in result.floors.values()))
+    axes_names = tuple(dict.fromkeys(roofline.axis for roofline in result.rooflines.values()))
     figure = Figure(figsize=(5.2 * len(axes_names) + 1.5, 4.6), layout="constrained")
     panels = figure.subplots(1, len(axes_names), squeeze=False)[0]
     for panel, axis in zip(panels, axes_names, strict=True):
-        _lines(panel, result, [p for p in points_of(result) if result.floors[p].axis == axis], axis)
+        _lines(panel, result, [p for p in points_of(result) if result.rooflines[p].axis == axis], axis)
     panels[0].set_title(title(result), loc="left", fontsize=10)
     panels[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False)
     return figure
@@ -108,7 +108,7 @@ def _line_chart(result: Result) -> Figure:
 
 def draw(result: Result) -> Figure:
     """Return the picture of a result: lines if every point lies on an axis, else bars."""
-    varied = all(floor.axis for floor in result.floors.values())
+    varied = all(roofline.axis for roofline in result.rooflines.values())
     return _line_chart(result) if varied else _bar_chart(result)
 
 

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import BenchError
-from .floor import Ceilings
 from .machine import describe_machine
-from .plan import CEILINGS, Plan
-from .result import Measurement, PointFloor, Result
+from .measurement import Measurement, PointRoofline, Result
+from .roofline import PeakRates
+from .run_plan import PEAK_RATES, Plan
 from .variant import find_variant
 from .workload import WORKLOADS, Point, Workload
 
@@ -127,18 +127,18 @@ def _measurement(point: str, variant: str, plan: Plan, samples: Sequence[Mapping
     )
 
 
-def _floor(point: Point, plan: Plan) -> PointFloor:
-    phases = {name: point.workload.floor(name) for name in plan.number_formats}
-    return PointFloor(axis=point.axis, value=point.value, phases={k: v for k, v in phases.items() if v})
+def _roofline(point: Point, plan: Plan) -> PointRoofline:
+    phases = {name: point.workload.roofline(name) for name in plan.number_formats}
+    return PointRoofline(axis=point.axis, value=point.value, phases={k: v for k, v in phases.items() if v})
 
 
-def _ceilings(answer: Mapping[str, Any]) -> Ceilings:
-    return Ceilings(matmul=answer["matmul"], stream={int(size): rate for size, rate in answer["stream"].items()})
+def _peak_rates(answer: Mapping[str, Any]) -> PeakRates:
+    return PeakRates(matmul=answer["matmul"], stream={int(size): rate for size, rate in answer["stream"].items()})
 
 
 def name_of(workload: Workload) -> str:
     """Return the name a workload has on the command line."""
-    return next(name for name, (kind, _) in WORKLOADS.items() if kind == type(workload).__name__)
+    return next(name for name, (kind, _) in WORKLOADS.items() if kind.rpartition(".")[2] == type(workload).__name__)
 
 
 def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress: Progress | None = None) -> Result:
@@ -161,7 +161,7 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
     """
     workload.check()
     points = workload.points()
-    order = list(schedule([point.label for point in points], (*plan.variants, CEILINGS), plan.rounds))
+    order = list(schedule([point.label for point in points], (*plan.variants, PEAK_RATES), plan.rounds))
     config = json.loads(json.dumps(dataclasses.asdict(workload)))
     job = {"workload": name_of(workload), "config": config, "plan": dataclasses.asdict(plan)}
     machine = describe_machine(plan.setting.device)
@@ -171,7 +171,7 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
         # They start side by side, untimed; nothing runs beside a sample.
         workers = [
             stack.enter_context(Worker({**job, "variant": name}, talks=workload.talks))
-            for name in (*plan.variants, CEILINGS)
+            for name in (*plan.variants, PEAK_RATES)
         ]
         threads = {worker.variant: worker.receive()["threads"] for worker in workers}
         asked = {worker.variant: worker for worker in workers}
@@ -179,7 +179,7 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
             if progress:
                 progress(f"{point}: {variant}", done, len(order))
             samples.setdefault((point, variant), []).append(asked[variant].ask(point))
-    limits = [_ceilings(s) for (_, variant), found in samples.items() if variant == CEILINGS for s in found]
+    limits = [_peak_rates(s) for (_, variant), found in samples.items() if variant == PEAK_RATES for s in found]
     return Result(
         workload=name_of(workload),
         unit=workload.unit,
@@ -188,11 +188,11 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
         plan=json.loads(json.dumps(dataclasses.asdict(plan))),
         config=config,
         machine={**machine, "threads": threads[plan.variants[0]]},
-        ceilings=reduce(Ceilings.best, limits),
-        floors={point.label: _floor(point, plan) for point in points},
+        peak_rates=reduce(PeakRates.best, limits),
+        rooflines={point.label: _roofline(point, plan) for point in points},
         measurements=tuple(
             _measurement(point, variant, plan, found)
             for (point, variant), found in samples.items()
-            if variant != CEILINGS
+            if variant != PEAK_RATES
         ),
     )

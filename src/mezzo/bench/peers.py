@@ -43,7 +43,7 @@ def fabric_step(
     """Return the step of Lightning Fabric in mixed precision. Writes: `model`."""
     from lightning.fabric import Fabric
 
-    name = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}[setting.dtype]
+    name: Any = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}[setting.dtype]
     fabric = Fabric(accelerator=setting.device.type, devices=1, precision=name)
     wrapped, stepped = fabric.setup(model, optimizer)
 

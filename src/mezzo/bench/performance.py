@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..errors import BenchError, did_you_mean
 from .machine import short_name
-from .result import Result, load
-from .table import footnotes, machine_name, markdown_table, title
+from .measurement import Result, load
+from .results_table import footnotes, machine_name, markdown_table, title
 from .workload import WORKLOADS
 
 RESULTS = Path("benchmarks/results")
@@ -20,7 +20,7 @@ This page is made from `benchmarks/results/*.json` by `mezzo bench docs`; a test
 
 How to read it: each variant ran in a process of its own, the rounds took the variants in turn, and the figures are
 medians over the rounds, with the fastest and the slowest beside them. "Faster than" is a ratio of medians in one run;
-a compiled variant is held against `torch-amp+compile`. "Of floor" is the least time the machine could take, from
+a compiled variant is held against `torch-amp+compile`. "Of roofline" is the least time the machine could take, from
 limits measured in the same run, over the time it took: 100% cannot be beaten. Peak memory is what the process held
 above its size after import; on CUDA, what was allocated. The loss is taken after the last round, at the same number
 of steps for every variant. Raw samples, versions, clocks and commits stand in the JSON.
@@ -34,7 +34,7 @@ def newest(results: Sequence[Result]) -> list[Result]:
     found: dict[tuple[int, str, tuple[str, ...]], Result] = {}
     for result in sorted(results, key=lambda r: r.date):
         place = list(WORKLOADS).index(result.workload)
-        found[place, short_name(result.machine), tuple(result.floors)] = result
+        found[place, short_name(result.machine), tuple(result.rooflines)] = result
     return [found[key] for key in sorted(found)]
 
 

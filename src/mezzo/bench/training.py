@@ -14,9 +14,9 @@ from .. import optim
 from ..casting import autocast
 from ..errors import BenchError
 from ..formats import dtype_name
+from ..loss_scale import GradScaler
 from ..policy import Policy
 from ..policy.parts import CacheName
-from ..scaling import GradScaler
 from ..step import prepare
 from .variant import Variant
 from .workload import Setting

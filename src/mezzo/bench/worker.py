@@ -19,9 +19,9 @@ from typing import Any, TextIO
 import torch
 
 from ..errors import BenchError, MezzoError
-from .ceilings import measure_ceilings, synchronize
-from .memory import PeakMemory, load_code
-from .plan import CEILINGS, Plan
+from .peak_memory import PeakMemory, load_code
+from .peak_rates import measure_peak_rates, synchronize
+from .run_plan import PEAK_RATES, Plan
 from .variant import find_variant
 from .workload import Point, Session, Workload, find_workload
 
@@ -102,7 +102,7 @@ class VariantWorker:
         return answer
 
 
-class CeilingsWorker:
+class PeakRatesWorker:
     """Measures the machine's limits in the formats of a plan."""
 
     def __init__(self, plan: Plan) -> None:
@@ -111,16 +111,16 @@ class CeilingsWorker:
     def sample(self, label: str) -> dict[str, Any]:
         """Return the limits as they are now. Syncs: yes."""
         plan = self._plan
-        return dataclasses.asdict(measure_ceilings(plan.setting.device, plan.number_formats, plan.ceilings_s))
+        return dataclasses.asdict(measure_peak_rates(plan.setting.device, plan.number_formats, plan.peak_rates_s))
 
 
-def worker_of(job: Mapping[str, Any]) -> VariantWorker | CeilingsWorker:
+def worker_of(job: Mapping[str, Any]) -> VariantWorker | PeakRatesWorker:
     """Return the worker that a job asks for. Writes: torch's thread count and fp32 product precision."""
     plan = Plan(**{**job["plan"], "variants": tuple(job["plan"]["variants"])})
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    if job["variant"] == CEILINGS:
-        return CeilingsWorker(plan)
+    if job["variant"] == PEAK_RATES:
+        return PeakRatesWorker(plan)
     if find_variant(job["variant"], plan.setting.device).tf32:
         torch.set_float32_matmul_precision("high")
     return VariantWorker(plan, find_workload(job["workload"]).from_fields(job["config"]), job["variant"])

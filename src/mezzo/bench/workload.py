@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from ..errors import BenchError, did_you_mean
-from .floor import Phase
+from .roofline import Phase
 from .variant import Variant
 
 WORKLOADS = {
-    "recipe": ("Recipe", "linear layers trained as in the published AMP recipe"),
-    "text": ("Text", "fine-tuning steps of a BERT classifier on real texts"),
-    "inference": ("Inference", "forwards of a decoder layer or BERT with fp32 weights, by batch size"),
-    "lora": ("Lora", "training low-rank adapters on frozen layers"),
-    "step": ("Step", "unscaling, clipping and AdamW alone, by number of parameters"),
-    "overhead": ("Overhead", "a model so small that only launching its ops costs time"),
-    "scaling": ("Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
-    "reviews": ("Reviews", "a whole training of the text classifier, with its accuracy"),
+    "recipe": ("recipe.Recipe", "linear layers trained as in the published AMP recipe"),
+    "text": ("text_classification.Text", "fine-tuning steps of a BERT classifier on real texts"),
+    "inference": ("inference.Inference", "forwards of a decoder layer or BERT with fp32 weights, by batch size"),
+    "lora": ("lora.Lora", "training low-rank adapters on frozen layers"),
+    "step": ("step_alone.Step", "unscaling, clipping and AdamW alone, by number of parameters"),
+    "overhead": ("overhead.Overhead", "a model so small that only launching its ops costs time"),
+    "scaling": ("width.Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
+    "reviews": ("reviews.Reviews", "a whole training of the text classifier, with its accuracy"),
 }
 REGION_TESTS = ("tests/casting/test_region.py", "tests/casting/test_cache.py")
 """What must be green before a region is timed."""
-TRAINING_TESTS = (*REGION_TESTS, "tests/scaling/test_grad_scaler.py", "tests/step/test_stepper.py")
+TRAINING_TESTS = (*REGION_TESTS, "tests/loss_scale/test_grad_scaler.py", "tests/step/test_stepper.py")
 """What must be green before a training step is timed."""
 
 
@@ -151,7 +151,7 @@ class Workload(abc.ABC):
         """Return one variant of this workload at this size, seeded. Writes: torch's random state."""
 
     @abc.abstractmethod
-    def floor(self, number_format: str) -> tuple[Phase, ...]:
+    def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return the least work of one unit when large products run in a format; nothing where none is stated."""
 
 
@@ -163,5 +163,6 @@ def find_workload(name: str) -> type[Workload]:
     """
     if name not in WORKLOADS:
         raise BenchError(f"unknown workload {name!r}.{did_you_mean(name, WORKLOADS)}")
-    found: type[Workload] = getattr(import_module(f".{name}", __package__), WORKLOADS[name][0])
+    module, _, cls = WORKLOADS[name][0].partition(".")
+    found: type[Workload] = getattr(import_module(f".workloads.{module}", __package__), cls)
     return found

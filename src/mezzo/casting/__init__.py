@@ -1,7 +1,7 @@
 """A region in which every op obeys the policy."""
 
-from .cache import shadows as shadows
-from .checkpoint import checkpoint_contexts as checkpoint_contexts
+from .cache import weight_casts as weight_casts
 from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
+from .recompute import checkpoint_contexts as checkpoint_contexts
 from .region import autocast as autocast

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .._torch import forward_ad_level, functorch_level, storage_id, tracing_state, version, view_base
 
 _hooked = False
 
@@ -51,7 +52,7 @@ class _Entry:
 
 def is_weight(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one, and so likely to be cast again. Syncs: no."""
-    return isinstance(tensor, Parameter) or (tensor._is_view() and isinstance(tensor._base, Parameter))
+    return isinstance(tensor, Parameter) or isinstance(view_base(tensor), Parameter)
 
 
 def _cacheable(tensor: Tensor) -> bool:
@@ -60,19 +61,19 @@ def _cacheable(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, Parameter)
         and tensor.layout is torch.strided
         and not tensor.is_inference()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
+        and functorch_level() is None
+        and forward_ad_level() < 0
+        and tracing_state() is None
     )
 
 
 def storage_key(tensor: Tensor) -> int:
     """Return what all views of one storage have in common."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor)
 
 
 @dataclass(slots=True)
-class _Shadow:
+class _WeightCast:
     owner: weakref.ref[Tensor]
     version: int
     storage: int
@@ -109,7 +110,7 @@ def _connected(source: Tensor, cast: Tensor) -> Tensor:
     return connected
 
 
-class ShadowStore:
+class WeightCastCache:
     """16-bit copies of weights that outlive a region (`cache="persistent"`).
 
     A shadow is allocated once and refreshed in place after its weight changed: writing into memory that exists is
@@ -120,7 +121,7 @@ class ShadowStore:
     """
 
     def __init__(self) -> None:
-        self._shadows: dict[tuple[object, ...], _Shadow] = {}
+        self._shadows: dict[tuple[object, ...], _WeightCast] = {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the shadow of a weight, connected to the graph when gradients are on.
@@ -135,18 +136,18 @@ class ShadowStore:
         return _connected(weight, self._fresh(weight, dtype))
 
     def _fresh(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        owner = weight if isinstance(weight, Parameter) else weight._base
+        owner = weight if isinstance(weight, Parameter) else view_base(weight)
         assert owner is not None
         key = (id(owner), weight.storage_offset(), tuple(weight.shape), weight.stride(), dtype)
         found = self._shadows.get(key)
         if found is None or found.owner() is not owner or found.storage != storage_key(weight):
             gone = weakref.ref(owner, lambda _: self._shadows.pop(key, None))
             copy = _copy(weight, dtype)
-            found = self._shadows[key] = _Shadow(gone, weight._version, storage_key(weight), copy)
-        elif found.version != weight._version:
+            found = self._shadows[key] = _WeightCast(gone, version(weight), storage_key(weight), copy)
+        elif found.version != version(weight):
             with torch.inference_mode(False), torch.no_grad():
                 found.copy.copy_(weight)
-            found.version = weight._version
+            found.version = version(weight)
         return found.copy
 
     def drop(self, tensor: Tensor) -> None:
@@ -163,7 +164,7 @@ class ShadowStore:
         self._shadows.clear()
 
 
-shadows = ShadowStore()
+weight_casts = WeightCastCache()
 """The shadows of this process: a weight has one, whichever region uses it."""
 
 
@@ -179,7 +180,7 @@ class RegionCache:
         store: where casts of weights live beyond the region; None ends them with it.
     """
 
-    def __init__(self, store: ShadowStore | None = None) -> None:
+    def __init__(self, store: WeightCastCache | None = None) -> None:
         watch_optimizers()
         self.store = store
         self._weights: dict[tuple[int, torch.dtype], _Entry] = {}
@@ -212,7 +213,7 @@ class RegionCache:
         if (
             entry is not None
             and entry.source() is tensor
-            and (entry.version, entry.storage) == (tensor._version, storage)
+            and (entry.version, entry.storage) == (version(tensor), storage)
         ):
             return _connected(tensor, entry.cast)
         if torch.is_inference_mode_enabled():
@@ -221,7 +222,7 @@ class RegionCache:
         else:
             cast = tensor.to(dtype)
             kept = cast.detach()
-        entries[key] = _Entry(weakref.ref(tensor), tensor._version, storage, kept)
+        entries[key] = _Entry(weakref.ref(tensor), version(tensor), storage, kept)
         if not weight:
             self._activations.move_to_end(key)
             while len(self._activations) > _RECENT_ACTIVATIONS:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
+from .._torch import saved_tensors_hooks
 
 
 class _InRegion:
@@ -31,7 +31,7 @@ def bind_frame(current: Callable[[], AbstractContextManager[Any]]) -> None:
     Writes: the frame's `recompute_fn`.
     Syncs: no.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks()
     if hooks is None:
         return
     closure = getattr(hooks[0], "__closure__", None)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._torch import dynamo_skip_frame
 from ..errors import CastError, ForbiddenOpError
 from ..policy import Rule
 from ..policy.table import Row
 from .cache import RegionCache
-from .callables import RuleBook
-from .eager import never_compiled_alone
 from .frame import bind_frame
+from .op_rule_table import OpRuleTable
 from .provenance import mismatch_message
 
 _UNTRACKED_HANDLES = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # type: ignore[attr-defined]  # a descriptor
@@ -71,7 +71,7 @@ class CastMode(TorchFunctionMode):
 
     def __init__(
         self,
-        book: RuleBook,
+        book: OpRuleTable,
         cache: RegionCache | None,
         standalone: torch.dtype | None = None,
         current: Callable[[CastMode], AbstractContextManager[Any]] | None = None,
@@ -86,7 +86,7 @@ class CastMode(TorchFunctionMode):
         self.suspended = False
         self._device = next(iter(book.rows))
 
-    @never_compiled_alone
+    @dynamo_skip_frame
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -154,7 +154,7 @@ class CastMode(TorchFunctionMode):
         if rule is Rule.AS_IS:
             return None, False
         dtypes = {t.dtype for t in tensors_in(args, kwargs) if eligible(t, device)}
-        if rule is Rule.WIDEST:
+        if rule is Rule.PROMOTE:
             return (torch.float32 if torch.float32 in dtypes and len(dtypes) > 1 else None), False
         # The kernels of these ops accumulate 16-bit inputs in fp32 by themselves.
         return (None if dtypes == {low} else torch.float32), True

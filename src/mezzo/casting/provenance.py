@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from torch import Tensor
 from torch.nn import Module
 
+from .._torch import own_buffers, own_parameters
 from ..formats import describe
 from ..policy.table import Row
 
@@ -65,7 +66,11 @@ def _evaluate(node: ast.expr, frame: FrameType) -> object:
     if isinstance(node, ast.Attribute):
         owner = _evaluate(node.value, frame)
         if isinstance(owner, Module):
-            return owner._parameters.get(node.attr) if node.attr in owner._parameters else owner._buffers.get(node.attr)
+            return (
+                own_parameters(owner).get(node.attr)
+                if node.attr in own_parameters(owner)
+                else own_buffers(owner).get(node.attr)
+            )
     return None
 
 
@@ -118,7 +123,7 @@ def mismatch_message(error: RuntimeError, op: str, row: Row | None, values: Iter
     mend = (
         f"op:{op}=fp32 in the policy: it has no 16-bit kernel here"
         if missing
-        else (f"op:{op}=widest (or =low, =fp32) in the policy so that its inputs agree")
+        else (f"op:{op}=promote (or =low, =fp32) in the policy so that its inputs agree")
     )
     return f"{op} got {got}{f' in module {path}' if path else ''}; {rule}. torch says: {_first_line(error)}\n  Write {mend}."
 
@@ -147,5 +152,5 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
     return (
         f"`{source}` ({where}){f' in module {path}' if path else ''} got {got}. "
         f"torch says: {_first_line(error)}\n"
-        "  Cast one of them with .to(other.dtype), or write op:NAME=widest in the policy so that the op's inputs agree."
+        "  Cast one of them with .to(other.dtype), or write op:NAME=promote in the policy so that the op's inputs agree."
     )

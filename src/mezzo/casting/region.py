@@ -11,12 +11,12 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
+from .._torch import dynamo_skip_frame, function_modes, num_function_modes
 from ..errors import CastError, RegionError
 from ..policy import Policy
 from ..policy.parts import CacheName
-from .eager import never_compiled_alone
+from .cast_plan import Plan, current_switch, device_types, plan_of
 from .mode import CastMode
-from .plan import Plan, current_switch, device_types, plan_of
 from .provenance import traceback_message
 
 P = ParamSpec("P")
@@ -106,7 +106,7 @@ class autocast:  # the name torch gives it
         """The engine that carries this region out."""
         return "dispatcher" if self._plan.book is None else "mode"
 
-    @never_compiled_alone
+    @dynamo_skip_frame
     def __enter__(self) -> autocast:
         plan = self._plan
         mode = plan.new_mode(_repeat)
@@ -138,7 +138,7 @@ class autocast:  # the name torch gives it
             outer.suspended = True
         return frame
 
-    @never_compiled_alone
+    @dynamo_skip_frame
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -202,9 +202,9 @@ def _leave(frame: _Frame) -> None:
 
 
 def _innermost_mode() -> CastMode | None:
-    if torch._C._len_torch_function_stack() == 0:
+    if num_function_modes() == 0:
         return None
-    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's own
+    stack = function_modes()
     for mode in reversed(stack):
         if isinstance(mode, CastMode):
             return mode

@@ -21,8 +21,8 @@ from ..bench.gate import run_tests
 from ..bench.harness import Progress
 from ..bench.machine import short_name
 from ..bench.performance import PAGE, RESULTS, page
-from ..bench.plan import default_device, parse_device
-from ..bench.table import print_result
+from ..bench.results_table import print_result
+from ..bench.run_plan import default_device, parse_device
 from ..bench.workload import Workload
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Options:
         dtype: bf16 or fp16, for the variants that run in 16 bit.
         threads: CPU threads; 0 leaves torch's own choice.
         seed: of weights and data.
-        ceilings_s: seconds a round spends on measuring the machine's limits.
+        peak_rates_s: seconds a round spends on measuring the machine's limits.
         check: run the tests of the timed code first, and refuse to time it if they fail.
         out: folder for the JSON and the picture.
         json: print the JSON instead of the table.
@@ -56,7 +56,7 @@ class Options:
     dtype: str = "bf16"
     threads: int = 0
     seed: int = 0
-    ceilings_s: float = 1.0
+    peak_rates_s: float = 1.0
     check: bool = True
     out: Path = Path("runs/bench")
     json: bool = False
@@ -144,7 +144,7 @@ def save(result: Result, folder: Path) -> tuple[Path, Path]:
 
 
 def _is_of_same_sizes(path: Path, result: Result) -> bool:
-    return list(load(path).floors) == list(result.floors)
+    return list(load(path).rooflines) == list(result.rooflines)
 
 
 @functools.cache

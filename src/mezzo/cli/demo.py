@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from ..bench.plan import Plan, default_device, parse_device
-from ..bench.recipe import Recipe
-from ..bench.result import Measurement, Result
-from ..bench.reviews import VARIANTS, Reviews
-from ..bench.table import footnotes, header, machine_name, print_whole, row
+from ..bench.measurement import Measurement, Result
+from ..bench.results_table import footnotes, header, machine_name, print_whole, row
+from ..bench.run_plan import Plan, default_device, parse_device
+from ..bench.workloads.recipe import Recipe
+from ..bench.workloads.reviews import VARIANTS, Reviews
 from ..formats import dtype_name, native_support
 from ..policy import Policy
 from .bench import measured, save

@@ -40,7 +40,7 @@ class Options:
 
 
 @contextmanager
-def _opened(file: str) -> Iterator[BinaryIO]:
+def _decomposed(file: str) -> Iterator[BinaryIO]:
     if file == "-":
         yield sys.stdin.buffer
         return
@@ -77,7 +77,7 @@ def _line(text: str, found: Prediction | None, as_json: bool) -> str:
 
 def _print_all(options: Options) -> None:
     predict = Predictor(options.model, policy=options.policy, device=options.device, max_length=options.max_length)
-    with _opened(options.file) as stream:
+    with _decomposed(options.file) as stream:
         for batch in _batches(stream, options.file, options.batch_size):
             for text, found in zip(batch, predict(batch), strict=True):
                 print(_line(text, found, options.json))

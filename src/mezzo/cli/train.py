@@ -16,9 +16,9 @@ import tyro
 from ..errors import ConfigError
 from ..train import TrainConfig, TrainResult
 from ..train import run as train
-from ..train.launch import launch
-from ..train.result import RunFolder
-from ..train.world import ToldElsewhere
+from ..train.dist_context import FailedOnOtherRank
+from ..train.local_ranks import launch
+from ..train.train_result import RunFolder
 
 DESCRIPTION = "Train a BERT text classifier, in mixed precision unless --no-amp, and test the best model."
 
@@ -72,6 +72,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
         ConfigError: an option that cannot be honoured.
         SystemExit: an option that does not exist, or --help.
     """
+    if any(word.partition("=")[0] == "--parts" for word in argv):
+        raise ConfigError("--parts is now called --micro-batches: write --micro-batches N.")
     resumed = _resumed_folder(argv)
     default = TrainConfig()
     if resumed is not None and RunFolder(path=resumed).config.exists():
@@ -109,11 +111,11 @@ def run(argv: Sequence[str]) -> int:
             "or give it to torchrun."
         )
     if nproc:
-        config.pieces(max(nproc, 1))
+        config.num_micro_batches(max(nproc, 1))
         return launch(["train", *words], nproc=nproc, max_restarts=max_restarts)
     try:
         result = train(config)
-    except ToldElsewhere:
+    except FailedOnOtherRank:
         return 2
     if int(os.environ.get("RANK", "0")) > 0:
         return 0

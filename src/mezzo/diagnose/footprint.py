@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..binding.bind import bind
+from ..binding.storage import check_optimizers, convert_
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name
-from ..optim.master import MasterWeights
+from ..optim.master_weights import MasterWeights
 from ..policy import Policy
-from ..step.bind import bind
-from ..step.storage import check_optimizers, convert_
 from .report import Chart, Document, Facts, Note, Report, Series, Table
 from .trial import LossFn, device_of, loss_of, under, undisturbed
 
-Kind = Literal["weights", "buffers", "gradients", "optimizer state", "weight casts", "activations"]
+ParamBatch = Literal["weights", "buffers", "gradients", "optimizer state", "weight casts", "activations"]
 _PROBE = 1024
 
 
@@ -35,7 +35,7 @@ class Share:
         dtypes: short names with their bytes, largest first.
     """
 
-    kind: Kind
+    kind: ParamBatch
     bytes: int
     dtypes: tuple[tuple[str, int], ...]
 
@@ -62,7 +62,7 @@ class MemoryReport(Report):
     shares: tuple[Share, ...]
     has_batch: bool
 
-    def bytes_of(self, kind: Kind) -> int:
+    def bytes_of(self, kind: ParamBatch) -> int:
         """Return the bytes of one kind."""
         return sum(s.bytes for s in self.shares if s.kind == kind)
 
@@ -132,9 +132,9 @@ class _Tally:
     """Adds bytes up by kind and dtype."""
 
     def __init__(self) -> None:
-        self._bytes: dict[Kind, dict[str, int]] = {}
+        self._bytes: dict[ParamBatch, dict[str, int]] = {}
 
-    def add(self, kind: Kind, dtype: torch.dtype, count: int) -> None:
+    def add(self, kind: ParamBatch, dtype: torch.dtype, count: int) -> None:
         by_dtype = self._bytes.setdefault(kind, {})
         by_dtype[dtype_name(dtype)] = by_dtype.get(dtype_name(dtype), 0) + count
 

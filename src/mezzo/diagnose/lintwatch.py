@@ -8,8 +8,8 @@ import re
 import torch
 from torch import Tensor, nn
 
+from ..binding.bind import record
 from ..formats import LOW_DTYPES, dtype_name, format_of
-from ..step.bind import record
 from .call import Call
 from .measure import amax
 from .records import Lint, LintRule, Site

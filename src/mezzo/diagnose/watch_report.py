@@ -13,8 +13,8 @@ from .report import Chart, Document, Facts, Heading, Heat, Note, Report, Series,
 from .report.document import Band, Block
 from .verdict import number
 
-Kind = Literal["activation", "gradient", "weight"]
-KINDS: tuple[Kind, ...] = ("activation", "gradient", "weight")
+ParamBatch = Literal["activation", "gradient", "weight"]
+KINDS: tuple[ParamBatch, ...] = ("activation", "gradient", "weight")
 SHOWN = ("fp16", "bf16", "e4m3", "e5m2")
 """Formats whose ranges are held against every histogram."""
 _WARN_SHARE = 0.05
@@ -59,7 +59,7 @@ class TensorRecord:
         lost: share of sampled weights with a gradient that a taken step did not move; 0 where masters keep updates.
     """
 
-    kind: Kind
+    kind: ParamBatch
     name: str
     histogram: Histogram
     lost: float
@@ -96,7 +96,7 @@ class WatchReport(Report):
         """Number of steps that were skipped."""
         return sum(not s.applied for s in self.steps)
 
-    def total(self, kind: Kind) -> Histogram:
+    def total(self, kind: ParamBatch) -> Histogram:
         """Return the histogram of all tensors of a kind."""
         empty = Histogram(counts=(0,) * BINS)
         return reduce(Histogram.__add__, (t.histogram for t in self.tensors if t.kind == kind), empty)

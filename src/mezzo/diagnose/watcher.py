@@ -13,13 +13,13 @@ from torch.optim import optimizer as optimizer_hooks
 
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name
+from ..optim.master_weights import keeps_masters, parameters
 from ..step import Stepper, StepResult
-from ..step.update import keeps_masters, parameters
 from .exponents import BINS, Histogram
 from .measure import exponent_fields, spaced
 from .modules import tensors_in
 from .opfacts import plain
-from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
+from .watch_report import ParamBatch, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
 
@@ -280,7 +280,7 @@ class Watch:
             lost / meant if meant and id(p) not in self._have_masters else 0.0
             for meant, lost, (_, p) in zip(moved[0], moved[1], self._parameters, strict=True)
         ]
-        kinds: list[tuple[Kind, str, float]] = [
+        kinds: list[tuple[ParamBatch, str, float]] = [
             *(("activation", name, 0.0) for name, _ in self._leaves),
             *(("gradient", name, 0.0) for name, _ in self._parameters),
             *(("weight", name, share) for (name, _), share in zip(self._parameters, lost, strict=True)),

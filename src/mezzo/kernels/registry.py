@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ConfigError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name
-from .native.build import NativeBuildError, library
+from .backends.cpp.build import NativeBuildError, library
 
 Backend = Literal["auto", "reference", "cpu", "foreach", "triton"]
 """auto picks the fastest that can run here; any other name is that one or an error."""
@@ -51,10 +51,10 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
         return ""
     if dtype not in (torch.float32, *LOW_DTYPES):
         return f"it does not compute in {dtype_name(dtype)}"
-    place = "cpu" if backend == "cpu" else "cuda"
+    index = "cpu" if backend == "cpu" else "cuda"
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != place and not interpreted:
-        return f"it is for {place.upper()}"
+    if device.type != index and not interpreted:
+        return f"it is for {index.upper()}"
     return _missing(backend, op)
 
 
@@ -64,7 +64,7 @@ def _missing(backend: str, op: str) -> str:
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
     if backend == "cpu":
         try:
-            library(Path(__file__).parent / op / "cpu.cpp")
+            library(Path(__file__).parent / "ops" / op / "cpu.cpp")
         except NativeBuildError as error:
             return str(error)
     return ""
@@ -115,7 +115,7 @@ def kernel(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
 
 @functools.cache
 def _module(op: str, backend: str) -> ModuleType:
-    return importlib.import_module(f".{op}.{backend}", __package__)
+    return importlib.import_module(f".ops.{op}.{backend}", __package__)
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> str:

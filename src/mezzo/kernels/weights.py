@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ..policy import Master
-from .parts import parts
-from .rounding import compensate, noise, noise_key, restore, round_by_chance
-from .split import join, split
+from .chunks import chunks
+from .ops.rounding import compensate, random_bits, random_key, restore, stochastic_round
+from .ops.split import join, split
 
-KEPT = {"split": "remainder", "fp32": "master", "kahan": "compensation"}
+AUX_STATE = {"split": "remainder", "fp32": "master", "kahan": "compensation"}
 """What each master mode keeps beside the weight; the names of the entries in an optimizer's state."""
-WEIGHT_NOISE, MOMENT_NOISE = 0, 1
-"""Streams of noise, so that a weight and its moments do not share bits."""
+WEIGHT_STREAM, MOMENT_STREAM = 0, 1
+"""Streams of random bits, so that a weight and its moments do not share bits."""
 
 
 T = TypeVar("T")
@@ -27,24 +27,24 @@ T = TypeVar("T")
 class Weights:
     """Weights of one dtype and device that keep small updates in one way.
 
-    As long as this object lives its tensors stay where they are, with what lies beside them in the optimizer's state.
+    As long as this object lives its tensors stay where they are, with their aux state in the optimizer's state.
 
     Attributes:
         mode: the master mode; "none" for weights of fp32 or fp64, which are their own master.
         values: what the model reads; any shapes, one dtype.
-        kept: beside each, in its shape: int16 remainders, fp32 masters or compensations in the weights' dtype;
+        aux: beside each, in its shape: int16 remainders, fp32 masters or compensations in the weights' dtype;
             empty for modes that keep nothing.
-        seeds: of the noise of each, in [0, 2**32); any where nothing is rounded by chance.
-        firsts: of each, the place of its first element in the whole tensor of which it is a part, for the noise; empty
+        seeds: of the random bits of each, in [0, 2**32); any where nothing is rounded stochastically.
+        offsets: of each, the index of its first element in the whole tensor of which it is a part, for the random bits; empty
             if each is whole.
         made: what kernels made of them, by name; see `once`.
     """
 
     mode: Master
     values: Sequence[Tensor]
-    kept: Sequence[Tensor]
+    aux: Sequence[Tensor]
     seeds: Sequence[int]
-    firsts: Sequence[int] = ()
+    offsets: Sequence[int] = ()
     made: dict[str, object] = field(default_factory=dict, repr=False)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
@@ -53,61 +53,61 @@ class Weights:
             self.made[name] = make()
         return self.made[name]  # type: ignore[return-value]  # what `make` of this name made
 
-    def at(self, places: Sequence[int]) -> Weights:
-        """Return the weights at some places."""
+    def at(self, indices: Sequence[int]) -> Weights:
+        """Return the weights at some indices."""
         return replace(
             self,
-            values=[self.values[i] for i in places],
-            kept=[self.kept[i] for i in places if self.kept],
-            seeds=[self.seeds[i] for i in places],
-            firsts=[self.firsts[i] for i in places if self.firsts],
+            values=[self.values[i] for i in indices],
+            aux=[self.aux[i] for i in indices if self.aux],
+            seeds=[self.seeds[i] for i in indices],
+            offsets=[self.offsets[i] for i in indices if self.offsets],
             made={},
         )
 
-    def first(self, place: int) -> int:
-        """Return the place of a weight's first element in the whole of which it is a part; 0 if it is one itself."""
-        return self.firsts[place] if self.firsts else 0
+    def offset(self, index: int) -> int:
+        """Return the index of a weight's first element in the whole of which it is a part; 0 if it is one itself."""
+        return self.offsets[index] if self.offsets else 0
 
 
-def read_master(mode: Master, value: Tensor, kept: Tensor | None) -> Tensor:
+def read_master(mode: Master, value: Tensor, aux: Tensor | None) -> Tensor:
     """Return the master of one weight.
 
-    The weight is what counts: where what is kept beside it no longer rounds to it, because somebody wrote the
+    The weight is what counts: where its aux state no longer rounds to it, because somebody wrote the
     weight since the last step, the master is the weight.
 
     Args:
         mode: how the weight keeps small updates.
         value: the weight, any shape.
-        kept: what lies beside it; None for modes that keep nothing.
+        aux: its aux state; None for modes that keep nothing.
 
     Returns:
         The shape of `value`; fp32, fp64 for an fp64 weight. Fresh memory unless the weight is its own master.
 
     Syncs: no.
     """
-    if kept is None:
+    if aux is None:
         return value.to(torch.promote_types(value.dtype, torch.float32))
     if mode == "split":
-        return join(value, kept)
+        return join(value, aux)
     if mode == "kahan":
-        return restore(value, kept)
-    return torch.where(kept.to(value.dtype) == value, kept, value.to(torch.float32))
+        return restore(value, aux)
+    return torch.where(aux.to(value.dtype) == value, aux, value.to(torch.float32))
 
 
 def store_master(
-    mode: Master, master: Tensor, dtype: torch.dtype, key: Tensor | None, first: int = 0
+    mode: Master, master: Tensor, dtype: torch.dtype, key: Tensor | None, offset: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the weight that stands for a master, and what must be kept beside it.
+    """Return the weight that stands for a master, and its aux state.
 
     Args:
         mode: how the weight keeps small updates.
         master: any shape; fp32, or fp64 for an fp64 weight.
         dtype: of the weight.
-        key: of the noise, for mode "stochastic"; None rounds to nearest there too.
-        first: place of the first element, for the noise, where the master is a part of something larger.
+        key: of the random bits, for mode "stochastic"; None rounds to nearest there too.
+        offset: index of the first element, for the random bits, where the master is a part of something larger.
 
     Returns:
-        The weight in `dtype`, and what lies beside it, None for modes that keep nothing.
+        The weight in `dtype`, and its aux state, None for modes that keep nothing.
 
     Syncs: no.
     """
@@ -116,7 +116,7 @@ def store_master(
     if mode == "kahan":
         return compensate(master, dtype)
     if mode == "stochastic" and key is not None:
-        return round_by_chance(master, dtype, noise(key, master, first)), None
+        return stochastic_round(master, dtype, random_bits(key, master, offset)), None
     return master.to(dtype), master if mode == "fp32" else None
 
 
@@ -129,46 +129,46 @@ def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:
         master: the same shape and device, fp32.
 
     Returns:
-        What lies beside the weight: fresh memory, laid out as `master`; None for modes that keep nothing.
+        its aux state: fresh memory, laid out as `master`; None for modes that keep nothing.
 
     Writes: `weight`. Syncs: no.
     """
     dtype = {"split": torch.int16, "fp32": torch.float32, "kahan": weight.dtype}.get(mode)
-    kept = None if dtype is None else torch.empty_like(master, dtype=dtype)
-    for piece, value, *beside in parts(master, weight, *([] if kept is None else [kept])):
-        found = store_master(mode, piece, weight.dtype, None)
-        for target, source in zip((value, *beside), found, strict=False):
+    aux = None if dtype is None else torch.empty_like(master, dtype=dtype)
+    for chunk, value, *aux_parts in chunks(master, weight, *([] if aux is None else [aux])):
+        found = store_master(mode, chunk, weight.dtype, None)
+        for target, source in zip((value, *aux_parts), found, strict=False):
             if source is not None:
                 target.copy_(source)
-    return kept
+    return aux
 
 
-def write_(target: Tensor, value: Tensor, blocked: Tensor | None) -> None:
+def write_(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
     """Write a value, unless the step is blocked: then the target keeps every bit. Writes: `target`. Syncs: no.
 
     Args:
         target: any shape and dtype.
         value: the shape of `target`, the same dtype.
-        blocked: shape () or (1,), bool, same device; None: not blocked.
+        skip: shape () or (1,), bool, same device; None: not blocked.
     """
-    target.copy_(value if blocked is None else torch.where(blocked.reshape(()), target, value))
+    target.copy_(value if skip is None else torch.where(skip.reshape(()), target, value))
 
 
-def write_master_(weights: Weights, place: int, master: Tensor, step: Tensor, blocked: Tensor | None) -> None:
-    """Store a new master as weight and what is kept beside it, unless the step is blocked.
+def write_master_(weights: Weights, index: int, master: Tensor, step: Tensor, skip: Tensor | None) -> None:
+    """Store a new master as weight and its aux state, unless the step is blocked.
 
     Args:
         weights: where to.
-        place: which of them.
+        index: which of them.
         master: the new master, its shape.
-        step: shape (): steps taken, this one included; decides the noise.
-        blocked: as in `write_`.
+        step: shape (): steps taken, this one included; decides the random bits.
+        skip: as in `write_`.
 
-    Writes: the weight and what is kept beside it. Syncs: no.
+    Writes: the weight and its aux state. Syncs: no.
     """
-    value = weights.values[place]
-    key = noise_key(weights.seeds[place], step, WEIGHT_NOISE) if weights.mode == "stochastic" else None
-    weight, kept = store_master(weights.mode, master, value.dtype, key, weights.first(place))
-    write_(value, weight, blocked)
-    if kept is not None:
-        write_(weights.kept[place], kept, blocked)
+    value = weights.values[index]
+    key = random_key(weights.seeds[index], step, WEIGHT_STREAM) if weights.mode == "stochastic" else None
+    weight, aux = store_master(weights.mode, master, value.dtype, key, weights.offset(index))
+    write_(value, weight, skip)
+    if aux is not None:
+        write_(weights.aux[index], aux, skip)

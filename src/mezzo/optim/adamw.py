@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import registry
-from ..kernels.adamw import AdamWRule, Moments, adamw_scalars, reference
+from ..kernels.ops.adamw import AdamWRule, Moments, adamw_scalars, reference
 from ..kernels.registry import Backend
 from ..policy import Master
 from .base import Batch, MasterOptimizer, Params
@@ -36,7 +36,7 @@ class AdamW(MasterOptimizer):
         fused: accepted for torch's sake; `backend` chooses how a step is computed.
         master: how 16-bit parameters keep small updates: "split" (bf16 only; exact, 2 bytes), "fp32" (exact, 4
             bytes), "kahan" (2 bytes), "stochastic" (0 bytes).
-        state_dtype: of the moments: torch.float32, or torch.bfloat16 rounded by chance.
+        state_dtype: of the moments: torch.float32, or torch.bfloat16 rounded stochastically.
         rounding_seed: of that chance; equal on all ranks of a data-parallel run.
         backend: "auto", or the kernel that must run.
 
@@ -68,8 +68,8 @@ class AdamW(MasterOptimizer):
     ) -> None:
         check_differentiable(self, differentiable)
         check_rate(lr)
-        for place, beta in enumerate(betas):
-            check_range(f"betas[{place}]", float(beta), below=1.0)
+        for index, beta in enumerate(betas):
+            check_range(f"betas[{index}]", float(beta), below=1.0)
         check_range("eps", eps)
         check_range("weight_decay", weight_decay)
         defaults = {
@@ -109,8 +109,8 @@ class AdamW(MasterOptimizer):
             seeds=weights.seeds,
         )
         compiling = torch.compiler.is_compiling()
-        place = batch.step.device, weights.values[0].dtype
-        kernel = reference if compiling else registry.kernel(self.op, *place, group["backend"])
+        index = batch.step.device, weights.values[0].dtype
+        kernel = reference if compiling else registry.kernel(self.op, *index, group["backend"])
         kernel.step_(weights, batch.grads, moments, rule, batch.scalars, batch.step)
 
 

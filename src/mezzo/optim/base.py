@@ -14,14 +14,14 @@ from torch import Tensor
 from ..errors import ConfigError, MasterError
 from ..formats import describe
 from ..kernels import registry
-from ..kernels.gradients import ScaledGradients
-from ..kernels.shards import local, spread_like
-from ..kernels.weights import KEPT, Weights, give_master_, read_master, store_master
+from ..kernels.dtensor import like_dtensor, local
+from ..kernels.ops.gradients import ScaledGradients
+from ..kernels.weights import AUX_STATE, Weights, give_master_, read_master, store_master
 from ..policy import Master
 from .checks import check_dense, check_masters
 from .layout import aligned
-from .plan import Active, Kind, Plan, kinds_of
-from .state import Exact, mode_of, moment_dtype, report, seal_loaded, share_counts, take_master_
+from .optimizer_state import Exact, mode_of, moment_dtype, report, seal_loaded, share_counts, take_master_
+from .param_batches import Active, ParamBatch, Plan, param_batches_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -135,11 +135,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         found = getattr(self, "found_inf", None)
         taken = None if found is None else found.reshape(()) == 0
         self._drop_stale_plans()
-        first = 0
+        offset = 0
         for number, group in enumerate(self.param_groups):
-            for batch in self._batches(group, number, first, inv_scale, taken):
+            for batch in self._batches(group, number, offset, inv_scale, taken):
                 self.update_(group, batch)
-            first += len(group["params"])
+            offset += len(group["params"])
         return loss
 
     def _drop_stale_plans(self) -> None:
@@ -172,9 +172,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Syncs: no.
         """
-        mode, kept = self.beside(param)
-        part = read_master(mode, local(param.detach()), None if kept is None else local(kept))
-        return spread_like(part, param)
+        mode, aux = self.aux_state(param)
+        part = read_master(mode, local(param.detach()), None if aux is None else local(aux))
+        return like_dtensor(part, param)
 
     @torch.no_grad()
     def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
@@ -186,18 +186,18 @@ class MasterOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: not a parameter of this optimizer.
 
-        Writes: the parameters, and what is kept beside them. Syncs: no.
+        Writes: the parameters, and their aux state. Syncs: no.
         """
         for param, master in masters.items():
             mode = mode_of(param, self._group_of(param))
-            kept = give_master_(mode, local(param), local(master.to(param.device)))
-            if kept is not None:
-                self.state[param][KEPT[mode]] = spread_like(kept, param)
+            aux = give_master_(mode, local(param), local(master.to(param.device)))
+            if aux is not None:
+                self.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
 
-    def beside(self, param: Tensor) -> tuple[Master, Tensor | None]:
-        """Return how a parameter keeps small updates, and what lies beside it now; None if nothing does."""
+    def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
+        """Return how a parameter keeps small updates, and its aux state now; None if nothing does."""
         mode = mode_of(param, self._group_of(param))
-        return mode, self.state[param].get(KEPT.get(mode, "")) if param in self.state else None
+        return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
@@ -211,10 +211,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         return [registry.why(self.op, *kind) for kind in kinds]
 
     def _batches(
-        self, group: dict[str, Any], number: int, first: int, inv_scale: Tensor | None, taken: Tensor | None
+        self, group: dict[str, Any], number: int, offset: int, inv_scale: Tensor | None, taken: Tensor | None
     ) -> Iterator[Batch]:
         grads = [p.grad for p in group["params"]]
-        kinds = self._kinds(group, number, first, grads)
+        kinds = self._kinds(group, number, offset, grads)
         for count in {id(kind.step): kind.step for kind in kinds}.values():
             count.add_(1 if taken is None else taken.to(count.device))
         scalars: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -225,21 +225,23 @@ class MasterOptimizer(torch.optim.Optimizer):
                 scalars[key] = self.scalars(group, kind.step, dtype)
             yield self._batch(group, kind, grads, scalars[key], inv_scale)
 
-    def _kinds(self, group: dict[str, Any], number: int, first: int, grads: list[Tensor | None]) -> Sequence[Kind]:
+    def _kinds(
+        self, group: dict[str, Any], number: int, offset: int, grads: list[Tensor | None]
+    ) -> Sequence[ParamBatch]:
         """Return the kinds of a group: those of the last step, if everything is where it was."""
         names, is_eager = self.moment_names(group), not torch.compiler.is_compiling()
-        options = (first, names, group["master"], group["state_dtype"], group["rounding_seed"])
+        options = (offset, names, group["master"], group["state_dtype"], group["rounding_seed"])
         plan = self._plans.get(number) if is_eager else None
         if plan is not None and plan.fits(options, group["params"], grads):
             return plan.kinds
         active = [
-            Active(place, p, grad, self.state[p])
-            for place, (p, grad) in enumerate(zip(group["params"], grads, strict=True))
+            Active(index, p, grad, self.state[p])
+            for index, (p, grad) in enumerate(zip(group["params"], grads, strict=True))
             if grad is not None
         ]
         self._init_states(group, names, active)
         self._leave_behind(group, {id(one.state["step"]) for one in active})
-        kinds = kinds_of(group, names, first, active)
+        kinds = param_batches_of(group, names, offset, active)
         if is_eager:
             self._plans[number] = Plan(kinds, options, grads, active)
         return kinds
@@ -247,14 +249,14 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _batch(
         self,
         group: Mapping[str, Any],
-        kind: Kind,
+        kind: ParamBatch,
         grads: Sequence[Tensor | None],
         scalars: Tensor,
         inv_scale: Tensor | None,
     ) -> Batch:
         home = kind.step.device
         clip, found = getattr(self, "clip_coef", None), getattr(self, "found_inf", None)
-        given: Any = [grads[place] for place in kind.places]
+        given: Any = [grads[index] for index in kind.indices]
         return Batch(
             weights=kind.weights,
             means=kind.means,
@@ -271,7 +273,10 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _init_states(self, group: Mapping[str, Any], names: Sequence[str], active: list[Active]) -> None:
         counts: dict[torch.device, Tensor] = {}
-        wanted = {mode: {"step", *names, *([KEPT[mode]] if mode in KEPT else [])} for mode in (group["master"], "none")}
+        wanted = {
+            mode: {"step", *names, *([AUX_STATE[mode]] if mode in AUX_STATE else [])}
+            for mode in (group["master"], "none")
+        }
         for one in active:
             if one.grad.layout is not torch.strided:
                 check_dense(self, one.param, one.grad)
@@ -284,10 +289,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             for name in names:
                 if name not in state:
                     state[name] = torch.zeros_like(p, dtype=moment_dtype(p, group), memory_format=torch.preserve_format)
-            if mode in KEPT and KEPT[mode] not in state:
-                kept = store_master(mode, local(p.detach()).to(torch.float32), p.dtype, None)[1]
-                assert kept is not None
-                state[KEPT[mode]] = spread_like(kept, p)
+            if mode in AUX_STATE and AUX_STATE[mode] not in state:
+                aux = store_master(mode, local(p.detach()).to(torch.float32), p.dtype, None)[1]
+                assert aux is not None
+                state[AUX_STATE[mode]] = like_dtensor(aux, p)
 
     def _leave_behind(self, group: Mapping[str, Any], counts: set[int]) -> None:
         """Give parameters without a gradient a step count of their own, where they shared one that now moves on."""
@@ -312,8 +317,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         """
         state_dict = super().state_dict()
         state = {
-            place: {**entry, "step": entry["step"].clone()} if "step" in entry else entry
-            for place, entry in state_dict["state"].items()
+            index: {**entry, "step": entry["step"].clone()} if "step" in entry else entry
+            for index, entry in state_dict["state"].items()
         }
         return {**state_dict, "state": state}
 
@@ -355,13 +360,13 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _unseal(self, param: Tensor, group: Mapping[str, Any]) -> str:
         entry = {name: item.tensor for name, item in self.state[param].items() if isinstance(item, Exact)}
-        kept, clause = take_master_(param, entry, mode_of(param, group))
+        aux, clause = take_master_(param, entry, mode_of(param, group))
         moments = {name: entry[name] for name in self.moment_names(group) if name in entry}
         # torch.optim.SGD counts no steps; that its sum exists says that the first one is over.
         count = entry.get("step", torch.tensor(float(bool(moments))))
         self.state[param] = {
             "step": count.to(param.device, torch.float32).clone(),
             **{name: item.to(param.device, moment_dtype(param, group)).clone() for name, item in moments.items()},
-            **kept,
+            **aux,
         }
         return clause

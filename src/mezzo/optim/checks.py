@@ -82,7 +82,7 @@ def check_masters(group: Mapping[str, Any]) -> None:
     if group["backend"] not in get_args(registry.Backend):
         known = get_args(registry.Backend)
         raise ConfigError(f"unknown backend {group['backend']!r}.{did_you_mean(group['backend'], known)}")
-    names = group.get("param_names") or [f"parameter {place}" for place in range(len(group["params"]))]
+    names = group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
     trainable = [(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
     low = [f"{name} {describe(p)}" for name, p in trainable if p.dtype in LOW_DTYPES]
     if low and group["master"] == "none":

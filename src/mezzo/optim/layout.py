@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.shards import local_parts
+from ..kernels.dtensor import local_tensors
 
 Order = tuple[int, ...] | None
 
@@ -37,7 +37,7 @@ def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tens
 
     Of sharded tensors the parts that lie on this rank. Syncs: no.
     """
-    tensors = local_parts(tensors)
+    tensors = local_tensors(tensors)
     if any(orders):
         tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]
     return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else tensors

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels import registry
+from ..kernels.ops.sgd import SGDRule, reference, sgd_scalars
 from ..kernels.registry import Backend
-from ..kernels.sgd import SGDRule, reference, sgd_scalars
 from ..policy import Master
 from .base import Batch, MasterOptimizer, Params
 from .checks import check_differentiable, check_range, check_rate
@@ -36,7 +36,7 @@ class SGD(MasterOptimizer):
         fused: accepted for torch's sake; `backend` chooses how a step is computed.
         master: how 16-bit parameters keep small updates: "split" (bf16 only; exact, 2 bytes), "fp32" (exact, 4
             bytes), "kahan" (2 bytes), "stochastic" (0 bytes).
-        state_dtype: of the running sum: torch.float32, or torch.bfloat16 rounded by chance.
+        state_dtype: of the running sum: torch.float32, or torch.bfloat16 rounded stochastically.
         rounding_seed: of that chance; equal on all ranks of a data-parallel run.
         backend: "auto", or the kernel that must run.
 
@@ -106,8 +106,8 @@ class SGD(MasterOptimizer):
         weights, rule = batch.weights, _rule(group)
         sums = batch.means["momentum_buffer"] if rule.momentum != 0 else []
         compiling = torch.compiler.is_compiling()
-        place = batch.step.device, weights.values[0].dtype
-        kernel = reference if compiling else registry.kernel(self.op, *place, group["backend"])
+        index = batch.step.device, weights.values[0].dtype
+        kernel = reference if compiling else registry.kernel(self.op, *index, group["backend"])
         kernel.step_(weights, batch.grads, sums, rule, batch.scalars, batch.step)
 
 

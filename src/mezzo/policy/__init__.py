@@ -12,4 +12,5 @@ from .parts import ScalingConfig as ScalingConfig
 from .policy import Master as Master
 from .policy import Policy as Policy
 from .presets import PRESETS as PRESETS
+from .rule import FP32_RULES as FP32_RULES
 from .rule import Rule as Rule

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .rule import Rule
 
 LOW, FP32, LOW_OUT = Rule.LOW, Rule.FP32, Rule.FP32_LOW_OUT
-WIDEST, AS_IS, FORBID = Rule.WIDEST, Rule.AS_IS, Rule.FORBID
+PROMOTE, AS_IS, FORBID = Rule.PROMOTE, Rule.AS_IS, Rule.FORBID
 ALL = ("cuda", "xpu", "cpu", "mps")
 
 
@@ -146,14 +146,14 @@ FAMILIES: tuple[Family, ...] = (
         "upsample_bicubic2d _upsample_bicubic2d_aa", (FP32, GPU), mezzo=FP32, reason="backward adds many gradients into one pixel",
     ),
     _family(
-        "addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot", (WIDEST, NOT_CPU), mezzo=WIDEST,
+        "addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot", (PROMOTE, NOT_CPU), mezzo=PROMOTE,
         reason="several tensors that must agree",
     ),
-    _family("vdot", (WIDEST, GPU), mezzo=WIDEST, reason="several tensors that must agree"),
-    _family("grid_sampler", (WIDEST, NOT_CPU), (FP32, ("cpu",)), mezzo=WIDEST, reason="input and grid must agree"),
-    _family("cat stack index_copy", (WIDEST, ("cpu",)), mezzo=WIDEST, reason="several tensors that must agree"),
+    _family("vdot", (PROMOTE, GPU), mezzo=PROMOTE, reason="several tensors that must agree"),
+    _family("grid_sampler", (PROMOTE, NOT_CPU), (FP32, ("cpu",)), mezzo=PROMOTE, reason="input and grid must agree"),
+    _family("cat stack index_copy", (PROMOTE, ("cpu",)), mezzo=PROMOTE, reason="several tensors that must agree"),
     _family(
-        "index_add scatter scatter_reduce index_reduce lerp", mezzo=WIDEST, reason="several tensors that must agree",
+        "index_add scatter scatter_reduce index_reduce lerp", mezzo=PROMOTE, reason="several tensors that must agree",
         repair="torch lists it nowhere and raises on mixed dtypes",
     ),
     _family(

@@ -16,6 +16,6 @@ def is_cast_at_use(class_names: Iterable[str]) -> bool:
     return not CAST_AT_USE.isdisjoint(class_names)
 
 
-def feeds_low(class_names: Iterable[str]) -> bool:
+def is_matmul_like(class_names: Iterable[str]) -> bool:
     """Whether a module's own weights end up in low ops, so that 16-bit storage loses nothing but their masters keep."""
     return not (CAST_AT_USE | LOOKED_UP).isdisjoint(class_names)

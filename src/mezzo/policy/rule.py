@@ -14,7 +14,7 @@ class Rule(enum.Enum):
     """Cast up to fp32, fp32 result: sums many terms or has a steep derivative."""
     FP32_LOW_OUT = "fp32_low_out"
     """Compute in fp32, or in a kernel that accumulates in fp32; result in the compute dtype."""
-    WIDEST = "widest"
+    PROMOTE = "promote"
     """Promote to the widest floating input: several tensors that must agree."""
     AS_IS = "as_is"
     """Leave the inputs alone."""
@@ -23,3 +23,7 @@ class Rule(enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+FP32_RULES = (Rule.FP32, Rule.FP32_LOW_OUT)
+"""Rules whose ops compute in fp32."""

@@ -101,6 +101,7 @@ def read_op_rule(op: str, word: str) -> tuple[str, Rule]:
         PolicyError: an unknown op or rule; names the nearest one.
     """
     check_op(op)
+    check(word.casefold() != "widest", f"the op rule 'widest' is now called 'promote': write 'op:{op}=promote'.")
     try:
         return op, Rule(word.casefold())
     except ValueError:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from .._torch import ops_with_kernel
 from .families import FAMILIES, Family
 from .parts import TableName
 from .rule import Rule
@@ -63,9 +64,7 @@ def registered(device_type: str) -> frozenset[str]:
     key = DISPATCH_KEYS.get(device_type)
     if key is None:
         return frozenset()
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::") and has_kernel(n, key))
-    return frozenset(n.removeprefix("aten::").split(".")[0] for n in names)
+    return frozenset(name.removeprefix("aten::").split(".")[0] for name in ops_with_kernel(key))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

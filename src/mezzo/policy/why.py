@@ -16,13 +16,11 @@ from ..formats import dtype_name
 from .answer import Reason, Why
 from .parts import ModuleRule, check_op
 from .policy import Policy
-from .rule import Rule
+from .rule import FP32_RULES, Rule
 from .rule_text import write_module_rule, write_op_rule
 from .spelling import spell
 from .table import ALIASES, Row, table
 from .written import Written, written
-
-_FP32_RULES = (Rule.FP32, Rule.FP32_LOW_OUT)
 
 
 def why(
@@ -89,7 +87,7 @@ class _Scope:
         rule = self.rules[0][1].precision if self.rules else Rule.LOW
         if isinstance(rule, torch.dtype):
             return rule
-        return torch.float32 if rule in _FP32_RULES else self.compute
+        return torch.float32 if rule in FP32_RULES else self.compute
 
     def precision(self) -> str:
         low_out = self.rules and self.rules[0][1].precision is Rule.FP32_LOW_OUT
@@ -135,6 +133,6 @@ def _op_precision(rule: Rule, low: str, row: Row | None) -> str:
         Rule.LOW: low,
         Rule.FP32: "fp32",
         Rule.FP32_LOW_OUT: f"fp32, result {low}",
-        Rule.WIDEST: "the widest dtype among its inputs",
+        Rule.PROMOTE: "the widest dtype among its inputs",
         Rule.AS_IS: _AS_IS,
     }[rule]

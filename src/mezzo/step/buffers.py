@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from .._torch import NormBase, foreach_copy_, own_buffers, version
 
 
 @dataclass(slots=True, eq=False)
@@ -35,18 +36,18 @@ class _Kept:
 
     @property
     def buffer(self) -> Tensor | None:
-        return self.module._buffers[self.key]
+        return own_buffers(self.module)[self.key]
 
     def written(self) -> Tensor | None:
         """Return the buffer if it was, or may have been, written since it was copied."""
         buffer = self.buffer
         if self.may_be_written or (self.is_statistic and self.module.training):
             return buffer
-        return buffer if buffer is not self.source or self.source._version != self.version else None
+        return buffer if buffer is not self.source or version(self.source) != self.version else None
 
     def renew_source(self, buffer: Tensor) -> None:
         """Take note that the copy is of the buffer as it is now."""
-        self.source, self.version, self.may_be_written = buffer, buffer._version, False
+        self.source, self.version, self.may_be_written = buffer, version(buffer), False
 
 
 class Buffers:
@@ -66,13 +67,13 @@ class Buffers:
                 name=f"{prefix}.{key}" if prefix else key,
                 module=module,
                 key=key,
-                is_statistic=isinstance(module, _NormBase),
+                is_statistic=isinstance(module, NormBase),
                 value=buffer.detach().clone(),
                 source=buffer,
-                version=buffer._version,
+                version=version(buffer),
             )
             for prefix, module in model.named_modules()
-            for key, buffer in module._buffers.items()
+            for key, buffer in own_buffers(module).items()
             if buffer is not None and _is_tracked(buffer)
         ]
         self._is_open = False
@@ -128,7 +129,7 @@ class Buffers:
         same = [(kept, buffer) for kept, buffer in moved if _is_alike(kept.value, buffer)]
         with torch.no_grad():
             if same:
-                torch._foreach_copy_([kept.value for kept, _ in same], [buffer for _, buffer in same])
+                foreach_copy_([kept.value for kept, _ in same], [buffer for _, buffer in same])
             for kept, buffer in moved:
                 if not _is_alike(kept.value, buffer):
                     kept.value = buffer.detach().clone()

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .marks import first
-from .update import parameters
+from ..errors import listed
+from ..optim.master_weights import parameters
 
 
 def why_no_gradients(model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> str:
@@ -32,7 +32,7 @@ def why_no_gradients(model: nn.Module, optimizers: Sequence[Optimizer], names: M
     if reached:
         return (
             f"step() found no gradients: the loss reaches {len(reached)} parameters of the model, but none of the "
-            f"optimizer's {len(trainable)} ({first([names[p] for p in trainable])}). "
+            f"optimizer's {len(trainable)} ({listed([names[p] for p in trainable])}). "
             "Step the optimizer whose parameters this loss trains, or check where the graph is cut."
         )
     return (

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StepError
+from ..optim.master_weights import parameters
 from .decision import Decision
 from .engine import Engine
+from .flags import StepFlags
 from .result import StepResult
-from .update import Clip, Order, Share, clamp_, handing, parameters
-from .verdict import Verdict
+from .update import Clip, OptimizerGrads, StepScaling, clamp_, handing
 
 Closure = Callable[[], Tensor | float]
 
@@ -50,7 +51,7 @@ class _Evaluations:
         self._closure = closure
         self._clip = clip
         self._orders = orders
-        self.last: tuple[list[Share], Decision, Verdict] | None = None
+        self.last: tuple[list[OptimizerGrads], Decision, StepFlags] | None = None
 
     def __call__(self) -> Any:
         """Evaluate the closure.
@@ -72,7 +73,7 @@ class _Evaluations:
         if self._clip.value is not None:
             clamp_(shares[0].grads, self._clip.value, decision.scale)
         coefficient = self._clip.coefficient(decision.norm)
-        order = Order(scale=decision.scale, coefficient=coefficient, skip=None)
+        order = StepScaling(scale=decision.scale, coefficient=coefficient, skip=None)
         self._orders.close()
         self._orders.enter_context(handing(self._optimizer, shares[0].grads, order))
         self._engine.gradients.close()

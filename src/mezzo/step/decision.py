@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dist.agree import Agreement
-from ..kernels.gradients import norm_and_finite
-from ..kernels.shards import any_spread, is_spread, num_parts
+from ..distributed.consensus import RankConsensus
+from ..kernels.dtensor import any_dtensor, is_dtensor, num_shards
+from ..kernels.ops.gradients import norm_and_finite
+from ..loss_scale.state import LossScale, NoScaling, next_state
+from ..loss_scale.unscale import is_unusable
 from ..policy import ScalingConfig
-from ..scaling.state import LossScale, NoScaling, next_state
-from ..scaling.unscale import is_unusable
-from .marks import Mark
-from .pending import Pending, either
-from .update import Share, Skip, move
-from .verdict import Evidence, Verdict
+from .accumulation import AccumulationState, either
+from .flags import GradStats, StepFlags
+from .grad_versions import Mark
+from .update import OptimizerGrads, Skip, move
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,8 +49,8 @@ class Decision:
         return self.skips.max() != 0
 
     def verdict(
-        self, shares: Sequence[Share], names: Mapping[Tensor, str], marks: Mapping[int, Mark], count: bool
-    ) -> Verdict:
+        self, shares: Sequence[OptimizerGrads], names: Mapping[Tensor, str], marks: Mapping[int, Mark], count: bool
+    ) -> StepFlags:
         """Send the findings on their way to the host.
 
         Args:
@@ -64,14 +64,16 @@ class Decision:
         one = torch.ones((), device=self.norm.device)
         found = torch.stack([self.gradients_bad, self.loss_bad, self.buffers_bad]).to(torch.float32)
         numbers = torch.stack([one if self.scale is None else self.scale, self.norm])
-        return Verdict(torch.cat([found, numbers, self.skips]), _evidence(shares, names, marks, count))
+        return StepFlags(torch.cat([found, numbers, self.skips]), _evidence(shares, names, marks, count))
 
 
-def _evidence(shares: Sequence[Share], names: Mapping[Tensor, str], marks: Mapping[int, Mark], count: bool) -> Evidence:
+def _evidence(
+    shares: Sequence[OptimizerGrads], names: Mapping[Tensor, str], marks: Mapping[int, Mark], count: bool
+) -> GradStats:
     home = shares[0].check.norm.device
     norms = [move(share.check.tensor_norms, home) for share in shares]
     counts = [move(share.check.count_nonfinite(), home) for share in shares] if count else []
-    return Evidence(
+    return GradStats(
         params=[p for share in shares for p in share.params],
         names=names,
         norms=torch.cat(norms),
@@ -82,11 +84,11 @@ def _evidence(shares: Sequence[Share], names: Mapping[Tensor, str], marks: Mappi
 
 @torch.no_grad()
 def decide(
-    shares: Sequence[Share],
-    pending: Pending,
+    shares: Sequence[OptimizerGrads],
+    pending: AccumulationState,
     written: Sequence[Tensor],
     skip: Skip,
-    agree: Agreement | None,
+    consensus: RankConsensus | None,
     num_optimizers: int,
 ) -> Decision:
     """Say which optimizers may step.
@@ -96,7 +98,7 @@ def decide(
         pending: the step in the making.
         written: floating buffers that the forward wrote.
         skip: what several optimizers do when one has bad gradients.
-        agree: makes the findings the same on all ranks; None on one rank.
+        consensus: makes the findings the same on all ranks; None on one rank.
         num_optimizers: how many were prepared, with gradients or without.
 
     Syncs: no on one rank or on accelerators; else with the slowest rank.
@@ -110,19 +112,19 @@ def decide(
     buffers = move(norm_and_finite(written).found_nonfinite, home) != 0 if written else no
     found = torch.stack([move(share.check.found_nonfinite, home) for share in shares]) != 0
     squares = None
-    if agree is not None or any(any_spread(share.params) for share in shares):
+    if consensus is not None or any(any_dtensor(share.params) for share in shares):
         squares = _squares(shares, home, num_optimizers)
         everywhere = torch.zeros(num_optimizers, device=home)
         for share, flag in zip(shares, found.unbind(), strict=True):
-            everywhere[share.place] = flag
-        if agree is not None:
+            everywhere[share.index] = flag
+        if consensus is not None:
             flags = torch.stack([either(no, *early), loss, buffers]).to(torch.float32)
-            findings, squares = agree.combine(torch.cat([flags, everywhere]), squares)
+            findings, squares = consensus.combine(torch.cat([flags, everywhere]), squares)
             agreed, loss, buffers = (flag != 0 for flag in findings[:3].unbind())
             early, everywhere = (agreed,), findings[3:]
         # Squares of parts that are finite one by one may add up to more than fp32 holds.
         everywhere = (everywhere != 0) | ~squares[:-1].isfinite()
-        found = torch.stack([everywhere[share.place] for share in shares])
+        found = torch.stack([everywhere[share.index] for share in shares])
         gradients = either(everywhere.any(), *early)
     else:
         gradients = either(found.any(), *early)
@@ -143,7 +145,7 @@ def decide(
     )
 
 
-def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -> Tensor:
+def _squares(shares: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int) -> Tensor:
     """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
 
     A part that several ranks have counts once over all of them.
@@ -152,15 +154,15 @@ def _squares(shares: Sequence[Share], home: torch.device, num_optimizers: int) -
     seen: set[Tensor] = set()
     for share in shares:
         for p, norm in zip(share.params, share.check.tensor_norms.unbind(), strict=True):
-            if is_spread(p):
-                square = move(norm.square(), home) * (num_parts(p) / p.device_mesh.size())
-                squares[share.place] += square
+            if is_dtensor(p):
+                square = move(norm.square(), home) * (num_shards(p) / p.device_mesh.size())
+                squares[share.index] += square
                 squares[num_optimizers] += 0 if p in seen else square
                 seen.add(p)
     return squares
 
 
-def _norms(shares: Sequence[Share], squares: Tensor | None, home: torch.device) -> tuple[Tensor, Tensor]:
+def _norms(shares: Sequence[OptimizerGrads], squares: Tensor | None, home: torch.device) -> tuple[Tensor, Tensor]:
     """Return the norm of each share's true gradients, and of all, each gradient counted once.
 
     Args:
@@ -168,7 +170,7 @@ def _norms(shares: Sequence[Share], squares: Tensor | None, home: torch.device) 
         squares: of what lies in parts, for each optimizer and for all; None where everything is whole.
         home: where to.
     """
-    if len(shares) == 1 and (squares is None or not any_spread(shares[0].params)):
+    if len(shares) == 1 and (squares is None or not any_dtensor(shares[0].params)):
         norm = move(shares[0].check.norm, home)
         return norm.unsqueeze(0), norm
     whole: dict[Tensor, Tensor] = {}
@@ -177,11 +179,11 @@ def _norms(shares: Sequence[Share], squares: Tensor | None, home: torch.device) 
         own = {
             p: move(norm, home)
             for p, norm in zip(share.params, share.check.tensor_norms.unbind(), strict=True)
-            if not is_spread(p)
+            if not is_dtensor(p)
         }
         whole.update(own)
         is_whole = len(own) == len(share.params)
-        square = None if squares is None or is_whole else squares[share.place]
+        square = None if squares is None or is_whole else squares[share.index]
         norms.append(move(share.check.norm, home) if square is None else _joined(own, square))
     if len(shares) == 1:
         return norms[0].unsqueeze(0), norms[0]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from ..dist.agree import Agreement
+from ..distributed.consensus import RankConsensus
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import Policy
-from .guard import Trouble
+from .guard import SkipInfo
 from .replay import Diagnosis
 
 _log = logging.getLogger("mezzo.step")
 
 
-def check_demotion(policy: Policy, agree: Agreement | None) -> None:
+def check_demotion(policy: Policy, consensus: RankConsensus | None) -> None:
     """Refuse demotion where it could not be kept.
 
     Raises:
@@ -34,7 +34,7 @@ def check_demotion(policy: Policy, agree: Agreement | None) -> None:
             "fp32 rule needs fp32 weights, which were given away when the model was prepared. Write params=fp32, or "
             "guard.on_overflow=skip and the rule that the error names."
         )
-    if agree is not None:
+    if consensus is not None:
         raise PolicyError(
             "guard.on_overflow=demote was asked for on several ranks, and each would demote what overflowed on its own "
             "batch, so their models would differ. Write guard.on_overflow=skip, and add the rule that the error names."
@@ -44,7 +44,7 @@ def check_demotion(policy: Policy, agree: Agreement | None) -> None:
 def demote(
     policy: Policy,
     known: Sequence[str],
-    trouble: Trouble,
+    trouble: SkipInfo,
     diagnose: Callable[[], Diagnosis | None],
     adopt: Callable[[Policy], None],
 ) -> tuple[str, ...]:

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dist.agree import Agreement
+from ..binding.bind import AfterForward, Binding, bind, innermost
+from ..distributed.consensus import RankConsensus
 from ..errors import NonFiniteStep
-from ..kernels.gradients import norm_and_finite
-from ..kernels.shards import is_spread, local
+from ..kernels.dtensor import is_dtensor, local
+from ..kernels.ops.gradients import norm_and_finite
+from ..loss_scale.state import LossScale, NoScaling
 from ..policy import Policy
-from ..scaling.state import LossScale, NoScaling
-from .bind import AfterForward, Binding, bind, innermost
 from .buffers import Buffers
-from .checkpoint import load_scale_
 from .decision import Decision, decide, move_scale_
 from .demote import check_demotion, demote
+from .flags import StepFlags
 from .gradients import Gradients
-from .guard import Guard, Stop, Trouble
+from .guard import Guard, SkipInfo, Stop
 from .invariants import ALWAYS, Invariants, look
-from .ranks import agreement_around, agreement_of, waits_for_ranks
+from .ranks import consensus_around, consensus_of, waits_for_ranks
 from .replay import Diagnosis, Replay
 from .report import Report, make_report
 from .result import StepResult
-from .update import Clip, Order, Share, Skip, clamp_, decides_on_device, multiply_, step_
-from .verdict import Verdict
+from .state_dict import load_scale_
+from .update import Clip, OptimizerGrads, Skip, StepScaling, clamp_, decides_on_device, multiply_, step_
 
 _log = logging.getLogger("mezzo.step")
 
@@ -56,7 +56,7 @@ class Engine:
         guard: counts and stops.
         loss_scale: as it is now.
         callbacks: functions to call after steps of an optimizer, or of all, that were taken.
-        agree: makes findings the same on all ranks; None on one rank.
+        consensus: makes findings the same on all ranks; None on one rank.
         replay: keeps the last batch where it may be needed.
         is_stepping: whether an optimizer's step is called from here just now.
     """
@@ -83,12 +83,12 @@ class Engine:
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
         )
         self.callbacks: list[Callback] = []
-        self.agree: Agreement | None = agreement_of(model, policy)
-        check_demotion(policy, self.agree)
+        self.consensus: RankConsensus | None = consensus_of(model, policy)
+        check_demotion(policy, self.consensus)
         self.is_stepping = False
         self._root = innermost(model)
         self.replay = Replay(self._root)
-        self._trouble: Trouble | None = None
+        self._trouble: SkipInfo | None = None
         self._num_taken = 0
         self._invariants = Invariants(names, self.report, self.buffers.nonfinite)
         named = innermost(model).named_buffers()
@@ -113,10 +113,10 @@ class Engine:
         if self.replay.is_running:
             return None
         if module is self._root:
-            if self.agree is None:
-                found = agreement_around(self.model, self.policy)
+            if self.consensus is None:
+                found = consensus_around(self.model, self.policy)
                 check_demotion(self.policy, found)
-                self.agree = found
+                self.consensus = found
             self.buffers.begin()
         if not self.guard.may_stop or not torch.is_grad_enabled():
             return None
@@ -126,7 +126,7 @@ class Engine:
     @property
     def _watches_loss(self) -> bool:
         """Whether what comes after the model is followed too: the step may be the last, and nothing runs it again."""
-        return self.guard.is_last_chance and self.agree is None and not self.is_stepping
+        return self.guard.is_last_chance and self.consensus is None and not self.is_stepping
 
     def _follow_loss(self, follow: AfterForward, out: object) -> None:
         follow(out)
@@ -152,8 +152,8 @@ class Engine:
         """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""
         was_pending = self.gradients.is_pending
         self.gradients.zero(set_to_none)
-        if self.agree is not None:
-            self.agree.drop()
+        if self.consensus is not None:
+            self.consensus.drop()
         self.replay.drop(by_closure=self.is_stepping)
         if was_pending:
             written = self.buffers.written() if self.policy.guard.restore_buffers else []
@@ -161,8 +161,8 @@ class Engine:
 
     def take(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there; see `Stepper.step`."""
-        if self.agree is not None:
-            self.agree.check_step()
+        if self.consensus is not None:
+            self.consensus.check_step()
         shares = self.gradients.shares(optimizer)
         decision, verdict = self.judge(shares)
         by_host = bool(self.callbacks) or not all(decides_on_device(share.optimizer) for share in shares)
@@ -181,15 +181,15 @@ class Engine:
         every = self.policy.guard.check_every
         return every > 0 and (self._num_taken <= ALWAYS or self._num_taken % every == 0)
 
-    def judge(self, shares: Sequence[Share]) -> tuple[Decision, Verdict]:
+    def judge(self, shares: Sequence[OptimizerGrads]) -> tuple[Decision, StepFlags]:
         """Say what is wrong with the gradients, if anything. Syncs: no."""
         pending = self.gradients.require("step()")
         written = self.buffers.written() if self.policy.guard.restore_buffers else []
-        decision = decide(shares, pending, written, self.skip, self.agree, len(self.optimizers))
+        decision = decide(shares, pending, written, self.skip, self.consensus, len(self.optimizers))
         return decision, decision.verdict(shares, self.names, self.gradients.marks, count=self.guard.is_troubled)
 
     def settle(
-        self, shares: Sequence[Share], decision: Decision, verdict: Verdict, skipped: Sequence[bool] | None
+        self, shares: Sequence[OptimizerGrads], decision: Decision, verdict: StepFlags, skipped: Sequence[bool] | None
     ) -> StepResult:
         """Close the step: buffers, loss scale, counters, and who waits for steps that were taken.
 
@@ -214,7 +214,7 @@ class Engine:
         self._audit()
         if skipped is not None:
             self._call_back({id(share.optimizer): not skip for share, skip in zip(shares, skipped, strict=True)})
-            if self.agree is None:  # ranks check together, when the next step begins
+            if self.consensus is None:  # ranks check together, when the next step begins
                 self.check()
         return StepResult(verdict, self.guard.settle)
 
@@ -244,7 +244,12 @@ class Engine:
             if stop is None and trouble.reason == "loss" and self.guard.counters.skipped_in_a_row == 2:
                 self._explain_early(trouble)
         # All ranks have read the same verdicts, but what else is not finite each sees in its own part.
-        if self.agree is not None and self.guard.is_troubled and self.agree.any(stop is not None) and stop is None:
+        if (
+            self.consensus is not None
+            and self.guard.is_troubled
+            and self.consensus.any(stop is not None)
+            and stop is None
+        ):
             return Stop(
                 kind=NonFiniteStep,
                 what=f"step {self.guard.counters.seen} was skipped, and another rank stops the run: its message says why",
@@ -253,7 +258,7 @@ class Engine:
             )
         return stop
 
-    def _explain_early(self, trouble: Trouble) -> None:
+    def _explain_early(self, trouble: SkipInfo) -> None:
         """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
         found = self._diagnosis(trouble)
         if found is not None and found.sentence:
@@ -264,19 +269,19 @@ class Engine:
     def _explained(self, stop: Stop) -> Exception:
         return stop.error(self._diagnosis(self._trouble) if stop.is_batch_to_blame and self._trouble else None)
 
-    def _diagnosis(self, trouble: Trouble) -> Diagnosis | None:
+    def _diagnosis(self, trouble: SkipInfo) -> Diagnosis | None:
         """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
-        if self.agree is not None and waits_for_ranks(innermost(self.model)):
+        if self.consensus is not None and waits_for_ranks(innermost(self.model)):
             return None
         was_pending = self.gradients.is_pending
-        reason = trouble.reason if self.agree is None else None  # it may be that of another rank
+        reason = trouble.reason if self.consensus is None else None  # it may be that of another rank
         try:
             return self.replay.run(trouble.step, trouble.scale, reason)
         finally:
             if not was_pending:
                 self.gradients.close()  # a closure that ran again took the marks off the gradients
 
-    def _demote(self, trouble: Trouble) -> bool:
+    def _demote(self, trouble: SkipInfo) -> bool:
         counters = self.guard.counters
         edits = demote(self.policy, counters.demoted, trouble, lambda: self._diagnosis(trouble), self.adopt)
         if not edits:
@@ -314,17 +319,17 @@ class Engine:
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a block in which the loss of another rank is named as what it is."""
-        return nullcontext() if self.agree is None else self.agree.watching()
+        return nullcontext() if self.consensus is None else self.consensus.watching()
 
     def _audit(self) -> None:
         """Compare loss scale, counters and whole weights over the ranks, in steps that the agreement chooses."""
-        if self.agree is not None:
+        if self.consensus is not None:
             numbers = {
                 "the loss scale": self.loss_scale.scale,
                 "the number of clean steps since the loss scale moved": self.loss_scale.growth_tracker,
                 "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
             }
-            self.agree.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_spread(p)})
+            self.consensus.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)})
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -335,7 +340,9 @@ class Engine:
         finally:
             self.is_stepping = False
 
-    def _update(self, shares: Sequence[Share], decision: Decision, skipped: Sequence[bool] | None, clip: Clip) -> None:
+    def _update(
+        self, shares: Sequence[OptimizerGrads], decision: Decision, skipped: Sequence[bool] | None, clip: Clip
+    ) -> None:
         scale = decision.scale
         if clip.value is not None:
             clamp_([grad for share in shares for grad in share.grads], clip.value, scale)
@@ -344,11 +351,11 @@ class Engine:
             multiply_([grad for share in shares for grad in share.grads], scale.reciprocal())
             scale = None
         with self.stepping():
-            for place, share in enumerate(shares):
-                if skipped is None or not skipped[place]:
-                    norm = decision.norms[place] if self.skip == "independent" else decision.norm
-                    skip = decision.skips[place] if skipped is None else None
-                    order = Order(scale=scale, coefficient=clip.coefficient(norm), skip=skip)
+            for index, share in enumerate(shares):
+                if skipped is None or not skipped[index]:
+                    norm = decision.norms[index] if self.skip == "independent" else decision.norm
+                    skip = decision.skips[index] if skipped is None else None
+                    order = StepScaling(scale=scale, coefficient=clip.coefficient(norm), skip=skip)
                     step_(share.optimizer, share.grads, order)
 
     def _call_back(self, applied: Mapping[int, bool]) -> None:
@@ -362,6 +369,6 @@ class Engine:
         return {name: count for name, count in counts.items() if count}, self.buffers.nonfinite()
 
 
-def _is_shared(shares: Sequence[Share]) -> bool:
-    places = [id(p) for share in shares for p in share.params]
-    return len(shares) > 1 and len(set(places)) < len(places)
+def _is_shared(shares: Sequence[OptimizerGrads]) -> bool:
+    indices = [id(p) for share in shares for p in share.params]
+    return len(shares) > 1 and len(set(indices)) < len(indices)

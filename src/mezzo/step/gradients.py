@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import StepError
-from ..kernels.gradients import norm_and_finite
+from ..errors import StepError, listed
+from ..kernels.ops.gradients import norm_and_finite
+from ..optim.master_weights import parameters
+from .accumulation import AccumulationState, check_loss, either
 from .causes import why_no_gradients
 from .edit import true_gradients
-from .marks import Mark, Marks, first
-from .pending import Pending, check_loss, either
-from .update import Share, move, parameters, shares_of
+from .grad_versions import GradVersions, Mark
+from .update import OptimizerGrads, move, shares_of
 
 
 class Gradients:
@@ -42,8 +43,8 @@ class Gradients:
         self._loss_dtype = loss_dtype
         stepped = {id(p) for p in self.parameters()}
         self._others = [p for p in names if id(p) not in stepped]
-        self._marks = Marks(names)
-        self._pending: Pending | None = None
+        self._marks = GradVersions(names)
+        self._pending: AccumulationState | None = None
         self._penalty_bad: Tensor | None = None
         self._is_shown = False
 
@@ -132,7 +133,7 @@ class Gradients:
         """Whether there was a backward pass since the last step."""
         return self._pending is not None
 
-    def require(self, call: str) -> Pending:
+    def require(self, call: str) -> AccumulationState:
         """Return the step in the making.
 
         Raises:
@@ -149,7 +150,7 @@ class Gradients:
         self._refuse_broken(self._pending, call)
         return self._pending
 
-    def shares(self, optimizer: Optimizer | None) -> list[Share]:
+    def shares(self, optimizer: Optimizer | None) -> list[OptimizerGrads]:
         """Return the parts of the optimizers, or of one of them, that have gradients. Syncs: no.
 
         Raises:
@@ -179,9 +180,9 @@ class Gradients:
         """Return the parameters of all optimizers, each once."""
         return list({id(p): p for optimizer in self._optimizers for p in parameters(optimizer)}.values())
 
-    def _open(self, scale: Tensor | None) -> Pending:
+    def _open(self, scale: Tensor | None) -> AccumulationState:
         bad, self._penalty_bad = self._penalty_bad, None
-        return Pending(scale, self.home, penalty_bad=bad)
+        return AccumulationState(scale, self.home, penalty_bad=bad)
 
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
         """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""
@@ -194,7 +195,7 @@ class Gradients:
     def _is_bad(self, grads: Iterable[Tensor]) -> Tensor:
         return move(norm_and_finite(list(grads)).found_nonfinite, self.home) != 0
 
-    def _refuse_broken(self, pending: Pending, call: str) -> None:
+    def _refuse_broken(self, pending: AccumulationState, call: str) -> None:
         if pending.is_broken:
             raise StepError(
                 f"{call} was called after a backward(loss) that failed halfway, so the gradients are part of a sum. "
@@ -205,7 +206,7 @@ class Gradients:
         edited = self._marks.edited(params)
         if edited:
             raise StepError(
-                f"the gradients of {first(edited)} were changed since backward(loss), while they carry the loss scale. "
+                f"the gradients of {listed(edited)} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
                 "amp.backward(loss) for every loss.backward()."
             )

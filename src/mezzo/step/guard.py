@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import LossScaleExhausted, NonFiniteStep
+from ..loss_scale.state import LossScale
 from ..policy import Policy
-from ..scaling.state import LossScale
+from .flags import Reason, StepFlags, StepStats
 from .replay import Diagnosis
-from .verdict import Facts, Reason, Verdict
 
 _log = logging.getLogger("mezzo.step")
 
@@ -61,7 +61,7 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trouble:
+class SkipInfo:
     """The last step that was read, where it was skipped.
 
     Attributes:
@@ -96,8 +96,8 @@ class Guard:
     ) -> None:
         self.policy = policy
         self._nonfinite_weights = nonfinite_weights
-        self._waiting: list[Verdict] = []
-        self._trouble: Trouble | None = None
+        self._waiting: list[StepFlags] = []
+        self._trouble: SkipInfo | None = None
         self._next_scale = math.inf if policy.scaling is None else policy.scaling.init_scale
         self.counters = Counters()
 
@@ -124,7 +124,7 @@ class Guard:
             guard.enabled and self.is_troubled and (is_at_floor or self.counters.skipped_in_a_row + 2 >= guard.patience)
         )
 
-    def push(self, verdict: Verdict) -> None:
+    def push(self, verdict: StepFlags) -> None:
         """Take note of a step. Syncs: no."""
         self._waiting.append(verdict)
 
@@ -134,13 +134,13 @@ class Guard:
             self._count(self._waiting.pop(0))
         return self.counters
 
-    def take(self) -> Trouble | None:
+    def take(self) -> SkipInfo | None:
         """Bring the counters up to the last step; return, once, what was wrong with it. Syncs: with the last step."""
         self.settle()
         trouble, self._trouble = self._trouble, None
         return trouble
 
-    def _count(self, verdict: Verdict) -> None:
+    def _count(self, verdict: StepFlags) -> None:
         facts, now = verdict.facts(), self.counters
         if facts.applied:
             self.counters = replace(now, seen=now.seen + 1, applied=now.applied + 1, skipped_in_a_row=0)
@@ -154,14 +154,14 @@ class Guard:
                 self._note(verdict, facts)
         verdict.skipped_in_a_row = self.counters.skipped_in_a_row
 
-    def _note(self, verdict: Verdict, facts: Facts) -> None:
+    def _note(self, verdict: StepFlags, facts: StepStats) -> None:
         before, scaling = self._trouble, self.policy.scaling
         stop = before.stop if before is not None and before.stop is not None else self._judge(verdict, facts)
-        self._trouble = Trouble(step=self.counters.seen - 1, reason=facts.reason, scale=facts.scale, stop=stop)
+        self._trouble = SkipInfo(step=self.counters.seen - 1, reason=facts.reason, scale=facts.scale, stop=stop)
         if scaling is not None:
             self._next_scale = facts.scale * scaling.backoff_factor
 
-    def _log_skip(self, verdict: Verdict, facts: Facts) -> None:
+    def _log_skip(self, verdict: StepFlags, facts: StepStats) -> None:
         row = self.counters.skipped_in_a_row
         if row & (row - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... of a row
             _log.warning(
@@ -169,7 +169,7 @@ class Guard:
                 self.counters.seen, row, self.counters.skipped, facts.reason, facts.scale,
             )  # fmt: skip
 
-    def _judge(self, verdict: Verdict, facts: Facts) -> Stop | None:
+    def _judge(self, verdict: StepFlags, facts: StepStats) -> Stop | None:
         parameters, buffers = self._nonfinite_weights()
         if parameters or buffers:
             return Stop(
@@ -219,7 +219,7 @@ def _spell_weights(parameters: Mapping[str, int], buffers: Mapping[str, int]) ->
     )
 
 
-def _spell_gradients(verdict: Verdict) -> str:
+def _spell_gradients(verdict: StepFlags) -> str:
     found = verdict.evidence.nonfinite()
     if not found:
         return "the norm of the gradients is beyond fp32, though each element is finite"

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..dist.audit import checksum
-from ..errors import InvariantError
-from ..kernels.gradients.check import values
-from ..kernels.gradients.reference import PART
-from ..kernels.parts import parts
-from ..kernels.shards import is_spread, local
-from ..kernels.weights import KEPT, read_master
-from .marks import first
+from ..distributed.rank_consistency import checksum
+from ..errors import InvariantError, listed
+from ..kernels.chunks import chunks
+from ..kernels.dtensor import is_dtensor, local
+from ..kernels.ops.gradients.check import values
+from ..kernels.ops.gradients.reference import CHUNK
+from ..kernels.weights import AUX_STATE, read_master
+from ..optim.master_weights import keeps_masters
+from .flags import StepStats
 from .report import Report, refuse_differing
-from .update import Share, keeps_masters
-from .verdict import Facts
+from .update import OptimizerGrads
 
 _log = logging.getLogger("mezzo.step")
 
@@ -30,8 +30,8 @@ ALWAYS = 3
 LOST_LIMIT = 0.5
 """Share of elements with a gradient that may keep their value in an applied step before it is said."""
 _SAMPLE = 4096
-_NORM_ERROR = PART * torch.finfo(torch.float32).eps
-"""A norm is summed in fp32 over parts of this many terms (Higham 2002, section 3.1)."""
+_NORM_ERROR = CHUNK * torch.finfo(torch.float32).eps
+"""A norm is summed in fp32 over chunks of this many terms (Higham 2002, section 3.1)."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -54,12 +54,12 @@ class Before:
 
 
 @torch.no_grad()
-def look(shares: Sequence[Share]) -> Before:
+def look(shares: Sequence[OptimizerGrads]) -> Before:
     """Take down what a step must keep or change. Syncs: yes."""
     params = {p: share.optimizer for share in shares for p in share.params}
     grads = {p: values(local(p.grad)) for p in params if p.grad is not None}
     return Before(
-        raw_norm=None if any(is_spread(p) for p in params) else _norm(grads.values()),
+        raw_norm=None if any(is_dtensor(p) for p in params) else _norm(grads.values()),
         weights={p: int(checksum(local(p))) for p in params},
         state=_state_sums(shares),
         rates=_rates(shares),
@@ -87,7 +87,7 @@ class Invariants:
         self._report = report
         self._buffers = buffers
 
-    def check(self, before: Before, shares: Sequence[Share], facts: Facts) -> None:
+    def check(self, before: Before, shares: Sequence[OptimizerGrads], facts: StepStats) -> None:
         """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
 
         Raises:
@@ -109,7 +109,7 @@ class Invariants:
         refuse_differing(self._report())
         self._check_finite(shares)
 
-    def _check_divisor(self, before: Before, facts: Facts) -> None:
+    def _check_divisor(self, before: Before, facts: StepStats) -> None:
         raw = before.raw_norm
         if raw is None or facts.gradients_bad:
             return
@@ -121,7 +121,7 @@ class Invariants:
                 "multiplied by. Something changed the gradients or the scale inside step()."
             )
 
-    def _check_moved(self, before: Before, share: Share, facts: Facts) -> None:
+    def _check_moved(self, before: Before, share: OptimizerGrads, facts: StepStats) -> None:
         rates = [float(group["lr"]) for group in share.optimizer.param_groups if "lr" in group]
         if facts.grad_norm == 0 or (rates and max(rates) == 0):
             return
@@ -137,7 +137,7 @@ class Invariants:
             )
         self._note_lost(before, share)
 
-    def _note_lost(self, before: Before, share: Share) -> None:
+    def _note_lost(self, before: Before, share: OptimizerGrads) -> None:
         lost = total = 0
         worst: list[str] = []
         for p in share.params:
@@ -153,10 +153,10 @@ class Invariants:
             _log.warning(
                 "%.0f%% of the updates looked at were smaller than the spacing of their weights and were lost (%s): "
                 "raise the learning rate, or keep masters",
-                100 * lost / total, first(worst),
+                100 * lost / total, listed(worst),
             )  # fmt: skip
 
-    def _check_untouched(self, before: Before, share: Share) -> None:
+    def _check_untouched(self, before: Before, share: OptimizerGrads) -> None:
         now = _state_sums([share])
         changed = [self._name(p) for p in share.params if int(checksum(local(p))) != before.weights[p]]
         changed += [
@@ -164,12 +164,12 @@ class Invariants:
         ]
         if changed:
             raise InvariantError(
-                f"a skipped step changed {first(changed)}. {type(share.optimizer).__name__} does not leave everything as it "
+                f"a skipped step changed {listed(changed)}. {type(share.optimizer).__name__} does not leave everything as it "
                 "is when found_inf is set; take another optimizer, or mezzo.optim.MasterWeights around it."
             )
 
     @torch.no_grad()
-    def _check_finite(self, shares: Sequence[Share]) -> None:
+    def _check_finite(self, shares: Sequence[OptimizerGrads]) -> None:
         bad = [name for p, name in self._names.items() if not _is_finite(local(p))]
         for share in shares:
             for (p, key), tensor in _state_tensors(share.optimizer).items():
@@ -178,7 +178,7 @@ class Invariants:
         bad += self._buffers()
         if bad:
             raise InvariantError(
-                f"after the step {first(bad)} hold inf or NaN. Load the last good checkpoint; "
+                f"after the step {listed(bad)} hold inf or NaN. Load the last good checkpoint; "
                 "mezzo.diagnose.trace(model) names the op that makes the first one."
             )
 
@@ -191,14 +191,14 @@ def _norm(grads: Iterable[Tensor]) -> float:
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:
-    return torch.stack([piece.double().square().sum() for (piece,) in parts(grad)]).sum()
+    return torch.stack([chunk.double().square().sum() for (chunk,) in chunks(grad)]).sum()
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.stack([piece.isfinite().all() for (piece,) in parts(tensor)]).all())
+    return bool(torch.stack([chunk.isfinite().all() for (chunk,) in chunks(tensor)]).all())
 
 
-def _rates(shares: Sequence[Share]) -> list[float]:
+def _rates(shares: Sequence[OptimizerGrads]) -> list[float]:
     return [float(group.get("lr", 0.0)) for share in shares for group in share.optimizer.param_groups]
 
 
@@ -207,8 +207,8 @@ def _sample_of_master(optimizer: Optimizer, param: Tensor) -> Tensor:
     weight = _sample(local(param.detach()))
     if not keeps_masters(optimizer):
         return weight
-    mode, kept = optimizer.beside(param)
-    return read_master(mode, weight, None if kept is None else _sample(local(kept)))
+    mode, aux = optimizer.aux_state(param)
+    return read_master(mode, weight, None if aux is None else _sample(local(aux)))
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -224,11 +224,11 @@ def _state_tensors(optimizer: Optimizer) -> dict[tuple[Tensor, str], Tensor]:
     }
 
 
-def _state_sums(shares: Sequence[Share], beside_weights: bool = False) -> dict[tuple[Tensor, str], int]:
+def _state_sums(shares: Sequence[OptimizerGrads], beside_weights: bool = False) -> dict[tuple[Tensor, str], int]:
     """Return a checksum of each tensor in the optimizers' state, or of those only that lie beside weights."""
     return {
         (p, key): int(checksum(local(tensor)))
         for share in shares
         for (p, key), tensor in _state_tensors(share.optimizer).items()
-        if not beside_weights or key in KEPT.values()
+        if not beside_weights or key in AUX_STATE.values()
     }

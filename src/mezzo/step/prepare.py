@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..binding.bind import bind, innermost
+from ..binding.storage import check_floats, check_optimizers, convert_, set_grad_dtype_
 from ..errors import StepError
 from ..policy import Policy
 from ..policy.parts import CacheName
-from .bind import bind, innermost
 from .demote import check_demotion
 from .stepper import Stepper, name_parameters
-from .storage import check_floats, check_optimizers, convert_, set_grad_dtype_
 from .update import Skip
 
 _log = logging.getLogger("mezzo.step")

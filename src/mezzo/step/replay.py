@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from .verdict import Reason
+from .._torch import functorch_level, graph_task_id, tree_map, version
+from .flags import Reason
 
 _log = logging.getLogger("mezzo.step")
 
@@ -94,7 +94,7 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _versions(value: object) -> tuple[int, ...]:
-    return tuple(t._version for t in _tensors(value) if not t.is_inference())
+    return tuple(version(t) for t in _tensors(value) if not t.is_inference())
 
 
 def _fresh(value: Any) -> Any:
@@ -137,13 +137,13 @@ class _Call:
 
     def follow(self, out: object) -> None:
         """Take note of the gradients that will arrive at the outputs."""
-        for place, tensor in enumerate(_tensors(out)):
+        for index, tensor in enumerate(_tensors(out)):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._note, place))  # type: ignore[no-untyped-call]  # torch's own
+                tensor.register_hook(partial(self._note, index))  # type: ignore[no-untyped-call]  # torch's own
 
-    def _note(self, place: int, grad: Tensor) -> None:
-        known = self.grads.get(place)
-        self.grads[place] = grad.detach() if known is None else known + grad.detach()
+    def _note(self, index: int, grad: Tensor) -> None:
+        known = self.grads.get(index)
+        self.grads[index] = grad.detach() if known is None else known + grad.detach()
 
     @property
     def is_whole(self) -> bool:
@@ -195,7 +195,7 @@ class Replay:
             What must be called with its output; None where it cannot be run again: inside a transform of functorch,
             in a checkpoint's recompute, or while a CUDA graph is captured.
         """
-        is_nested = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._current_graph_task_id() != -1
+        is_nested = functorch_level() is not None or graph_task_id() != -1
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
         if is_nested or (has_cuda and torch.cuda.is_current_stream_capturing()):
             return None
@@ -298,10 +298,10 @@ class Replay:
         grads: list[Tensor] = []
         for call in kept.calls:
             _set_random_states(call.random)
-            for place, tensor in enumerate(_tensors(call.module(*_fresh(call.args), **_fresh(call.kwargs)))):
-                if place in call.grads:
+            for index, tensor in enumerate(_tensors(call.module(*_fresh(call.args), **_fresh(call.kwargs)))):
+                if index in call.grads:
                     outputs.append(tensor)
-                    grads.append(call.grads[place])
+                    grads.append(call.grads[index])
         if not outputs or not _are_finite(outputs):
             return
         self._ended_outside = reason == "loss" or not _are_finite(grads)

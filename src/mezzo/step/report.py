@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dist.accumulate import is_summed_apart
-from ..dist.ddp import traffic_around
-from ..dist.fsdp import reduced_dtypes
+from ..binding.storage import storage_targets
+from ..distributed.accumulate import is_summed_apart
+from ..distributed.ddp import comm_stats_around
+from ..distributed.fsdp import reduced_dtypes
 from ..errors import InvariantError
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels.weights import KEPT
-from ..optim.master import MasterWeights
+from ..kernels.weights import AUX_STATE
+from ..optim.master_weights import MasterWeights, parameters
 from ..policy import Policy
-from .storage import storage_targets
-from .update import parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +152,7 @@ def _state(
             for key, value in entry.items():
                 if not isinstance(value, Tensor) or key in ("step", "rounding_step"):
                     continue
-                if key in KEPT.values():
+                if key in AUX_STATE.values():
                     kept.append(value)
                 elif value.is_floating_point():
                     moments.append((f"{names.get(p, 'a parameter')}.{key}", value))
@@ -175,11 +174,11 @@ def _master_row(optimizers: Sequence[Optimizer], policy: Policy, kept: Sequence[
 
 
 def _reduction_row(model: nn.Module, policy: Policy) -> list[Row]:
-    sent, sharded = traffic_around(model), reduced_dtypes(model)
+    sent, sharded = comm_stats_around(model), reduced_dtypes(model)
     if sent is None and not sharded:
         return []
     observed = Counter(sharded.values()) if sent is None else sent.num_by_dtype
-    # fp64 gradients travel as they are.
+    # fp64 gradients are reduced as they are.
     others = [dtype for dtype in observed if dtype not in (policy.reduce, torch.float64)]
     named = [name for name, dtype in sharded.items() if dtype in others]
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from .verdict import Reason, Verdict
+from .flags import Reason, StepFlags
 
 
 class StepResult:
@@ -20,7 +20,7 @@ class StepResult:
 
     __slots__ = ("_settle", "_verdict")
 
-    def __init__(self, verdict: Verdict, settle: Callable[[], object]) -> None:
+    def __init__(self, verdict: StepFlags, settle: Callable[[], object]) -> None:
         self._verdict = verdict
         self._settle = settle
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dist.agree import Agreement
+from ..binding.bind import AfterForward, BeforeForward, Binding
+from ..distributed.consensus import RankConsensus
 from ..errors import StepError
+from ..optim.master_weights import parameters
 from ..policy import Policy
-from . import checkpoint
-from .bind import AfterForward, BeforeForward, Binding
+from . import state_dict as checkpoint
 from .closure import step_by_closure
 from .demote import check_demotion
 from .direct import forbid_direct_steps
@@ -24,7 +25,7 @@ from .engine import Engine
 from .guard import Counters
 from .report import Report, refuse_differing
 from .result import StepResult
-from .update import Clip, Skip, parameters
+from .update import Clip, Skip
 
 
 class Stepper:
@@ -74,8 +75,8 @@ class Stepper:
 
         Writes: gradients. Syncs: no.
         """
-        if self._engine.agree is not None:
-            self._engine.agree.check_backward()
+        if self._engine.consensus is not None:
+            self._engine.consensus.check_backward()
         engine = self._engine
         try:
             with engine.watching():
@@ -208,17 +209,17 @@ class Stepper:
         self._engine.drop(set_to_none)
 
     @property
-    def agree(self) -> Agreement | None:
+    def consensus(self) -> RankConsensus | None:
         """What makes decisions equal on all ranks, found by itself for DistributedDataParallel and `fully_shard`.
 
-        None on one rank. Assign a `mezzo.dist.Agreement` for ranks that nothing wraps, or to choose group and timeout.
+        None on one rank. Assign a `mezzo.distributed.RankConsensus` for ranks that nothing wraps, or to choose group and timeout.
         """
-        return self._engine.agree
+        return self._engine.consensus
 
-    @agree.setter
-    def agree(self, agree: Agreement | None) -> None:
-        check_demotion(self.policy, agree)
-        self._engine.agree = agree
+    @consensus.setter
+    def consensus(self, consensus: RankConsensus | None) -> None:
+        check_demotion(self.policy, consensus)
+        self._engine.consensus = consensus
 
     @property
     def policy(self) -> Policy:
@@ -319,7 +320,7 @@ def _weakly(engine: Engine) -> BeforeForward:
 def name_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
     """Return each parameter of model and optimizers with its name."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    for place, optimizer in enumerate(optimizers):
-        for index, p in enumerate(parameters(optimizer)):
-            names.setdefault(p, f"optimizer {place} parameter {index}")
+    for index, optimizer in enumerate(optimizers):
+        for k, p in enumerate(parameters(optimizer)):
+            names.setdefault(p, f"optimizer {index} parameter {k}")
     return names

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from .._torch import foreach_mul_, global_post_hooks, global_pre_hooks, is_fused, sparse_values, step_hooks
 from ..errors import StepError
-from ..kernels.gradients import GradientCheck, norm_and_finite
-from ..kernels.shards import local
-from ..optim.base import MasterOptimizer
-from ..optim.master import MasterWeights
+from ..kernels.dtensor import local
+from ..kernels.ops.gradients import GradientCheck, norm_and_finite
+from ..optim.master_weights import MasterWeights, keeps_masters, parameters
 
 Skip = Literal["together", "independent"]
 """What several optimizers do when one has bad gradients: all skip, or that one."""
@@ -26,18 +25,18 @@ _CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Share:
+class OptimizerGrads:
     """One optimizer's part in a step.
 
     Attributes:
         optimizer: it.
-        place: which of the prepared optimizers it is.
+        index: which of the prepared optimizers it is.
         params: those with gradients; at least one.
         check: of their gradients.
     """
 
     optimizer: Optimizer
-    place: int
+    index: int
     params: list[Tensor]
     check: GradientCheck
 
@@ -47,30 +46,20 @@ class Share:
         return [p.grad for p in self.params if p.grad is not None]
 
 
-def shares_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> list[Share]:
+def shares_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> list[OptimizerGrads]:
     """Return the part of each optimizer, by its place, that has gradients. Syncs: no."""
     shares = []
-    for place, optimizer in optimizers.items():
+    for index, optimizer in optimizers.items():
         params = [p for p in parameters(optimizer) if p.grad is not None]
         if params:
             check = norm_and_finite([p.grad for p in params if p.grad is not None], inv_scale)
-            shares.append(Share(optimizer=optimizer, place=place, params=params, check=check))
+            shares.append(OptimizerGrads(optimizer=optimizer, index=index, params=params, check=check))
     return shares
-
-
-def parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. Syncs: only from an accelerator to the host."""
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def keeps_masters(optimizer: Optimizer) -> TypeGuard[MasterOptimizer | MasterWeights]:
-    """Whether an optimizer is one of mezzo's, which read scale, clipping and skipping and leave gradients alone."""
-    return isinstance(optimizer, (MasterOptimizer, MasterWeights))
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
@@ -80,13 +69,13 @@ def decides_on_device(optimizer: Optimizer) -> bool:
     momentum buffers are there: skipping the step that makes them leaves them without values (torch 2.13).
     """
     # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
-    everywhere = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
     if any(hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere):
         return False
     for part in (optimizer, optimizer.inner) if isinstance(optimizer, MasterWeights) else (optimizer,):
         # One pre-hook is the stepper's or the wrapper's own.
-        has_hooks = part._optimizer_step_post_hooks or len(part._optimizer_step_pre_hooks) > 1
-        if has_hooks or not getattr(part, "_step_supports_amp_scaling", False) or _lacks_momentum(part, optimizer):
+        has_hooks = (hooks := step_hooks(part))[1] or len(hooks[0]) > 1
+        if has_hooks or not is_fused(part) or _lacks_momentum(part, optimizer):
             return False
     return True
 
@@ -133,7 +122,7 @@ class Clip:
 def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
     """Clamp gradients, which may carry a scale, to a true value in both directions. Writes: `grads`. Syncs: no."""
     for grad in _distinct(grads):
-        values = grad._values() if grad.is_sparse else grad
+        values = sparse_values(grad) if grad.is_sparse else grad
         bound = torch.full((), clip_value, device=grad.device)
         bound = bound if scale is None else bound * move(scale, grad.device)
         values.clamp_(min=-bound, max=bound)
@@ -144,10 +133,10 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients of any layouts and devices by one number. Writes: `grads`. Syncs: no."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in _distinct(grads):
-        values = grad._values() if grad.is_sparse else grad
+        values = sparse_values(grad) if grad.is_sparse else grad
         kinds.setdefault((values.device, values.dtype), []).append(values)
     for (device, _), parts in kinds.items():
-        torch._foreach_mul_(parts, move(factor, device))
+        foreach_mul_(parts, move(factor, device))
 
 
 def _distinct(grads: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -155,7 +144,7 @@ def _distinct(grads: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Order:
+class StepScaling:
     """How one optimizer must read its gradients and whether it may step.
 
     Attributes:
@@ -169,14 +158,14 @@ class Order:
     skip: Tensor | None
 
 
-def step_(optimizer: Optimizer, grads: Sequence[Tensor], order: Order) -> None:
+def step_(optimizer: Optimizer, grads: Sequence[Tensor], order: StepScaling) -> None:
     """Have an optimizer take its step with gradients as they are; see `handing`. Writes: weights and state."""
     with handing(optimizer, grads, order):
         optimizer.step()
 
 
 @contextmanager
-def handing(optimizer: Optimizer, grads: Sequence[Tensor], order: Order) -> Iterator[None]:
+def handing(optimizer: Optimizer, grads: Sequence[Tensor], order: StepScaling) -> Iterator[None]:
     """Have an optimizer find true gradients inside the block.
 
     Those of mezzo and torch's fused ones read scale, clipping and skipping by themselves; for any other the
@@ -189,7 +178,7 @@ def handing(optimizer: Optimizer, grads: Sequence[Tensor], order: Order) -> Iter
 
     Writes: attributes of the optimizer for the length of the block, or the gradients. Syncs: no.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not is_fused(optimizer):
         assert order.skip is None
         factor = _factor(order)
         if factor is not None:
@@ -212,7 +201,7 @@ def handing(optimizer: Optimizer, grads: Sequence[Tensor], order: Order) -> Iter
             delattr(optimizer, name)
 
 
-def _factor(order: Order) -> Tensor | None:
+def _factor(order: StepScaling) -> Tensor | None:
     if order.scale is None:
         return order.coefficient
     inverse = order.scale.reciprocal()

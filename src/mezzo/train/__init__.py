@@ -3,4 +3,4 @@
 from .config import TrainConfig as TrainConfig
 from .config import demo_config as demo_config
 from .loop import run as run
-from .result import TrainResult as TrainResult
+from .train_result import TrainResult as TrainResult

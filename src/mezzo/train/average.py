@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import foreach_copy_, foreach_lerp_
 from ..step import Stepper
 
 
@@ -39,7 +40,7 @@ class Average:
     @torch.no_grad()
     def _update(self) -> None:
         masters = self._masters()
-        torch._foreach_lerp_([self._averages[p] for p in masters], list(masters.values()), 1 - self._decay)
+        foreach_lerp_([self._averages[p] for p in masters], list(masters.values()), 1 - self._decay)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -57,7 +58,7 @@ class Average:
 
     @torch.no_grad()
     def _write(self, values: list[Tensor]) -> None:
-        torch._foreach_copy_(list(self._averages), values)
+        foreach_copy_(list(self._averages), values)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's state dict in fp32, trainable weights averaged. Syncs: no."""

@@ -58,17 +58,17 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: 
     batches = []
     for pool in _chunks(order, batch_size * POOL_BATCHES):
         batches += _chunks(sorted(pool, key=lengths.__getitem__), batch_size)
-    return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+    return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def pieces(rows: Sequence[int], count: int) -> list[list[int]]:
+def micro_batches(rows: Sequence[int], count: int) -> list[list[int]]:
     """Return the rows of a batch in pieces that follow each other, as equal as can be; the last may be empty.
 
-    >>> pieces([5, 6, 7, 8, 9], 2), pieces([5], 2)
+    >>> micro_batches([5, 6, 7, 8, 9], 2), micro_batches([5], 2)
     ([[5, 6, 7], [8, 9]], [[5], []])
     """
     size, more = divmod(len(rows), count)
-    starts = [place * size + min(place, more) for place in range(count + 1)]
+    starts = [index * size + min(index, more) for index in range(count + 1)]
     return [list(rows[start:end]) for start, end in pairwise(starts)]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from .config import TrainConfig
-from .hub import quiet
+from .hf_logging import quiet
 
 FORMAT = 2
 """Rises when older checkpoints can no longer be read."""

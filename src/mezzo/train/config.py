@@ -45,7 +45,7 @@ class TrainConfig:
         token_dropout: share of the tokens that training hides behind the mask token.
         max_length: tokens kept of a text, the two marks around it included.
         batch_size: texts in one update, of all ranks together.
-        parts: pieces that a batch is run in, one after the other and on the ranks at once; 0 is one for each rank.
+        micro_batches: micro-batches that a batch is run in, one after the other and on the ranks at once; 0 is one for each rank.
         epochs: passes over the training rows.
         lr: peak learning rate; left out, 3e-5 with `model` and 1e-3 from random weights.
         warmup: share of the updates over which the learning rate rises; it falls to 0 over the rest.
@@ -82,7 +82,7 @@ class TrainConfig:
     token_dropout: float = 0.0
     max_length: int = 128
     batch_size: int = 32
-    parts: int = 0
+    micro_batches: int = 0
     epochs: int = 3
     lr: float | None = None
     warmup: float = 0.1
@@ -102,7 +102,7 @@ class TrainConfig:
         """Refuse values outside their ranges."""
         for name in ("vocab_size", "layers", "hidden", "heads", "batch_size", "epochs"):
             _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("parts", "limit", "intermediate", "eval_every", "seed"):
+        for name in ("micro_batches", "limit", "intermediate", "eval_every", "seed"):
             _check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
         for name in ("dropout", "token_dropout", "warmup", "ema"):
             _check(0.0 <= getattr(self, name) < 1.0, f"{name}={getattr(self, name)} must be at least 0 and below 1.")
@@ -128,19 +128,19 @@ class TrainConfig:
         """The policy that holds, before a device has decided what "auto" is."""
         return as_policy(self.policy) if self.amp else as_policy("fp32")
 
-    def pieces(self, ranks: int) -> int:
-        """Return the number of pieces that a batch is run in on so many ranks.
+    def num_micro_batches(self, ranks: int) -> int:
+        """Return the number of micro-batches that a batch is run in on so many ranks.
 
         Raises:
             ConfigError: they would not be equal, or not as many on each rank.
         """
-        count, size = self.parts or ranks, self.batch_size
-        _check(count % ranks == 0, f"parts={count} pieces of a batch cannot be shared by {ranks} ranks; write a multiple of {ranks}, or 0.")  # fmt: skip
+        count, size = self.micro_batches or ranks, self.batch_size
+        _check(count % ranks == 0, f"micro_batches={count} cannot be shared by {ranks} ranks; write a multiple of {ranks}, or 0.")  # fmt: skip
         below = size // count * count
         fitting = " or ".join(str(fit) for fit in (below, below + count) if fit)
         _check(
             size % count == 0,
-            f"batch_size={size} is the batch of all {ranks} ranks together and is run in {count} pieces, which would not be "
+            f"batch_size={size} is the batch of all {ranks} ranks together and is run in {count} micro-batches, which would not be "
             f"equal. Write --batch-size {fitting}.",
         )
         return count

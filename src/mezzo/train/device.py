@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError
-from ..kernels.rounding import mix
+from ..kernels.ops.rounding import mix
 
 
-def seed_noise(device: torch.device, *numbers: int) -> None:
+def seed_rounding(device: torch.device, *numbers: int) -> None:
     """Make what dropout draws next a function of some numbers. Writes: the random state of the CPU and of a device."""
     seed = 0
     for number in numbers:

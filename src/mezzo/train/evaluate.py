@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batches import Batch, by_length, collate
-from .world import World, alone
+from .dist_context import DistContext, alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, rows: Encoded, *, batch_size: int, device: torch.device, world: World | None = None
+    model: nn.Module, rows: Encoded, *, batch_size: int, device: torch.device, world: DistContext | None = None
 ) -> Evaluation:
     """Run a model over rows in evaluation mode; draws no random number.
 
@@ -89,9 +89,9 @@ def evaluate(
     model.eval()
     world = alone(device) if world is None else world
     logits_NC = torch.zeros(len(rows.tokens), int(model.config.num_labels))  # type: ignore[union-attr,arg-type]  # transformers' own
-    for places in by_length(rows.lengths, batch_size)[world.rank :: world.size]:
-        batch = rows.batch(places).to(device)
-        logits_NC[torch.tensor(places)] = logits_of(model, batch).cpu()
+    for indices in by_length(rows.lengths, batch_size)[world.rank :: world.size]:
+        batch = rows.batch(indices).to(device)
+        logits_NC[torch.tensor(indices)] = logits_of(model, batch).cpu()
     logits_NC = world.sum(logits_NC)  # a row is zero on all ranks but one
     model.train(was_training)
     labels_N = torch.tensor(rows.labels)

@@ -68,7 +68,7 @@ def _table_rows(path: Path, text: str, wanted: tuple[str, str]) -> Iterator[Row]
     try:
         columns = next(table)
         _check_columns(path, wanted, columns)
-        places = [columns.index(name) for name in wanted]
+        indices = [columns.index(name) for name in wanted]
         for cells in table:
             if not cells:
                 continue
@@ -76,7 +76,7 @@ def _table_rows(path: Path, text: str, wanted: tuple[str, str]) -> Iterator[Row]
                 raise DataError(
                     f"line {table.line_num} of {path} has {len(cells)} columns, and the first line has {len(columns)}."
                 )
-            yield Row(*(cells[place] for place in places))
+            yield Row(*(cells[index] for index in indices))
     except csv.Error as error:
         raise DataError(f"line {table.line_num} of {path} cannot be read: {error}.") from None
 

@@ -15,15 +15,15 @@ from .checkpoint import check_same_run, load_checkpoint, write_json, writing
 from .config import TrainConfig
 from .curves import save_curves
 from .data import Corpus, load_corpus
+from .dist_context import DistContext, join
 from .evaluate import Encoded, Evaluation, evaluate, report
 from .files import Row
 from .model import build_model, check_length, load_model
 from .progress import progress_bar
-from .result import RunFolder, TrainResult, peak_memory_bytes
 from .tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
+from .train_result import RunFolder, TrainResult, peak_memory_bytes
+from .train_step import Updater
 from .trainer import Position, Trainer, updates_per_epoch
-from .update import Updater
-from .world import World, join
 
 
 def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
@@ -44,10 +44,10 @@ def _open_folder(config: TrainConfig, folder: RunFolder) -> None:
 
 
 def _encoded(rows: Sequence[Row], corpus: Corpus, tokenizer: Any, max_length: int) -> Encoded:
-    places = {label: place for place, label in enumerate(corpus.labels)}
+    indices = {label: index for index, label in enumerate(corpus.labels)}
     return Encoded(
         tokens=encode(tokenizer, [row.text for row in rows], max_length),
-        labels=[places[row.label] for row in rows],
+        labels=[indices[row.label] for row in rows],
         pad_id=tokenizer.pad_token_id or 0,
         max_length=max_length,
     )
@@ -86,7 +86,7 @@ def _result(
     found: Evaluation,
     *,
     policy: str,
-    world: World,
+    world: DistContext,
     folder: RunFolder,
 ) -> TrainResult:
     by_class, table = report(test.labels, found.predicted, corpus.labels)
@@ -109,7 +109,7 @@ def _result(
     )
 
 
-def _restarted(config: TrainConfig, folder: RunFolder, world: World) -> TrainConfig:
+def _restarted(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainConfig:
     """Return a config that goes on with the run if the launcher, which started it before, has started it again."""
     saved = (
         load_checkpoint(folder.checkpoint) if world.is_first and world.restarts and folder.checkpoint.exists() else {}
@@ -137,7 +137,7 @@ def run(config: TrainConfig) -> TrainResult:
         PolicyError: the policy does not fit.
         NonFiniteStep, LossScaleExhausted: training broke down.
         DistributedError: a rank is lost.
-        ToldElsewhere: the run failed, and the error of another rank says why.
+        FailedOnOtherRank: the run failed, and the error of another rank says why.
 
     Writes: the run's folder, standard error, torch's global random state. Syncs: yes.
     """
@@ -146,10 +146,10 @@ def run(config: TrainConfig) -> TrainResult:
         return _run(_restarted(config, folder, world), folder, world)
 
 
-def _run(config: TrainConfig, folder: RunFolder, world: World) -> TrainResult:
+def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainResult:
     device = world.device
     policy = config.chosen_policy.resolve(device)
-    config.pieces(world.size)
+    config.num_micro_batches(world.size)
     _check_folder(config, folder)
     corpus = load_corpus(config)
     state = None

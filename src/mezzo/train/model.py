@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .config import TrainConfig
-from .hub import quiet
+from .hf_logging import quiet
 
 POSITION_SIZE = 0.03
 """Of the sinusoids, beside word vectors of standard deviation 0.02."""
@@ -60,9 +60,9 @@ def sinusoids(positions: int, width: int) -> Tensor:
 
     Source: Vaswani et al. 2017, section 3.5; the longest wave is shortened to 2 pi 1000, for short texts.
     """
-    place = torch.arange(positions, dtype=torch.float32)[:, None]
+    index = torch.arange(positions, dtype=torch.float32)[:, None]
     pairs = -(-width // 2)
-    angle = place * LONGEST_WAVE ** -(torch.arange(pairs, dtype=torch.float32) / pairs)
+    angle = index * LONGEST_WAVE ** -(torch.arange(pairs, dtype=torch.float32) / pairs)
     return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :width]
 
 

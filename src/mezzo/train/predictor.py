@@ -18,8 +18,8 @@ from .batches import collate
 from .device import choose_device
 from .evaluate import logits_of
 from .model import check_length, load_model
-from .result import RunFolder
 from .tokens import encode, load_tokenizer
+from .train_result import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,17 +73,17 @@ class Predictor:
 
         Syncs: yes.
         """
-        places = [place for place, text in enumerate(texts) if text.strip()]
+        indices = [index for index, text in enumerate(texts) if text.strip()]
         found: list[Prediction | None] = [None] * len(texts)
-        if not places:
+        if not indices:
             return found
-        tokens = encode(self._tokenizer, [texts[place].strip() for place in places], self._max_length)
+        tokens = encode(self._tokenizer, [texts[index].strip() for index in indices], self._max_length)
         pad_id = self._tokenizer.pad_token_id or 0
         batch = collate(tokens, None, pad_id=pad_id, max_length=self._max_length).to(self._device)
         logits_BC = logits_of(self._model, batch)
         best_B = logits_BC.softmax(-1).max(-1)
-        for place, value, index in zip(places, best_B.values.tolist(), best_B.indices.tolist(), strict=True):
-            found[place] = Prediction(label=self._names[index], probability=value)
+        for index, value, index in zip(indices, best_B.values.tolist(), best_B.indices.tolist(), strict=True):
+            found[index] = Prediction(label=self._names[index], probability=value)
         return found
 
 

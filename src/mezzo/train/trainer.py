@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .average import Average
-from .batches import epoch_batches, hide_tokens, pieces
+from .batches import epoch_batches, hide_tokens, micro_batches
 from .checkpoint import save_checkpoint, save_model
 from .config import TrainConfig
-from .device import seed_noise
+from .device import seed_rounding
+from .dist_context import DistContext
 from .evaluate import Encoded, evaluate, logits_of
 from .metrics import MetricsLog, NoLog
 from .progress import Progress
-from .result import RunFolder
-from .update import Updater
-from .world import World
+from .train_result import RunFolder
+from .train_step import Updater
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class Trainer:
         train: Encoded,
         dev: Encoded,
         folder: RunFolder,
-        world: World,
+        world: DistContext,
         identity: dict[str, Any],
     ) -> None:
         self.position = Position()
@@ -86,7 +86,7 @@ class Trainer:
         self._model = updater.amp.model
         self._average = Average(updater.amp, config.ema) if config.ema else None
         self._train, self._dev, self._folder, self._identity = train, dev, folder, identity
-        self._world, self._pieces = world, config.pieces(world.size)
+        self._world, self._num_micro_batches = world, config.num_micro_batches(world.size)
         self._per_epoch = updates_per_epoch(len(train.tokens), config.batch_size)
         self.total = config.epochs * self._per_epoch
         self._eval_every = config.eval_every or self._per_epoch
@@ -114,9 +114,9 @@ class Trainer:
                     self._evaluate(progress)
 
     def _update(self, rows: list[int], progress: Progress) -> None:
-        each = self._pieces // self._world.size
+        each = self._num_micro_batches // self._world.size
         mine = range(self._world.rank * each, (self._world.rank + 1) * each)
-        update = self._updater.step(*(partial(self._loss, rows, place) for place in mine))
+        update = self._updater.step(*(partial(self._loss, rows, index) for index in mine))
         at, value = self.position, update.loss
         at.step += 1
         if update.applied:
@@ -137,20 +137,23 @@ class Trainer:
         )
         progress.update(at.step, loss=value, scale=update.scale, skipped=at.skipped)
 
-    def _loss(self, rows: list[int], place: int) -> Tensor:
-        """Return what one piece of a batch adds to its mean loss: shape (), fp32.
+    def _loss(self, rows: list[int], index: int) -> Tensor:
+        """Return what one rows_here of a batch adds to its mean loss: shape (), fp32.
 
-        What is hidden and dropped is a function of seed, update and piece, whichever rank runs it.
+        What is hidden and dropped is a function of seed, update and rows_here, whichever rank runs it.
         """
         marks, device = self._tokenizer, self._world.device
-        piece = pieces(rows, self._pieces)[place]
-        seed_noise(device, self._config.seed, self.position.step, place)
+        rows_here = micro_batches(rows, self._num_micro_batches)[index]
+        seed_rounding(device, self._config.seed, self.position.step, index)
         # A rank without rows runs one that does not count: averaging waits for the gradients of all.
         batch = hide_tokens(
-            self._train.batch(piece or rows[:1]), self._config.token_dropout, marks.mask_token_id, marks.all_special_ids
+            self._train.batch(rows_here or rows[:1]),
+            self._config.token_dropout,
+            marks.mask_token_id,
+            marks.all_special_ids,
         ).to(device)
         mean = F.cross_entropy(logits_of(self._updater.model, batch), cast(Tensor, batch.labels_B))
-        return mean * (len(piece) / len(rows))
+        return mean * (len(rows_here) / len(rows))
 
     def _evaluate(self, progress: Progress) -> None:
         world = self._world

@@ -1,0 +1,246 @@
+"""Every private name of torch that mezzo uses, once: what it is for, and what would stand still without it.
+
+All were checked on torch 2.11 to 2.13. A new torch that moves one of them fails `tests/test_torch_internals.py`, which
+names it; nothing else in mezzo touches a name of torch that begins with an underscore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+from torch._C._functorch import peek_interpreter_stack
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket as GradBucket  # noqa: PLC0414  # exported
+    from torch.distributed import ProcessGroup
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.nn.parallel import DistributedDataParallel
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written in place. Without it no stale cast and no edited gradient is noticed."""
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage while it lives; views share it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of; None if it is none. Without it slices of weights are cast anew."""
+    return tensor._base if tensor._is_view() else None
+
+
+def sparse_values(grad: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, to be written; `.values()` wants it coalesced and refuses to be written."""
+    return grad._values()
+
+
+# --- multi-tensor ops: one launch for many tensors, where a loop would need one each --------------------------------
+
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+"""What torch.amp's scaler divides with: bit-equality with it depends on this."""
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+NormBase = _NormBase
+"""The batch norms: their kernel writes statistics without moving the version."""
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters registered on a module itself, by name, None included."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers registered on a module itself, by name, to be read and assigned."""
+    return module._buffers
+
+
+def apply_to_tensors_(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace the tensors of a module and its children, as `module.to` does. Writes: the module."""
+    module._apply(function)  # type: ignore[no-untyped-call]  # torch's own
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+global_pre_hooks = _global_optimizer_pre_hooks
+global_post_hooks = _global_optimizer_post_hooks
+"""Hooks on the steps of all optimizers: anybody's may count steps, which then must really happen."""
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return the hooks that run before and after the steps of one optimizer."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether an optimizer reads `grad_scale` and `found_inf` itself: torch's protocol of fused optimizers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+ScalerStage = OptState
+new_optimizer_state = _refresh_per_optimizer_state
+"""What torch.amp.GradScaler keeps for an optimizer in one iteration; subclasses of it read this."""
+
+# --- where we are ---------------------------------------------------------------------------------------------------
+
+graph_task_id = torch._C._current_graph_task_id
+"""The number of the running backward pass; -1 outside."""
+autograd_node = torch._C._current_autograd_node
+"""The node that a backward pass runs just now; None outside."""
+num_function_modes = torch._C._len_torch_function_stack
+function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+functorch_level = peek_interpreter_stack
+"""The innermost vmap, grad or jvp; None outside. A cached cast must not outlive it."""
+tracing_state = torch._C._get_tracing_state
+"""The running torch.jit.trace; None outside."""
+
+
+def forward_ad_level() -> int:
+    """Return the level of forward-mode differentiation; -1 outside."""
+    return torch.autograd.forward_ad._current_level
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward pass ends. Without it no scaler can tell which pass made a gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def saved_tensors_hooks() -> Any:
+    """Return the innermost hooks on saved tensors: torch's activation checkpoints are found by them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# --- the compiler ---------------------------------------------------------------------------------------------------
+
+
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler with the package.
+
+    Without it a region breaks the graph of a compiled model.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the mark torch._dynamo looks for
+    return function
+
+
+def dynamo_skip_frame(function: Function) -> Function:
+    """Keep the compiler from compiling a function, and what it calls, by itself; inside a larger one it is traced.
+
+    Where the model breaks the graph inside a region, torch.compile runs the frame with the region as it is and goes on
+    to compile every Python function that is called in it, `__enter__` among them. What such a graph writes into torch's
+    state is put back when it ends (torch 2.13), so the region would be left again before the model ran, and the model
+    would run in fp32 without a word.
+
+    Writes: a mark on the function's code. Does not import the compiler.
+
+    Returns:
+        The function itself.
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
+
+
+# --- op tables ------------------------------------------------------------------------------------------------------
+
+OP_NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch.linalg, torch.special, torch.fft, torch._C.TensorBase)
+"""Where the callables behind aten's op names live."""
+LOWRANK = torch._lowrank
+
+
+def ops_with_kernel(dispatch_key: str) -> Iterator[str]:
+    """Yield the aten ops that have a kernel at a dispatch key: torch's own autocast lists are read from there."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = torch._C._dispatch_get_all_op_names()
+    return (name for name in names if name.startswith("aten::") and has_kernel(name, dispatch_key))
+
+
+# --- distributed ----------------------------------------------------------------------------------------------------
+
+
+def default_group() -> ProcessGroup:
+    """Return the process group that collectives use when none is named."""
+    return torch.distributed.distributed_c10d._get_default_group()
+
+
+def group_store(group: ProcessGroup) -> Any:
+    """Return the store that a group's ranks met at: a rank that is gone cannot be asked by a collective."""
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """Return shape and offset of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel wrapper whose forward runs just now."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._active_ddp_module
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], Any]]:
+    """Return the communication hooks that somebody registered on a wrapper."""
+    return ddp._comm_hooks
+
+
+def fsdp_precision(module: Any) -> MixedPrecisionPolicy:
+    """Return the precision that `fully_shard` was given for a module."""
+    given: MixedPrecisionPolicy = module._get_fsdp_state()._mp_policy
+    return given
+
+
+def fsdp_param_groups(module: Any) -> list[FSDPParamGroup]:
+    """Return the parameter groups that one `fully_shard` made of a module."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def holds_unreduced_grad(param: Any) -> bool:
+    """Whether `fully_shard` holds back a gradient of one weight, where no optimizer sees it."""
+    unsharded = getattr(param, "_unsharded_param", None)  # there once it was gathered
+    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+
+
+def drop_unreduced_grad_(param: Any) -> None:
+    """Drop a gradient that `fully_shard` holds back. Writes: the state of the weight."""
+    param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
+
+
+# --- nested values --------------------------------------------------------------------------------------------------
+
+tree_map = pytree.tree_map
+tree_map_only = pytree.tree_map_only
+TREE_NODES = pytree.SUPPORTED_NODES
+tree_flatten = pytree.tree_flatten
+tree_unflatten = pytree.tree_unflatten
+tree_leaves = pytree.tree_leaves
+"""Nests of tensors in models' arguments and outputs, registered classes included."""

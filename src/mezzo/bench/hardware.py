@@ -1,0 +1,196 @@
+"""What a device multiplies fast, measured and held against what it reports of itself, and the advice that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..formats import NativeSupport, native_support
+from .peak_rates import FORMAT_NAMES, fastest_seconds, matmul_rate, product_rate, products_in
+
+Probe = TypeVar("Probe")
+# The width whose products a device runs near its best rate, and the rows to find out from where on.
+PROBE_WIDTH = {"cpu": 1024, "cuda": 4096}
+PROBE_ROWS = {"cpu": (1, 8, 64, 512), "cuda": (8, 64, 512, 4096)}
+PASSES = 3
+SATURATED = 0.8
+"""Share of the best rate from which on a device counts as busy."""
+UNEVEN_COSTS = 0.95
+"""Share of the even width's rate below which an uneven width counts as slower."""
+FRESH_BYTES = 2**26
+"""More than glibc keeps by itself: it maps blocks of 32 MiB and more anew each time."""
+FRESH_COSTS = 0.8
+"""Share of the rate of kept memory below which fresh memory counts as slower."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatReport:
+    """One number format on a device.
+
+    Attributes:
+        flops_per_s: measured rate of large square products.
+        reported: whether the device says it has units for it.
+        reason: where that was read.
+        times_fp32: measured rate over that of fp32.
+    """
+
+    flops_per_s: float
+    reported: bool
+    reason: str
+    times_fp32: float
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether a 16-bit format reported as native is no faster than fp32, or the reverse."""
+        return self.reported != (self.times_fp32 > 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceReport:
+    """What was measured on a device.
+
+    Attributes:
+        device: its type.
+        formats: by name; fp32 always, 16-bit formats, tf32 on CUDA.
+        fastest: the 16-bit format with the highest rate.
+        even_width: a width that is a multiple of 8.
+        uneven_share: rate of products one narrower, over that of `even_width`, in `fastest`.
+        share_by_rows: rate at a number of rows over the best rate seen, in `fastest`.
+        fresh_share: rate of writing memory that was freed and taken again, over that of memory that was kept; 1 where
+            the allocator keeps it anyway, as PyTorch's for CUDA does.
+    """
+
+    device: str
+    formats: dict[str, FormatReport]
+    fastest: str
+    even_width: int
+    uneven_share: float
+    share_by_rows: dict[int, float]
+    fresh_share: float = 1.0
+
+
+def _reported(device: torch.device, name: str) -> NativeSupport:
+    if name == "tf32":  # Source: NVIDIA A100 architecture whitepaper.
+        capability = torch.cuda.get_device_capability(device)
+        return NativeSupport(native=capability >= (8, 0), reason=f"compute capability {capability[0]}.{capability[1]}")
+    with products_in(name) as dtype:
+        return native_support(device, dtype)
+
+
+def _best_of(rate: Callable[[Probe], float], probes: Sequence[Probe]) -> dict[Probe, float]:
+    """Return the best rate of each probe over interleaved passes: a busy moment does not fall on one of them alone."""
+    passes = [{probe: rate(probe) for probe in probes} for _ in range(PASSES)]
+    return {probe: max(found[probe] for found in passes) for probe in probes}
+
+
+def fresh_share(device: torch.device, budget_s: float) -> float:
+    """Return how fast freed memory is written when it is taken again, over memory that was kept. Syncs: yes."""
+
+    def write() -> Tensor:
+        return torch.empty(FRESH_BYTES, dtype=torch.uint8, device=device).fill_(1)
+
+    held = write()
+    kept_s = fastest_seconds(lambda: held.fill_(1), device, budget_s / 2)
+    return min(1.0, kept_s / fastest_seconds(write, device, budget_s / 2))
+
+
+def measure_device(device: torch.device, budget_s: float) -> DeviceReport:
+    """Measure the products of every format, an uneven width, and growing batches, within a time budget.
+
+    Args:
+        device: where to measure.
+        budget_s: seconds in all, roughly.
+
+    Syncs: yes.
+    """
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    names = tuple(dict.fromkeys((*FORMAT_NAMES[kind], "fp16")))
+    rows, width = PROBE_ROWS[kind], PROBE_WIDTH[kind]
+    part_s = budget_s / PASSES / 2
+    rates = _best_of(lambda name: matmul_rate(name, device, part_s / len(names)), names)
+    fastest = max(("bf16", "fp16"), key=lambda name: rates[name])
+    shapes = (*((n, width) for n in rows), (width, width), (width, width - 1))
+    probes = _best_of(lambda shape: product_rate(*shape, fastest, device, part_s / len(shapes)), shapes)
+    even, uneven = probes[width, width], probes[width, width - 1]
+    best = max(rates[fastest], *probes.values())
+    support = {name: _reported(device, name) for name in names}
+    return DeviceReport(
+        device=device.type,
+        formats={
+            name: FormatReport(
+                flops_per_s=rates[name],
+                reported=support[name].native,
+                reason=support[name].reason,
+                times_fp32=rates[name] / rates["fp32"],
+            )
+            for name in names
+        },
+        fastest=fastest,
+        even_width=width,
+        uneven_share=uneven / even,
+        share_by_rows={n: probes[n, width] / best for n in rows},
+        fresh_share=fresh_share(device, part_s) if kind == "cpu" else 1.0,
+    )
+
+
+def _on_formats(formats: Mapping[str, FormatReport], fastest: str) -> list[str]:
+    best = formats[fastest]
+    lines = []
+    if best.times_fp32 > 1.0:
+        lines.append(
+            f"{fastest} products run at {best.times_fp32:.1f}x the rate of fp32: this device has fast 16-bit units, "
+            "and mixed precision pays where large products dominate."
+        )
+    else:
+        lines.append(
+            f"no 16-bit format multiplies faster than fp32 here ({fastest} {best.times_fp32:.2f}x): 16 bit saves "
+            "memory on this device, not time; write policy fp32 unless memory is short."
+        )
+    lines += [
+        f"{name} products run at {report.times_fp32:.2f}x the rate of fp32; prefer {fastest} on this device."
+        for name, report in formats.items()
+        if name not in ("fp32", fastest) and report.times_fp32 <= 1.0 < best.times_fp32
+    ]
+    lines += [
+        f"{name} is reported as {'native' if report.reported else 'not native'} ({report.reason}) but measured at "
+        f"{report.times_fp32:.2f}x fp32: trust the measurement, taken while the machine is idle."
+        for name, report in formats.items()
+        if name != "fp32" and report.disagrees
+    ]
+    return lines
+
+
+def advice(report: DeviceReport) -> tuple[str, ...]:
+    """Return what the measurements advise, one sentence each: formats, widths, batch sizes, memory."""
+    lines = _on_formats(report.formats, report.fastest)
+    narrow, share = report.even_width - 1, report.uneven_share
+    pays = share < UNEVEN_COSTS
+    lines.append(
+        f"width {narrow} runs at {share:.0%} of the rate of width {report.even_width}: "
+        + ("make widths multiples of 8." if pays else "widths that are no multiples of 8 cost little on this device.")
+    )
+    busy = [rows for rows, of_best in report.share_by_rows.items() if of_best >= SATURATED]
+    smallest, least = next(iter(report.share_by_rows.items()))
+    small = f"{smallest} row{'s' if smallest > 1 else ''} reach{'' if smallest > 1 else 'es'} {least:.1%}"
+    if busy:
+        lines.append(
+            f"{busy[0]} rows at width {report.even_width} reach {report.share_by_rows[busy[0]]:.0%} of the best "
+            f"{report.fastest} rate, {small}: below that, moving weights and launching work cost more than the products."
+        )
+    else:
+        most = max(report.share_by_rows)
+        lines.append(
+            f"even {most} rows at width {report.even_width} reach only {report.share_by_rows[most]:.0%} of the best "
+            f"{report.fastest} rate, {small}: larger batches and widths use this device better."
+        )
+    if report.fresh_share < FRESH_COSTS:
+        lines.append(
+            f"memory that was freed and taken again is written at {report.fresh_share:.0%} of the rate of memory that was "
+            "kept, and every step frees its activations and gradients: on Linux, start with MALLOC_MMAP_MAX_=0 "
+            "MALLOC_TRIM_THRESHOLD_=4294967296 in the environment, and glibc keeps it."
+        )
+    return tuple(lines)

@@ -1,0 +1,159 @@
+"""Results as rows of words, and those rows as a terminal table or as Markdown."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from .measurement import Measurement, Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+MISSING = "-"
+
+
+def in_seconds(*seconds: float) -> str:
+    """Return durations in the unit that suits the shortest.
+
+    >>> in_seconds(12.3456), in_seconds(0.0123456), in_seconds(4.2e-5, 6e-5)
+    ('12.35 s', '12.35 ms', '42.00-60.00 us')
+    """
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    size, unit = next((pair for pair in units if min(seconds) >= pair[0]), units[-1])
+    return f"{'-'.join(f'{s / size:.2f}' for s in seconds)} {unit}"
+
+
+def in_bytes(count: float) -> str:
+    """Return bytes in millions.
+
+    >>> in_bytes(1283.84e6)
+    '1283.8 MB'
+    """
+    return f"{count / 1e6:.1f} MB"
+
+
+def _times(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{ratio:.2f}x"
+
+
+def amp_baseline(result: Result) -> str:
+    """Return the variant of torch's own mixed precision: torch-amp, or torch-autocast where nothing is scaled."""
+    return "torch-amp" if any(m.variant == "torch-amp" for m in result.measurements) else "torch-autocast"
+
+
+def header(result: Result) -> tuple[str, ...]:
+    """Return the column names of a result's table; the point has a column where there are several."""
+    point = ("point",) if len(points_of(result)) > 1 else ()
+    return (
+        *point, "variant", "time", "fastest-slowest", f"per {result.unit}", "faster than fp32",
+        f"than {amp_baseline(result)}", "of roofline", "peak memory", "of fp32's", "loss", *measure_names(result),
+    )  # fmt: skip
+
+
+def measure_names(result: Result) -> tuple[str, ...]:
+    """Return the names of whatever else the workload measured, each once."""
+    return tuple(dict.fromkeys(name for m in result.measurements for name in m.measures))
+
+
+def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
+    """Return one measurement as words, in the order of `header`."""
+    share = result.share_of_roofline(measurement)
+    fp32 = result.at(measurement.point).get("fp32")
+    compiled = "+compile" if measurement.variant.endswith("+compile") else ""
+    extra = (measurement.measures.get(name) for name in measure_names(result))
+    point = (measurement.point,) if len(points_of(result)) > 1 else ()
+    return (
+        *point,
+        measurement.variant,
+        in_seconds(measurement.median),
+        in_seconds(measurement.low, measurement.high),
+        in_seconds(measurement.median / measurement.units),
+        _times(result.ratio(measurement, "fp32")),
+        _times(result.ratio(measurement, amp_baseline(result) + compiled)),
+        MISSING if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}",
+        in_bytes(measurement.peak_bytes),
+        _times(measurement.peak_bytes / fp32.peak_bytes if fp32 and fp32.peak_bytes > 0 else None),
+        f"{measurement.loss:.6g}",
+        *(MISSING if value is None else f"{value:.4g}" for value in extra),
+    )
+
+
+def points_of(result: Result) -> tuple[str, ...]:
+    """Return the labels of a result's points in the order they were measured."""
+    return tuple(dict.fromkeys(m.point for m in result.measurements))
+
+
+def machine_name(result: Result) -> str:
+    """Return what the result was taken on, for a reader: the GPU, or the CPU and its threads."""
+    machine = result.machine
+    if machine["device"] == "cuda":
+        return str(machine["gpu"]["name"])
+    return f"{machine['cpu']['model']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+
+
+def title(result: Result) -> str:
+    """Return what a result is of: workload, its size if it has only one, machine, rounds."""
+    points = points_of(result)
+    size = f" {points[0]}" if len(points) == 1 else ""
+    rounds = len(result.measurements[0].seconds)
+    return f"{result.workload}{size} on {machine_name(result)}: median of {rounds} interleaved rounds"
+
+
+def footnotes(result: Result) -> tuple[str, ...]:
+    """Return what a reader must know about the figures, one sentence a line."""
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in result.peak_rates.matmul.items())
+    bandwidth = min(result.peak_rates.stream.items(), key=lambda item: -item[0])[1]
+    data = max(m.data_bytes for m in result.measurements)
+    batches = f" The batches kept on the device are {in_bytes(data)} of it." if data else ""
+    return (
+        f"PeakRates measured in the same run: products {rates} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s.",
+        "Roofline: the least work of each phase over these peak rates; 100% is as fast as the machine can be.",
+        f"Peak memory is above the process's baseline after import.{batches}",
+        f"Tests of the timed code: {result.tests}.",
+    )
+
+
+def rich_table(result: Result) -> Table:
+    """Return the table of a result for a terminal, a rule between its points."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    words = ("point", "variant")
+    for name in header(result):
+        folded = name.replace(" than", "\nthan").replace(" of", "\nof").replace(" memory", "\nmemory")
+        table.add_column(folded, justify="left" if name in words else "right", no_wrap=True)
+    for point in points_of(result):
+        for measurement in result.at(point).values():
+            table.add_row(*row(result, measurement))
+        table.add_section()
+    return table
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table however narrow the terminal: a figure cut off is worse than a line too long. Writes: the console."""
+    from rich.measure import Measurement as Width
+
+    needed = Width.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
+
+
+def print_result(result: Result, file: TextIO | None = None) -> None:
+    """Print the table of a result with its footnotes: coloured on a terminal, plain in a pipe. Writes: `file`."""
+    from rich.console import Console
+
+    console = Console(file=file or sys.stdout)
+    print_whole(console, rich_table(result))
+    for note in footnotes(result):
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def markdown_table(result: Result) -> str:
+    """Return the table of a result as Markdown, figures flush right."""
+    head = header(result)
+    rule = tuple(":---" if name in ("point", "variant") else "---:" for name in head)
+    rows = (row(result, measurement) for measurement in result.measurements)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))

@@ -1,0 +1,1 @@
+"""One file a workload; `mezzo.bench.workload.WORKLOADS` lists them."""

@@ -1,0 +1,168 @@
+"""Forwards with fp32 weights under a region, by batch size: at small batches reading and casting weights is all there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..bert import IMPORTS, BertLogits, BertSize, random_tokens
+from ..roofline import Phase
+from ..training import forward
+from ..variant import Variant, those_that_run
+from ..workload import REGION_TESTS, Point, Session, Setting, Workload
+
+WARM_UP_FORWARDS = 3
+MODELS = ("decoder", "bert")
+DECODER_HEAD, BERT_HEAD = 128, 64
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm decoder layer: causal self-attention, then a gated feed-forward part, as Llama has them.
+
+    Args:
+        width: features, a multiple of 128.
+        forward_width: features of the feed-forward part.
+    """
+
+    def __init__(self, width: int, forward_width: int) -> None:
+        super().__init__()
+        self.heads = width // DECODER_HEAD
+        self.attention_norm, self.forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, forward_width, bias=False)
+        self.up = nn.Linear(width, forward_width, bias=False)
+        self.down = nn.Linear(forward_width, width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the layer's output, shape [batch, tokens, width]."""
+        split = self.qkv(self.attention_norm(x_BTD)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (part.transpose(1, 2) for part in split.unbind(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x_BTD = x_BTD + self.out(attended)
+        h = self.forward_norm(x_BTD)
+        result: Tensor = x_BTD + self.down(F.silu(self.gate(h)) * self.up(h))
+        return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inference(Workload):
+    """Forwards of a decoder layer or BERT with fp32 weights, by batch size.
+
+    Attributes:
+        models: decoder, bert, or both.
+        batches: sequences in a batch, one point each.
+        decoder_width: features of the decoder layer; its feed-forward part is 2.75 times as wide.
+        decoder_tokens: tokens in a sequence of the decoder; 1 is a step of generation.
+        bert_layers: encoder layers of BERT.
+        bert_width: features of BERT, a multiple of 64.
+        bert_tokens: tokens in a sequence of BERT.
+        forwards: forwards in a round.
+    """
+
+    unit: ClassVar[str] = "forward"
+    imports: ClassVar[tuple[str, ...]] = IMPORTS
+    tests: ClassVar[tuple[str, ...]] = (*REGION_TESTS, "tests/binding/test_bind.py")
+
+    models: tuple[str, ...] = MODELS
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    decoder_width: int = 4096
+    decoder_tokens: int = 1
+    bert_layers: int = 12
+    bert_width: int = 768
+    bert_tokens: int = 128
+    forwards: int = 50
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Inference:
+        """Return BERT-base on CUDA; fewer forwards, batches and layers of BERT on the CPU."""
+        return cls() if device.type == "cuda" else cls(batches=(1, 8, 64), bert_layers=4, bert_tokens=32, forwards=5)
+
+    @classmethod
+    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
+        """Return the regions, and what a model converted by hand would take."""
+        names = (
+            "fp32",
+            "tf32",
+            "torch-autocast",
+            "mezzo-autocast",
+            "mezzo-persistent",
+            "mezzo-prepared",
+            "torch-16bit",
+        )
+        return those_that_run(names, device)
+
+    def check(self) -> None:
+        """Refuse models that do not exist, and widths that do not divide into heads."""
+        Workload.check(self)
+        self.demand_known("--models", self.models, MODELS)
+        for option, width, head in (
+            ("--decoder-width", self.decoder_width, DECODER_HEAD),
+            ("--bert-width", self.bert_width, BERT_HEAD),
+        ):
+            self.demand(width % head == 0, f"{option} {width} is not a multiple of {head}, the width of a head.")
+
+    def points(self) -> tuple[Point, ...]:
+        """Return each model at each batch size."""
+        return tuple(
+            Point(
+                label=f"{model}, batch {n}",
+                workload=dataclasses.replace(self, models=(model,), batches=(n,)),
+                axis=f"batch of {model}",
+                value=n,
+            )
+            for model in self.models
+            for n in self.batches
+        )
+
+    @property
+    def bert(self) -> BertSize:
+        """BERT's numbers."""
+        return BertSize(layers=self.bert_layers, width=self.bert_width, heads=self.bert_width // BERT_HEAD)
+
+    @property
+    def forward_width(self) -> int:
+        """Features of the decoder's feed-forward part."""
+        return self.decoder_width * 11 // 4
+
+    def build(self, variant: Variant, setting: Setting) -> Session:
+        """Return seeded forwards of one model at one batch size. Writes: torch's random state."""
+        torch.manual_seed(setting.seed)
+        model: nn.Module
+        inputs: tuple[Tensor, ...]
+        if self.models == ("bert",):
+            model = BertLogits(self.bert).to(setting.device)
+            inputs = random_tokens(self.bert, self.batches[0], self.bert_tokens, setting.device)
+        else:
+            model = DecoderLayer(self.decoder_width, self.forward_width).to(setting.device)
+            shape = (self.batches[0], self.decoder_tokens, self.decoder_width)
+            inputs = (torch.randn(shape, device=setting.device),)
+        call = forward(variant, setting, model)
+
+        def run(times: int) -> Tensor:
+            for _ in range(times):
+                output = call(*inputs)
+            return output.float().square().mean()
+
+        return Session(
+            warm_up=lambda: run(WARM_UP_FORWARDS),
+            run=lambda: run(self.forwards),
+            units=self.forwards,
+            data_bytes=sum(x.nbytes for x in inputs),
+        )
+
+    def roofline(self, number_format: str) -> tuple[Phase, ...]:
+        """Return one forward: every product, every weight read once in the format."""
+        width = 4 if number_format in ("fp32", "tf32") else 2
+        if self.models == ("bert",):
+            return (self.bert.forward_phase(self.batches[0], self.bert_tokens, width),)
+        weights = 4 * self.decoder_width**2 + 3 * self.decoder_width * self.forward_width
+        tokens = self.decoder_tokens
+        attention = 4.0 * self.batches[0] * tokens * tokens * self.decoder_width
+        flops = 2.0 * self.batches[0] * tokens * weights + attention
+        return (Phase(name="forward", flops=flops, moved_bytes=float(width * weights)),)

@@ -1,0 +1,127 @@
+"""The optimizer step alone: unscale, clip, AdamW, over gradients that stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..roofline import Phase
+from ..training import Training, training_step
+from ..variant import Variant, those_that_run
+from ..workload import Point, Session, Setting, Workload
+
+WARM_UP_STEPS = 3
+MATRIX = 1024
+# At scale 1 and a norm below this one, unscaling and clipping multiply every gradient by exactly 1: all their work is
+# done, and the same gradients serve every step.
+NEVER_CLIPPED = 1e6
+
+
+class _Given(torch.autograd.Function):
+    """A loss whose gradients are given: its backward hands out tensors over their memory and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return weights[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(gradient.detach() for gradient in ctx.gradients))
+
+
+class GivenGradients(nn.Module):
+    """Square linear layers, and one for what is left, whose gradients are drawn once and never change.
+
+    Args:
+        count: number of weights in all.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        square = MATRIX * MATRIX
+        shapes = [(MATRIX, MATRIX)] * (count // square) + [(count % square, 1)] * (count % square > 0)
+        self.layers = nn.ModuleList(nn.Linear(wide, out, bias=False) for wide, out in shapes)
+        self._gradients: list[Tensor] = []
+
+    def forward(self) -> Tensor:
+        """Return a loss of 0 with its gradients, in the dtype the weights are stored in; shape (), fp32."""
+        weights = list(self.parameters())
+        if not self._gradients:
+            self._gradients = [(torch.randn_like(w, dtype=torch.float32) * 1e-3).to(w.dtype) for w in weights]
+        loss: Tensor = _Given.apply(self._gradients, *weights)  # type: ignore[no-untyped-call]  # torch's own
+        return loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step(Workload):
+    """Unscaling, clipping and AdamW alone, by number of parameters.
+
+    Attributes:
+        parameters: numbers of parameters, one point each.
+        steps: steps in a round.
+    """
+
+    resident: ClassVar[bool] = False
+    tests: ClassVar[tuple[str, ...]] = (
+        "tests/loss_scale/test_grad_scaler.py", "tests/loss_scale/test_unscale.py", "tests/kernels",
+        "tests/optim/test_trajectory.py", "tests/step/test_stepper.py",
+    )  # fmt: skip
+
+    parameters: tuple[int, ...] = (10**7, 10**8, 10**9)
+    steps: int = 20
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Step:
+        """Return up to a billion parameters on CUDA, a hundred million on the CPU."""
+        return cls() if device.type == "cuda" else cls(parameters=(10**7, 10**8))
+
+    @classmethod
+    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
+        """Return the step without scaling, with either GradScaler, and prepared."""
+        return those_that_run(("fp32", "torch-amp", "mezzo-amp", "mezzo-prepared"), device)
+
+    def points(self) -> tuple[Point, ...]:
+        """Return one point for each number of parameters."""
+        return tuple(
+            Point(
+                label=f"{n:.0e} parameters",
+                workload=dataclasses.replace(self, parameters=(n,)),
+                axis="parameters",
+                value=n,
+            )
+            for n in self.parameters
+        )
+
+    def build(self, variant: Variant, setting: Setting) -> Session:
+        """Return seeded weights with gradients, and their step. Writes: torch's random state."""
+        torch.manual_seed(setting.seed)
+        model = GivenGradients(self.parameters[0]).to(setting.device)
+        training = Training(optimizer="AdamW", lr=1e-4, weight_decay=0.01, max_norm=NEVER_CLIPPED, init_scale=1.0)
+        step = training_step(variant, setting, model, lambda given, _: given(), training)
+
+        def run(times: int) -> Tensor:
+            for _ in range(times):
+                step(None)
+            first: Tensor = next(model.parameters()).detach()[:1].float()
+            return first.square().mean()
+
+        return Session(warm_up=lambda: run(WARM_UP_STEPS), run=lambda: run(self.steps), units=self.steps)
+
+    def roofline(self, number_format: str) -> tuple[Phase, ...]:
+        """Return one pass for the norm and one for the update; nothing smaller knows the norm before it clips.
+
+        fp32: the update reads gradient, weight and two moments and writes the last three, 28 bytes a parameter.
+        16 bit: a gradient of 2 bytes, and a master of 4 that is weight and remainder, 26 bytes.
+        """
+        gradient = 4 if number_format in ("fp32", "tf32") else 2
+        count = float(self.parameters[0])
+        return (
+            Phase(name="norm", moved_bytes=gradient * count),
+            Phase(name="update", moved_bytes=(gradient + 24) * count),
+        )

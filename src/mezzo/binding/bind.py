@@ -1,0 +1,366 @@
+"""Binding: a policy made part of a model, so that it holds wherever and however its modules are called."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
+
+from .._torch import dynamo_skip_frame, functorch_level, graph_task_id
+from ..casting import autocast
+from ..casting.frame import bind_frame
+from ..errors import PolicyError
+from ..policy import FP32_RULES, Policy
+from ..policy.parts import CacheName
+from .module_rules import Precision, cast_floating, run_ruled
+
+RECORD = "_mezzo_bound"
+"""Where a bound module keeps its record: beside its parameters, not in its state dict."""
+
+
+AfterForward = Callable[[object], None]
+BeforeForward = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
+
+
+@dataclass(eq=False, kw_only=True)
+class Binding:
+    """A policy as it is bound to the modules of one model.
+
+    Attributes:
+        policy: with its compute dtype decided.
+        device_type: of the model's tensors; None for several: the CPU and the accelerator.
+        cache: where casts of weights are kept.
+        before_forward: called before each forward of the root, or of a module that is called without it, outside
+            torch.compile, with module and arguments; what it returns, if anything, is called with the output. It belongs
+            to one stepper and is not copied with the model.
+    """
+
+    policy: Policy
+    device_type: str | None
+    cache: CacheName = "region"
+    before_forward: BeforeForward | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._op_rules = self.policy.replace(modules=())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "before_forward": None}
+
+    def region(self, precision: Precision, traced: bool) -> autocast:
+        """Return the region in which a precision holds.
+
+        Args:
+            precision: None for the policy's own compute dtype.
+            traced: functorch is at work, under which torch's dispatcher does not cast; the function mode does,
+                without a cache, since what it would keep are the tracers of one call.
+        """
+        if precision in FP32_RULES or not self.policy.is_low:
+            return autocast(self.device_type, enabled=False)
+        dtype = precision if isinstance(precision, torch.dtype) else self.policy.compute
+        if traced:
+            return autocast(self.device_type, dtype, cache_enabled=False, policy=self._op_rules, cache="persistent")
+        return autocast(self.device_type, dtype, policy=self._op_rules, cache=self.cache)
+
+    def resumed(self) -> autocast:
+        """Return a region that leaves torch's autocast as it is now and brings the policy's op rules back."""
+        low = self.low_dtype()
+        return autocast(self.device_type, enabled=False) if low is None else self.region(low, traced=False)
+
+    def low_dtype(self) -> torch.dtype | None:
+        """Return the dtype low ops run in just here; None where casting is off."""
+        device = self.device_type or "cpu"
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def follow(self, module: nn.Module) -> None:
+        """Notice that the model was moved to another device since it was bound."""
+        first = next(module.parameters(), None)
+        if first is not None and self.device_type is not None and first.device.type != self.device_type:
+            self.device_type = None
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Bound:
+    """What one module knows of the policy it is bound to.
+
+    Attributes:
+        binding: shared by all modules of the model.
+        own: the precision its own rule gives it; None without a rule.
+        around: the precision of the nearest module above it that has a rule; None where none has.
+        is_root: whether it is the module that was prepared.
+        inner: a forward of its own that the module had in place of its class's.
+        regular: the binding, if inside its region the module does nothing but run its class's forward.
+    """
+
+    binding: Binding
+    own: Precision = None
+    around: Precision = None
+    is_root: bool = False
+    inner: Callable[..., Any] | None = None
+    regular: Binding | Literal[False] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.regular = self.own is None and self.inner is None and self.binding
+
+
+class _Here(threading.local):
+    """Which binding's region this thread is in, and whether functorch was at work when it was entered.
+
+    `plain` is the binding where it was not: the one attribute that a module without a rule reads at each call.
+    """
+
+    def __init__(self) -> None:
+        # Not on the class: there the compiler guards on whether a thread has its own, and fails when it gets them.
+        self.binding: Binding | None = None
+        self.plain: Binding | None = None
+        self.traced = False
+        self.outside = False
+
+
+class _Outside:
+    """What a checkpoint recomputes was called from outside the model, and is so again."""
+
+    def __enter__(self) -> None:
+        self._before, _here.outside = _here.outside, True
+
+    def __exit__(self, *_: object) -> None:
+        _here.outside = self._before
+
+
+_here = _Here()
+
+
+@dynamo_skip_frame
+def _set_thread_state(binding: Binding | None, traced: bool) -> None:
+    _here.binding, _here.traced, _here.plain = binding, traced, None if traced else binding
+
+
+@dynamo_skip_frame
+def _is_traced() -> bool:
+    return not is_compiling() and functorch_level() is not None
+
+
+@dynamo_skip_frame
+def _is_recompute() -> bool:
+    """Whether a checkpointed part is run again inside a backward pass, under torch's autocast state of its first run.
+
+    torch's checkpoint enters that state, which shows in the nesting of autocast; a module called in a hook does not.
+    """
+    if is_compiling() or _here.outside or graph_task_id() == -1:
+        return False
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting() > 0)
+
+
+def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    traced = _is_traced()
+    if _here.binding is not bound.binding or traced is not _here.traced:
+        return _enter(bound, module, forward, args, kwargs, traced)
+    if bound.own is None:
+        return forward(module, *args, **kwargs)
+    return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
+
+
+@dynamo_skip_frame
+def _open(
+    bound: Bound, module: nn.Module, args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> tuple[autocast, tuple[Any, ...], Any, AfterForward | None]:
+    """Return the region to run a module in, its arguments there, and what to call with its output."""
+    binding, is_eager, after = bound.binding, not is_compiling(), None
+    resumes = not bound.is_root and _is_recompute()
+    if is_eager:
+        binding.follow(module)
+        if binding.before_forward is not None and not resumes:
+            after = binding.before_forward(module, args, kwargs)
+    if is_eager and not resumes and torch.is_grad_enabled():
+        bind_frame(_Outside)
+    if bound.around in FP32_RULES and bound.own is None and not resumes:
+        args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+    region = binding.resumed() if resumes else binding.region(bound.around, traced)
+    return region, args, kwargs, after
+
+
+def _enter(
+    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> Any:
+    outer, outer_traced = _here.binding, _here.traced
+    region, args, kwargs, after = _open(bound, module, args, kwargs, traced)
+    _set_thread_state(bound.binding, traced)
+    try:
+        with region:
+            out = _run(bound, module, forward, args, kwargs)
+    finally:
+        _set_thread_state(outer, outer_traced)
+    return _close(bound, out, after)
+
+
+@dynamo_skip_frame
+def _close(bound: Bound, out: Any, after: AfterForward | None) -> Any:
+    """Return a module's output as its caller gets it."""
+    if bound.is_root and bound.binding.policy.output is not None:
+        out = cast_floating(out, bound.binding.policy.output)
+    if after is not None:
+        after(out)
+    return out
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def bound_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass whose forward enters the region of the record that an instance carries.
+
+    An instance without a record behaves as one of `original`.
+    """
+    if original not in _classes:
+        _classes[original] = _make_class(original)
+    return _classes[original]
+
+
+def _make_class(original: type[nn.Module]) -> type[nn.Module]:
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound: Bound | None = self.__dict__.get(RECORD)
+        if bound is None:
+            return original.forward(self, *args, **kwargs)
+        if _here.plain is bound.regular and (is_compiling() or functorch_level() is None):
+            return original.forward(self, *args, **kwargs)
+        return _run(bound, self, original.forward if bound.inner is None else bound.inner, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, protocol)
+        if type(self) is subclass and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # undocumented
+            return (_new_bound, (original,), *reduced[2:])
+        return reduced
+
+    kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    make: Any = type(original)
+    subclass: type[nn.Module] = make(
+        original.__name__, (original,), {**kept, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
+    )
+    return subclass
+
+
+def _new_bound(original: type[nn.Module]) -> nn.Module:
+    """Make the empty instance that unpickling and copying fill."""
+    subclass = bound_class(original)
+    return subclass.__new__(subclass)
+
+
+@dataclass(eq=False, slots=True)
+class _Own:
+    """A module's own forward, called as its class's would be: with the module first."""
+
+    forward: Callable[..., Any]
+
+    def __call__(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class a module had before it was bound; its class if it is not bound."""
+    original: type[nn.Module] = getattr(type(module), "_mezzo_class", type(module))
+    return original
+
+
+def record(module: nn.Module) -> Bound | None:
+    """Return what a module knows of its policy; None if it is not bound."""
+    found: Bound | None = module.__dict__.get(RECORD)
+    return found
+
+
+def class_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's class and of the classes above it, as patterns of a policy see them."""
+    return tuple(cls.__name__ for cls in original_class(module).__mro__ if issubclass(cls, nn.Module))
+
+
+def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Binding:
+    """Make a policy part of a model; a model bound before follows the new policy from now on.
+
+    Args:
+        model: the root; its modules keep their identity, names and state dict.
+        policy: with its compute dtype decided.
+        cache: where casts of weights are kept.
+
+    Raises:
+        PolicyError: a required module rule matches nothing, or a module that stands in two places of the model has
+            different rules there.
+
+    Writes: the class and the record of every module.
+    Syncs: no.
+    """
+    _set_thread_state(
+        _here.binding, _here.traced
+    )  # this thread has its state from now on; torch.compile cannot make it
+    indices: dict[nn.Module, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        indices.setdefault(module, []).append(fqn)
+    policy.check_modules((fqn, class_names(module)) for module, fqns in indices.items() for fqn in fqns)
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    binding = Binding(policy=policy, device_type=kinds.pop() if len(kinds) == 1 else None, cache=cache)
+    own = {fqn: _own_precision(policy, fqn, module) for module, fqns in indices.items() for fqn in fqns}
+    for module, fqns in indices.items():
+        precisions = {fqn: (own[fqn], _around(own, fqn)) for fqn in fqns}
+        _refuse_conflict(module, precisions)
+        _bind_one(module, binding, *precisions[fqns[0]], is_root=module is model)
+    return binding
+
+
+def _own_precision(policy: Policy, fqn: str, module: nn.Module) -> Precision:
+    rule = policy.module_rule(fqn, class_names(module))
+    return None if rule is None else rule.precision
+
+
+def _around(own: dict[str, Precision], fqn: str) -> Precision:
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        precision = own.get(fqn)
+        if precision is not None:
+            return precision
+    return None
+
+
+def _refuse_conflict(module: nn.Module, precisions: dict[str, tuple[Precision, Precision]]) -> None:
+    (first, precision), *others = precisions.items()
+    for other, different in others:
+        if different != precision:
+            raise PolicyError(
+                f"'{first}' and '{other}' are one {class_names(module)[0]} in two places, and the policy gives it "
+                f"{_spell(precision)} in one and {_spell(different)} in the other. Give both places the same rule."
+            )
+
+
+def _spell(precisions: tuple[Precision, Precision]) -> str:
+    precision = next((p for p in precisions if p is not None), None)
+    return "the compute dtype" if precision is None else str(precision).removeprefix("torch.")
+
+
+def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Precision, *, is_root: bool) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        if own is not None or is_root:
+            raise PolicyError(
+                f"a policy cannot be bound to a ScriptModule ({class_names(module)[0]}): its forward is compiled "
+                "already. Prepare the module before torch.jit.script, or use torch.compile."
+            )
+        return
+    before, forward = record(module), module.__dict__.pop("forward", None)
+    inner = _Own(forward) if forward is not None else None if before is None else before.inner
+    module.__dict__[RECORD] = Bound(binding=binding, own=own, around=around, is_root=is_root, inner=inner)
+    if not hasattr(type(module), "_mezzo_class"):
+        module.__class__ = bound_class(type(module))
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers of torch.compile and DistributedDataParallel, whose names patterns match."""
+    if isinstance(model, DistributedDataParallel):
+        return innermost(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return innermost(inner) if isinstance(inner, nn.Module) else model

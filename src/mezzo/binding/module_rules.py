@@ -1,0 +1,113 @@
+"""What a rule on a module does at each call: the casts at its edges and the region inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import TREE_NODES, num_function_modes, own_parameters, tree_map_only
+from ..formats import LOW_DTYPES
+from ..policy import FP32_RULES, Rule
+from .norms import layer_norm
+
+Precision = Rule | torch.dtype | None
+"""What a module computes in: a rule, a 16-bit dtype, or None for the policy's compute dtype."""
+
+
+class Regions(Protocol):
+    """Where rules get their regions from."""
+
+    def region(self, precision: Precision, traced: bool) -> AbstractContextManager[Any]:
+        """Return the region in which a precision holds."""
+        ...
+
+    def low_dtype(self) -> torch.dtype | None:
+        """Return the dtype low ops run in just here; None where casting is off."""
+        ...
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value with its fp32, fp16 and bf16 tensors cast; differentiable; fp64 and other types are left alone.
+
+    Args:
+        value: a tensor, or tensors in lists, tuples, dicts, dataclasses and classes registered with torch's pytree.
+        dtype: fp32, fp16 or bf16.
+
+    Syncs: no.
+    """
+    if isinstance(value, Tensor):
+        castable = value.dtype is torch.float32 or value.dtype in LOW_DTYPES
+        return value.to(dtype) if castable and value.dtype is not dtype else value
+    if type(value) is tuple or type(value) is list:
+        return type(value)([cast_floating(item, dtype) for item in value])
+    if type(value) is dict:
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if dataclasses.is_dataclass(value) and type(value) not in TREE_NODES:
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **cast_floating(fields, dtype))  # type: ignore[type-var]  # an instance
+    return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), value)
+
+
+def run_ruled(
+    regions: Regions,
+    precision: Precision,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: bool,
+) -> Any:
+    """Call the forward of a module that has a rule.
+
+    Args:
+        regions: of the policy the module is bound to.
+        precision: the module's rule. Inside a region where casting is off, "result in the compute dtype" has no
+            meaning and fp32 comes out.
+        module: the module.
+        forward: its forward, called with the module first.
+        args: of the call.
+        kwargs: of the call.
+        traced: whether functorch is at work.
+
+    Syncs: no.
+    """
+    if precision not in FP32_RULES:
+        with regions.region(precision, traced):
+            return forward(module, *args, **kwargs)
+    low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
+    is_low_norm = low is not None and _is_low_layer_norm(forward, args, low, traced)
+    if is_low_norm and num_function_modes() == 0:
+        return layer_norm(module, *args)  # type: ignore[arg-type]  # all its ops say their dtype: no region needed
+    with regions.region(precision, traced):
+        if is_low_norm:
+            return layer_norm(module, *args)  # type: ignore[arg-type]  # its forward says it is one
+        wide = torch.float32 if low is None else _own_dtype(module)
+        out = forward(module, *cast_floating(args, wide), **cast_floating(kwargs, wide))
+    return out if low is None else cast_floating(out, low)
+
+
+def _is_low_layer_norm(forward: Callable[..., Any], args: tuple[Any, ...], low: torch.dtype, traced: bool) -> bool:
+    """Whether a call is a layer norm of one 16-bit tensor, which has a form that saves memory in eager mode."""
+    return (
+        forward is nn.LayerNorm.forward
+        and len(args) == 1
+        and isinstance(args[0], Tensor)
+        and args[0].dtype is low
+        and not traced
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _own_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype the module's own weights can meet: theirs if it is a 16-bit one, else fp32."""
+    for parameter in own_parameters(module).values():
+        if parameter is not None and parameter.dtype in LOW_DTYPES:
+            return parameter.dtype
+    return torch.float32

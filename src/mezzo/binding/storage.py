@@ -1,0 +1,190 @@
+"""What weights are stored in: the policy's dtype for weights that feed low ops, with the masters they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._torch import apply_to_tensors_, own_parameters
+from ..errors import MasterError, PolicyError, listed
+from ..formats import LOW_DTYPES, dtype_name
+from ..kernels.dtensor import is_dtensor
+from ..optim.base import MasterOptimizer
+from ..optim.master_store import check_whole
+from ..optim.master_weights import MasterWeights, keeps_masters, parameters
+from ..policy import FP32_RULES, Policy, Rule
+from ..policy.feeds import is_matmul_like
+from .bind import class_names, record
+
+
+def check_floats(model: nn.Module, policy: Policy) -> None:
+    """Refuse a model whose weights no region would cast.
+
+    Raises:
+        PolicyError: low ops were asked for and weights are fp64, which regions leave alone.
+    """
+    params = list(model.parameters())
+    wide = [name for name, p in model.named_parameters() if p.dtype is torch.float64]
+    if policy.is_low and wide:
+        raise PolicyError(
+            f"{len(wide)} of {len(params)} parameters are fp64 ({listed(wide)}), which is never cast, so their ops would "
+            f"not run in {dtype_name(policy.compute) if policy.compute else '16 bit'}. "
+            "Write model.float() before prepare, or policy='fp32'."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str]) -> None:
+    """Refuse 16-bit trainable weights without masters, and optimizers that contradict the policy.
+
+    Raises:
+        MasterError: trainable weights are or will be 16 bit, and their optimizer keeps nothing beside them.
+        PolicyError: master mode or moment dtype of an optimizer differ from the policy's.
+    """
+    for optimizer in optimizers:
+        trainable = [p for p in parameters(optimizer) if p.requires_grad]
+        low = [names[p] for p in trainable if p.dtype in LOW_DTYPES]
+        if keeps_masters(optimizer):
+            _check_masters(optimizer, policy)
+        elif low:
+            raise MasterError(
+                f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({listed(low)}), and "
+                f"{type(optimizer).__name__} keeps no master of them: updates smaller than half their spacing vanish. "
+                f"{_choices(optimizer)}"
+            )
+        elif policy.params in LOW_DTYPES:
+            raise MasterError(
+                f"the policy stores weights in {dtype_name(policy.params)} with master={policy.master}, and "
+                f"{type(optimizer).__name__} keeps no masters. {_choices(optimizer)}"
+            )
+        if policy.state is not torch.float32 and not keeps_masters(optimizer):
+            raise PolicyError(
+                f"the policy declares state={dtype_name(policy.state)}, and {type(optimizer).__name__} stores moments in "
+                f"the dtype of the weights. Write mezzo.optim.AdamW(..., state_dtype={policy.state}), or state=fp32 in "
+                "the policy."
+            )
+
+
+def _choices(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    own = name if name in ("AdamW", "SGD") else "AdamW"
+    return (
+        f"Write mezzo.optim.{own}(..., master='split'), or mezzo.optim.MasterWeights({name}(...), mode='kahan'), "
+        "or keep trainable weights in fp32: policy params=fp32 and p.data = p.data.float() for each."
+    )
+
+
+def _check_masters(optimizer: MasterOptimizer | MasterWeights, policy: Policy) -> None:
+    if isinstance(optimizer, MasterWeights):
+        for p in parameters(optimizer):
+            if p.dtype in LOW_DTYPES or policy.params in LOW_DTYPES:
+                check_whole(p)
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, MasterWeights):
+            option, mode, moments = "mode", optimizer.masters.mode, torch.float32
+        else:
+            option, mode, moments = "master", group["master"], group["state_dtype"]
+        if policy.params in LOW_DTYPES and mode != policy.master:
+            raise PolicyError(
+                f"the policy declares master={policy.master}, and the optimizer was made with {option}='{mode}'. "
+                f"Write {option}='{policy.master}' in the optimizer, or master={mode} in the policy."
+            )
+        if moments is not policy.state:
+            given, declared = dtype_name(moments), dtype_name(policy.state)
+            raise PolicyError(
+                f"the policy declares state={declared}, and the optimizer stores moments in {given}. "
+                f"Write state={given} in the policy, or mezzo.optim.AdamW(..., state_dtype={policy.state})."
+            )
+
+
+def convert_(
+    model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, *, is_replicated: bool = False
+) -> list[str]:
+    """Store weights as the policy says.
+
+    Weights that feed low ops go to `params`: of linear and convolution layers, attention and embeddings outside fp32
+    rules, those that are trainable, or all if there is no optimizer. 16-bit weights of modules under an fp32 rule go to
+    fp32, since that is what their ops meet. Everything else stays as it is.
+
+    Args:
+        model: bound already.
+        optimizers: get the fp32 values as masters; none for inference.
+        policy: with its compute dtype decided.
+        is_replicated: DistributedDataParallel holds the parameters already.
+
+    Returns:
+        The names of parameters that were converted.
+
+    Raises:
+        PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
+            DistributedDataParallel holds.
+
+    Writes: the storage of parameters, which keep their identity; masters. Syncs: no.
+    """
+    if policy.params in LOW_DTYPES and not policy.is_low:
+        raise PolicyError(
+            f"params={dtype_name(policy.params)} with compute=fp32 stores weights that no op could take. "
+            f"Write compute={dtype_name(policy.params)}, or params=fp32."
+        )
+    targets = storage_targets(model, policy, bool(optimizers))
+    owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
+    changed = {name: p for name, p in model.named_parameters() if p in targets and p.dtype is not targets[p]}
+    if changed and is_replicated:
+        # A new dtype takes away the hooks by which gradients are averaged, and torch does not say so (2.13).
+        raise PolicyError(
+            f"{len(changed)} parameters ({listed(list(changed))}) would be stored anew, and DistributedDataParallel took hold "
+            "of them as they are. Write amp = mezzo.prepare(model, optimizer, policy) first, then "
+            "ddp = DistributedDataParallel(amp.model)."
+        )
+    spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
+    if spread:
+        _convert_spread_(model, {p: targets[p] for p in changed.values()})
+    for p in changed.values():
+        # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
+        master = spread.pop(p) if p in spread else p.detach()
+        if p.dtype is not targets[p]:
+            p.data = master.to(targets[p])
+        optimizer = owners.get(p)
+        if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
+            optimizer.set_masters_({p: master})
+    return list(changed)
+
+
+def _convert_spread_(model: nn.Module, targets: Mapping[Tensor, torch.dtype]) -> None:
+    """Convert sharded parameters by way of their modules, which tell the sharding about it. Writes: storage."""
+    apply_to_tensors_(model, lambda tensor: tensor.to(targets[tensor]) if tensor in targets else tensor)
+
+
+def storage_targets(model: nn.Module, policy: Policy, is_trained: bool) -> dict[Tensor, torch.dtype]:
+    """Return the dtype that a policy stores parameters of a bound model in, for those it decides about."""
+    targets: dict[Tensor, torch.dtype] = {}
+    fp32: set[Tensor] = set()
+    for module in model.modules():
+        bound = record(module)
+        precision = None if bound is None else bound.own if bound.own is not None else bound.around
+        for p in own_parameters(module).values():
+            if p is None or not p.is_floating_point():
+                continue
+            if precision in FP32_RULES:
+                fp32.add(p)
+                if precision is Rule.FP32 and p.dtype in LOW_DTYPES:
+                    targets[p] = torch.float32
+            elif (
+                policy.params in LOW_DTYPES
+                and is_matmul_like(class_names(module))
+                and (p.requires_grad or not is_trained)
+            ):
+                targets.setdefault(p, policy.params)
+    return {p: dtype for p, dtype in targets.items() if dtype is torch.float32 or p not in fp32}
+
+
+def set_grad_dtype_(optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Have gradients accumulate in the policy's dtype. Writes: `grad_dtype` of trainable floating parameters."""
+    if policy.grads is None:
+        return
+    for optimizer in optimizers:
+        for p in parameters(optimizer):
+            if p.requires_grad and p.is_floating_point():
+                p.grad_dtype = policy.grads

@@ -1,0 +1,122 @@
+"""Which Python callables an op name stands for, and which Python composites must be opened to see their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import get_overridable_functions
+
+from .._torch import LOWRANK, OP_NAMESPACES
+from ..policy import OpRules
+from ..policy.table import ALIASES, Row, table
+
+AnyCallable = Callable[..., Any]
+
+# Python functions whose bodies reach no ruled op, called often enough that opening them would cost.
+_LEAVES = frozenset(
+    "relu relu6 dropout dropout1d dropout2d dropout3d alpha_dropout embedding embedding_bag silu mish selu celu elu "
+    "leaky_relu hardtanh hardsigmoid hardswish sigmoid tanh softsign tanhshrink threshold rrelu one_hot "
+    "glu batch_norm instance_norm broadcast_tensors meshgrid split unique unique_consecutive "
+    "block_diag atleast_1d atleast_2d atleast_3d cartesian_prod".split()
+)
+
+
+def _namespaces() -> list[tuple[str, AnyCallable]]:
+    found = [
+        (name, getattr(space, name)) for space in OP_NAMESPACES for name in dir(space) if not name.startswith("__")
+    ]
+    for functions in get_overridable_functions().values():
+        found += [(getattr(f, "__name__", ""), f) for f in functions]
+    return [(name, f) for name, f in found if callable(f) and name not in ("", "__get__", "__set__", "__delete__")]
+
+
+@lru_cache
+def callables_by_name() -> Mapping[str, tuple[AnyCallable, ...]]:
+    """Return op name to the callables that reach it: functions, methods, operators, aliases. Syncs: no."""
+    found: dict[str, list[AnyCallable]] = {}
+    for name, function in _namespaces():
+        found.setdefault(ALIASES.get(name, name), []).append(function)
+        if name in ALIASES:
+            found.setdefault(name, []).append(function)
+    return MappingProxyType({name: tuple(functions) for name, functions in found.items()})
+
+
+def _always_false(*_: object) -> bool:
+    return False
+
+
+def _decomposed(function: FunctionType) -> FunctionType:
+    silenced = {name: _always_false for name in function.__globals__ if name.startswith("has_torch_function")}
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **silenced},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _is_composite(function: FunctionType) -> bool:
+    return (
+        function.__module__ in {space.__name__ for space in (F, torch.functional, LOWRANK)}
+        and function.__name__ not in _LEAVES
+        and any(name.startswith("has_torch_function") for name in function.__globals__)
+    )
+
+
+@lru_cache
+def decomposed_composites() -> dict[AnyCallable, FunctionType]:
+    """Return the Python functions of torch whose parts must be seen one by one, each with a copy that shows them.
+
+    torch's Python functions begin with `if has_torch_function(...)`, which hands the whole call to the mode once
+    more; the copy answers that question with no. Syncs: no.
+    """
+    return {f: _decomposed(f) for _, f in _namespaces() if isinstance(f, FunctionType) and _is_composite(f)}
+
+
+@lru_cache
+def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, Row]:
+    """Return callable to row: the table with its edits, for one device.
+
+    Args:
+        ops: table name and edits; every edited op exists (`policy.known_ops`).
+        device_type: as `policy.table.table`.
+
+    Syncs: no.
+    """
+    rows = dict(table(ops.table, device_type))
+    for op, rule in ops.edits:
+        name = ALIASES.get(op, op)
+        rows[name] = Row(
+            op=name, rule=rule, reason="edited in the policy", instead="another op, or another rule for it"
+        )
+    names = callables_by_name()
+    ruled = {function: row for name, row in rows.items() for function in names.get(name, ())}
+    return ruled
+
+
+@dataclass(frozen=True, slots=True)
+class OpRuleTable:
+    """What a function mode looks up for every call.
+
+    Attributes:
+        rows: device type to callable to row.
+        opened: Python composite to the copy that shows its parts.
+    """
+
+    rows: dict[str, dict[AnyCallable, Row]]
+    opened: dict[AnyCallable, FunctionType]
+
+
+@lru_cache
+def op_rule_table(ops: OpRules, device_types: tuple[str, ...]) -> OpRuleTable:
+    """Return the rules of a table with its edits for some devices. Syncs: no."""
+    return OpRuleTable({device: rows_by_callable(ops, device) for device in device_types}, decomposed_composites())

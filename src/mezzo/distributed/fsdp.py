@@ -1,0 +1,155 @@
+"""Fully sharded data parallelism: shards and gathers of a model as a policy wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .._torch import fsdp_precision
+from ..errors import PolicyError
+from ..formats import dtype_name
+from ..policy import Policy, as_policy
+from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+
+
+def fully_shard(
+    model: nn.Module,
+    policy: Policy | str,
+    *,
+    units: Iterable[nn.Module] = (),
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    offload_policy: OffloadPolicy | None = None,
+) -> ShardPlan:
+    """Shard a model over ranks with torch's `fully_shard`, so that its gathers and reductions follow a policy.
+
+    Weights of linear and convolution layers are gathered in the dtype of their ops; norms, embeddings and
+    everything under an fp32 rule are gathered as they are stored, in groups of their own. Make the optimizer after
+    this, then call `mezzo.prepare` with the same policy.
+
+    Args:
+        model: the root; its parameters are replaced by sharded ones.
+        policy: a policy or its text.
+        units: modules to gather as a whole, such as the layers of a transformer; none inside another.
+        mesh: of ranks; left out, all of them. Two dimensions replicate over the first and shard over the second.
+        reshard_after_forward: as in torch.
+        offload_policy: as in torch; `CPUOffloadPolicy()` keeps shards, gradients and optimizer state on the CPU.
+
+    Returns:
+        What was done; readable when printed.
+
+    Raises:
+        PolicyError: the policy wants weights that share a module, or a tie between units, to be gathered differently.
+
+    Writes: parameters and classes of the modules. Syncs: as torch's.
+    """
+    from torch.distributed.fsdp import OffloadPolicy, fully_shard
+
+    chosen = as_policy(policy)
+    resolved = chosen.resolve(next((p.device for p in model.parameters()), torch.device("cpu")))
+    plan = plan_shards(model, resolved, units)
+    modules = dict(model.named_modules())
+    for group in plan.groups:
+        members = [modules[name] for name in group.modules]
+        fully_shard(
+            members if len(members) > 1 else members[0],
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=_mixed_precision(group.param_dtypes, plan.reduce),
+            offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
+        )
+    return plan
+
+
+def _mixed_precision(param_dtypes: ParamDtypes, reduce: torch.dtype) -> MixedPrecisionPolicy:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    # Casting inputs and outputs is the region's business.
+    param_dtype = None if param_dtypes.unsharded is param_dtypes.stored else param_dtypes.unsharded
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+def sharded_modules(model: nn.Module) -> dict[str, FSDPModule]:
+    """Return the modules that torch's `fully_shard` was applied to, by name; none if it was not."""
+    import sys
+
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)}
+
+
+def check_sharded(model: nn.Module, policy: Policy) -> None:
+    """Refuse a model whose sharding casts otherwise than the policy says.
+
+    Args:
+        model: the root, sharded by `mezzo.distributed.fully_shard` or by torch's.
+        policy: with its compute dtype decided.
+
+    Raises:
+        PolicyError: the sharding's own mixed precision gathers, reduces or casts outputs in another dtype.
+    """
+    modules = dict(model.named_modules())
+    sharded = sharded_modules(model)
+    for name in sharded:
+        given: MixedPrecisionPolicy = fsdp_precision(sharded[name])
+        for fqn, module in modules.items():
+            if _nearest(fqn, sharded) != name:
+                continue
+            precision = precision_of(policy, fqn, modules)
+            for param in module.parameters(recurse=False):
+                if param.is_floating_point():
+                    _check_weight(policy, given, fqn, param_dtypes(policy, precision, module, param))
+        _check_output(policy, given, name)
+
+
+def reduced_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype in which each group of a sharded model reduces its gradients, by the module it belongs to."""
+    found = {}
+    for name, module in sharded_modules(model).items():
+        given: MixedPrecisionPolicy = fsdp_precision(module)
+        stored = next((p.dtype for p in model.get_submodule(name).parameters()), torch.float32)
+        found[name or "the root"] = given.reduce_dtype or given.param_dtype or stored
+    return found
+
+
+def _nearest(fqn: str, sharded: dict[str, FSDPModule]) -> str | None:
+    while fqn not in sharded:
+        if not fqn:
+            return None
+        fqn = fqn.rpartition(".")[0]
+    return fqn
+
+
+def _check_weight(policy: Policy, given: MixedPrecisionPolicy, fqn: str, wanted: ParamDtypes) -> None:
+    unsharded = given.param_dtype or wanted.stored
+    if unsharded not in wanted.may_gather:
+        may = " or ".join(dtype_name(dtype) for dtype in wanted.may_gather)
+        raise PolicyError(
+            f"the sharding gathers the weights of '{fqn or 'the root'}' in {dtype_name(unsharded)}, and the policy "
+            f"'{policy}' computes there in {may}: two mechanisms would cast them, each its own way. "
+            "Write mezzo.distributed.fully_shard(model, policy, units=...), which makes a group of its own where dtypes differ."
+        )
+    reduced = given.reduce_dtype or unsharded
+    if reduced is not policy.reduce:
+        raise PolicyError(
+            f"the policy declares reduce={dtype_name(policy.reduce)}, and the sharding reduces the gradients of "
+            f"'{fqn or 'the root'}' in {dtype_name(reduced)}. Write MixedPrecisionPolicy(reduce_dtype={policy.reduce}), "
+            f"or reduce={dtype_name(reduced)} in the policy."
+        )
+
+
+def _check_output(policy: Policy, given: MixedPrecisionPolicy, fqn: str) -> None:
+    cast = given.output_dtype
+    if cast is not None and (fqn or cast is not policy.output):
+        raise PolicyError(
+            f"the sharding casts outputs of '{fqn or 'the root'}' to {dtype_name(cast)}, which the policy '{policy}' does not "
+            "say. Leave output_dtype out of MixedPrecisionPolicy, and write output=... in the policy for the root."
+        )

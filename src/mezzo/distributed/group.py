@@ -1,0 +1,181 @@
+"""A process group that never waits for ever: who is in it, where it talks, and who did not answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch import default_group, group_store
+from ..errors import DistributedError, MezzoError
+
+TIMEOUT = timedelta(minutes=5)
+"""How long a decision waits for other ranks unless told otherwise."""
+
+_GRACE = timedelta(seconds=10)
+"""How long a roll call waits for ranks that notice a loss later than others."""
+
+# gloo raises plain RuntimeErrors, so their text must tell them from errors of the model.
+_LOSS_MARKS = ("gloo", "nccl", "timed out", "connection closed", "connection reset", "broken pipe")
+
+
+class Group:
+    """Ranks that take decisions together.
+
+    Args:
+        group: a process group; None is the default one.
+        timeout: how long to wait for the others. On accelerators the process group's own timeout holds, since the host
+            does not wait there.
+
+    Attributes:
+        handle: torch's process group.
+        timeout: as given.
+        ranks: who is in it, by their numbers in the whole run.
+
+    Raises:
+        DistributedError: torch.distributed is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: timedelta = TIMEOUT) -> None:
+        if not is_running():
+            raise DistributedError(
+                "a group of ranks was asked for, and torch.distributed has none. Start with torchrun and call "
+                "torch.distributed.init_process_group() first; on one rank nothing has to be agreed."
+            )
+        self.handle = default_group() if group is None else group
+        self.timeout = timeout
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.handle))
+        self._devices = [kind.split(":")[0] for kind in dist.get_backend_config(self.handle).split(",")]
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on a device the group can talk from. Syncs: only if that is another device."""
+        if tensor.device.type in self._devices:
+            return tensor
+        accelerator = torch.accelerator.current_accelerator()
+        is_here = accelerator is not None and accelerator.type in self._devices
+        return tensor.to(accelerator if is_here else "cpu")
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add a tensor up over the ranks, in place, and return it.
+
+        Raises:
+            DistributedError: a rank is lost.
+
+        Writes: `tensor`. Syncs: on the CPU, with the slowest rank; else no.
+        """
+        return self._all_reduce_(tensor, dist.ReduceOp.SUM)
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Take the largest of each element over the ranks, in place, and return it; in all else as `sum_`."""
+        return self._all_reduce_(tensor, dist.ReduceOp.MAX)
+
+    def _all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        with self.watching():
+            self._wait(dist.all_reduce(tensor, op=op, group=self.handle, async_op=True))
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensor of each rank, in the order of `ranks`.
+
+        Args:
+            tensor: one shape and dtype on all ranks.
+
+        Raises:
+            DistributedError: a rank is lost.
+
+        Syncs: on the CPU, with the slowest rank; else no.
+        """
+        found = [torch.empty_like(tensor) for _ in self.ranks]
+        with self.watching():
+            self._wait(dist.all_gather(found, tensor, group=self.handle, async_op=True))
+        return found
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None  # it is None outside the group only
+        if "cpu" in self._devices:
+            work.wait(self.timeout)
+        else:
+            work.wait()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Turn the error of a lost rank inside the block into one that names the rank.
+
+        Raises:
+            DistributedError: a rank ended, or did not answer in time.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).casefold()
+            if isinstance(error, MezzoError) or not any(mark in text for mark in _LOSS_MARKS):
+                raise
+            raise DistributedError(self._spell_loss()) from error
+
+    def _spell_loss(self) -> str:
+        own, seconds = dist.get_rank(), self.timeout.total_seconds()
+        try:
+            missing = self.missing()
+        except RuntimeError:
+            return (
+                f"rank {own} lost the others of {spell(self.ranks)}, and the store they meet at is gone too: the process "
+                "that kept it has ended. Its output says why; start again from the last checkpoint."
+            )
+        if not missing:
+            return (
+                f"rank {own} waited {seconds:g} s for the others of {spell(self.ranks)}, and all are there now: they do "
+                "not take part in the same collectives in the same order. Call forward, backward and step on every rank."
+            )
+        return (
+            f"{spell(missing)} did not answer rank {own}: ended, or stuck for {seconds:g} s. "
+            f"The output of {spell(missing)} says why; start again from the last checkpoint."
+        )
+
+    def missing(self) -> list[int]:
+        """Call the roll in a broken group: return the ranks that do not answer within a grace period.
+
+        Every rank that notices the loss calls the roll, and is thereby there.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
+        """
+        store = group_store(self.handle)
+        roll = dist.PrefixStore("mezzo/roll", store)  # type: ignore[attr-defined]  # documented, but not in __all__
+        roll.set(str(dist.get_rank()), "here")
+        deadline = time.monotonic() + min(_GRACE, self.timeout).total_seconds()
+        missing = list(self.ranks)
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not roll.check([str(rank)])]
+            time.sleep(0.05 if missing else 0.0)
+        return missing
+
+
+def is_running() -> bool:
+    """Whether torch.distributed is initialised in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def spell(ranks: Iterable[int]) -> str:
+    """Return ranks in words.
+
+    >>> spell([1]), spell([0, 1, 2, 5])
+    ('rank 1', 'ranks 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {words}" if words.isdigit() else f"ranks {words}"

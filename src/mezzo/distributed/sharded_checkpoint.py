@@ -1,0 +1,234 @@
+"""Checkpoints that many ranks write together, each its own part, and any other number of ranks can read."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, MezzoError
+from ..kernels.dtensor import is_dtensor, like_dtensor, local
+from .group import Group, is_running
+
+Place = tuple[str | int, ...]
+"""Keys and numbers on the way to a value inside nested dicts and lists."""
+
+_PLAIN = "plain"
+"""Under this name lies, as bytes, everything that is not a tensor, and where the tensors belong."""
+_TENSOR = "tensor at"
+"""Marks the place of a tensor in it."""
+
+
+class Saveable(Protocol):
+    """What `mezzo.prepare` returns, as far as a checkpoint needs it."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a run needs to go on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Go on from a checkpoint."""
+
+
+def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
+    """Save a prepared run through torch.distributed.checkpoint: called on every rank, between `step` and `backward`.
+
+    Each rank writes the shards that only it has; what all have, rank 0 writes. The folder takes its name when it is whole.
+
+    Args:
+        amp: what `mezzo.prepare` returned.
+        folder: a new one, on a file system that all ranks share.
+        extra: what else the run needs, the same on all ranks: nested dicts and lists of tensors, numbers and words, such as
+            a scheduler's state and the epoch.
+
+    Raises:
+        CheckpointError: the folder is there already, or could not be written. Raised on all ranks.
+        DistributedError: a rank is lost.
+
+    Writes: the folder; while at it, one beside it that ends in ".partial". Syncs: yes, with the slowest rank.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    path = Path(folder)
+    aside = path.with_name(f"{path.name}.partial")
+    if path.exists():
+        raise CheckpointError(
+            f"save_checkpoint was given {path}, which is there already. Name a new folder for each checkpoint, and remove "
+            "old ones when the new one is whole."
+        )
+    tensors: dict[str, Tensor] = {}
+    plain = _taken_apart({"amp": amp.state_dict(), "extra": dict(extra or {})}, (), tensors)
+    with _refusing(f"cannot write {path}", "The checkpoints before it are kept."):
+        tensors[_PLAIN] = _packed(plain)
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save(tensors, checkpoint_id=aside, planner=planner, no_dist=not is_running())
+        _on_first_rank(lambda: os.replace(aside, path))
+
+
+def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Go on from what `save_checkpoint` wrote, on any number of ranks; called on every one.
+
+    Weights, masters, moments, loss scale and counters are those that were saved, bit for bit; each rank reads its own part.
+    Under another policy or master mode they are converted, and the log says so, as `amp.load_state_dict` does.
+
+    Args:
+        amp: what `mezzo.prepare` returned, for such a model and optimizers.
+        folder: of the checkpoint. Reading one may run code that lies in it: load only what you trust.
+
+    Returns:
+        What `save_checkpoint` was given as `extra`; tensors on the CPU.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it is not one of such a model and optimizers.
+        DistributedError: a rank is lost.
+
+    Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    path = Path(folder)
+    if not (path / ".metadata").exists():
+        raise CheckpointError(f"there is no checkpoint in {path}. Name a folder that save_checkpoint wrote.")
+    with _refusing(f"cannot read {path}", "Load an earlier checkpoint."):
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        plain = _empty(saved[_PLAIN], None)
+        _read_(path, {_PLAIN: plain})
+        locations = _Locations(amp)
+        tensors: dict[str, Tensor] = {}
+
+        def target(location: Place) -> Tensor:
+            return tensors.setdefault(_key(location), _empty(saved[_key(location)], locations.like(location)))
+
+        whole = _put_together(_unpacked(plain), target)
+        _read_(path, tensors)
+    amp.load_state_dict(whole["amp"])
+    found: dict[str, Any] = whole["extra"]
+    return found
+
+
+def _key(location: Place) -> str:
+    return ".".join(map(str, location))
+
+
+def _taken_apart(value: Any, location: Place, tensors: dict[str, Tensor]) -> Any:
+    """Return a nested value with marks for its tensors, which go into `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[_key(location)] = value.detach()
+        return {_TENSOR: location}
+    if isinstance(value, Mapping):
+        return {key: _taken_apart(item, (*location, key), tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_taken_apart(item, (*location, k), tensors) for k, item in enumerate(value))
+    return value
+
+
+def _put_together(value: Any, tensor: Callable[[Place], Tensor]) -> Any:
+    """Return a nested value with tensors in the place of their marks."""
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensor(value[_TENSOR])
+        return {key: _put_together(item, tensor) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_put_together(item, tensor) for item in value)
+    return value
+
+
+def _packed(plain: Any) -> Tensor:
+    packed = io.BytesIO()
+    torch.save(plain, packed)
+    found = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
+    _unpacked(found)  # what cannot be read back is refused before it is written
+    return found
+
+
+def _unpacked(packed: Tensor) -> Any:
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+
+
+class _Locations:
+    """Knows the tensors of a run that saved ones belong to, and so how they must be sharded."""
+
+    def __init__(self, amp: Saveable) -> None:
+        self._model: Mapping[str, Tensor] = amp.state_dict()["model"]
+        self._params = [[p for group in each.param_groups for p in group["params"]] for each in amp.optimizers]
+
+    def like(self, location: Place) -> Tensor | None:
+        """Return the weight that a saved tensor is, or belongs to; None if there is none in this run."""
+        match location:
+            case ("amp", "model", str(name)):
+                return self._model.get(name)
+            case ("amp", "optimizers", int(which), "state", int(number), _):
+                params = self._params[which] if which < len(self._params) else []
+                return params[number] if number < len(params) else None
+        return None
+
+
+def _empty(saved: Any, like: Tensor | None) -> Tensor:
+    """Return memory for a saved tensor: on this rank its part of a sharded weight, else all of it."""
+    dtype: torch.dtype = saved.properties.dtype
+    if like is not None and is_dtensor(like) and like.shape == saved.size:
+        return like_dtensor(torch.empty_like(local(like), dtype=dtype), like)
+    return torch.empty(saved.size, dtype=dtype)
+
+
+def _read_(path: Path, tensors: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    load(tensors, checkpoint_id=path, no_dist=not is_running())
+
+
+@contextmanager
+def _refusing(what: str, hint: str) -> Iterator[None]:
+    """Turn what torch raises inside the block into one sentence, the same on all ranks.
+
+    Raises:
+        CheckpointError: reading or writing failed, here or on another rank.
+        DistributedError: a rank is lost.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings(), Group().watching() if is_running() else nullcontext():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is no news on one rank
+            yield
+    except MezzoError:
+        raise
+    except CheckpointException as error:  # not an Exception, but torch's only answer to a full disk
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"{what}: rank {rank} says {_first_line(cause)}. {hint}") from error
+    except Exception as error:
+        raise CheckpointError(f"{what}: {_first_line(error)}. {hint}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).split("\n", 1)[0].rstrip(".")
+
+
+def _on_first_rank(action: Callable[[], object]) -> None:
+    """Do something on rank 0 while the others wait; if it fails, all fail."""
+    failure: OSError | None = None
+    if not is_running() or dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = error
+    failed = failure is not None
+    if is_running():
+        group = Group()
+        failed = bool(group.max_(group.to_device(torch.tensor([float(failed)]))))
+    if failure is not None:
+        raise failure
+    if failed:
+        raise OSError("rank 0 could not move it into its place")

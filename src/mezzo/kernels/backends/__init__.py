@@ -1,0 +1,1 @@
+"""How a kernel is built and launched: compiled C++ on CPUs, Triton on accelerators."""

@@ -1,0 +1,1 @@
+"""Pieces that every Triton kernel shares, and how they are launched."""

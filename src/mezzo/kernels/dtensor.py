@@ -1,0 +1,89 @@
+"""What lies on this rank of a tensor that is sharded over several: a step's arithmetic knows plain tensors only."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+from .._torch import local_shape_and_offset
+from ..errors import ConfigError
+from ..formats import describe
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that lie whole on this rank; any other may not."""
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor, whole or in parts. Does not import what defines them."""
+    if type(tensor) in PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_dtensor(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of many tensors is a DTensor; a plain one costs no call."""
+    return any([type(tensor) not in PLAIN and is_dtensor(tensor) for tensor in tensors])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that lies on this rank, to be read and written; a plain tensor is its own part.
+
+    Syncs: no; a part that is still on its way from other ranks is waited for on its device.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the `local` part of each tensor; the same list where all are plain. Syncs: as `local`."""
+    return [local(tensor) for tensor in tensors] if any_dtensor(tensors) else tensors
+
+
+def like_dtensor(part: Tensor, like: Tensor) -> Tensor:
+    """Return a part as what `like` is: a tensor sharded in the same way, or the part itself. Syncs: no."""
+    if not is_dtensor(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    whole = DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return whole
+
+
+def num_shards(tensor: Tensor) -> int:
+    """Return in how many different parts a tensor lies; 1 if each rank has all of it."""
+    if not is_dtensor(tensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def global_offset(tensor: Tensor) -> int:
+    """Return the index in the whole tensor, counted row by row, of the first element that lies here.
+
+    Raises:
+        ConfigError: the elements that lie here do not follow each other in the whole tensor.
+    """
+    if not is_dtensor(tensor):
+        return 0
+    shape, offsets = local_shape_and_offset(tensor)
+    cut = [dim for dim, (here, whole) in enumerate(zip(shape, tensor.shape, strict=True)) if here != whole]
+    if cut and (len(cut) > 1 or math.prod(tensor.shape[: cut[0]]) > 1) and math.prod(shape) > 0:
+        raise ConfigError(
+            f"stochastic rounding was asked for {describe(tensor)}, which is cut in dimension {cut[0]}: its random bits could not "
+            "be the same on any number of ranks. Shard dimension 0, or keep masters and moments in fp32 or split."
+        )
+    return sum(offset * math.prod(tensor.shape[dim + 1 :]) for dim, offset in enumerate(offsets))

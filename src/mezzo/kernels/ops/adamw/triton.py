@@ -1,0 +1,116 @@
+"""The AdamW step on CUDA: one launch over all tensors; `reference.py` defines it."""
+
+import ctypes
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...backends.cpp.batch import contiguous_indices
+from ...backends.triton.launch import BLOCK, FORMATS, MODES, addresses, blocks, factors_of, table
+from ...backends.triton.tiles import (
+    FP32,
+    is_nan,
+    load,
+    mix,
+    narrow,
+    random_key,
+    read_grad,
+    read_master,
+    store_fp32,
+    store_low,
+    write_master,
+    write_mean,
+)
+from ...weights import Weights
+from ..gradients import ScaledGradients
+from . import reference
+from .operands import AdamWRule, Moments
+
+
+@triton.jit
+def adamw_step_kernel(
+    p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_factors, p_found,
+    tensors, count, lerp1, keep2, add2, eps,
+    MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
+    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
+    NEAR: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Step one block. Loads widen to fp32, fp32 arithmetic, IEEE division and root, stores as tiles.py says."""
+    if GUARDED:
+        if tl.load(p_found) != 0:
+            return
+    block = tl.program_id(0)
+    tensor = tl.load(p_blocks + block)
+    indices = tl.load(p_blocks + count + block) + tl.arange(0, SIZE).to(tl.int64)
+    mask = indices < tl.load(p_sizes + tensor)
+    value = tl.load(p_addresses + tensor)
+    aux = tl.load(p_addresses + tensors + tensor)
+    means = tl.load(p_addresses + 3 * tensors + tensor)
+    squares = tl.load(p_addresses + 4 * tensors + tensor)
+    peaks = tl.load(p_addresses + 5 * tensors + tensor)
+    seed, step = tl.load(p_seeds + tensor), tl.load(p_step)
+    b_whole = (indices + tl.load(p_firsts + tensor)).to(tl.uint32)  # places in the tensor this one is a part of
+    decay, size, unbias = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
+
+    b_master = read_master(value, aux, indices, mask, MODE, VALUE) * decay
+    b_grad = read_grad(tl.load(p_addresses + 2 * tensors + tensor), indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
+    b_mean = load(means, indices, mask, MEAN)
+    b_mean = tl.fma(b_grad - b_mean, lerp1, b_mean if NEAR else b_grad)
+    b_square = tl.fma(b_grad * add2, b_grad, load(squares, indices, mask, MEAN) * keep2)
+    b_peak = b_square
+    if AMSGRAD:
+        b_before = load(peaks, indices, mask, MEAN)
+        b_peak = tl.where((b_before > b_square) | is_nan(b_before), b_before, b_square)
+    b_spread = tl.div_rn(tl.sqrt_rn(b_peak), unbias) + eps
+    b_master = b_master + tl.div_rn(b_mean * size, b_spread)
+
+    b_noise = mix(b_whole ^ random_key(seed, step, 1))
+    write_master(value, aux, indices, mask, b_master, mix(b_whole ^ random_key(seed, step, 0)), MODE, VALUE)
+    write_mean(means, indices, mask, b_mean, b_noise, MEAN)
+    write_mean(squares, indices, mask, b_square, b_noise >> 16, MEAN)
+    if AMSGRAD:
+        if MEAN == FP32:
+            store_fp32(peaks, indices, mask, b_peak)
+        else:
+            store_low(peaks, indices, mask, narrow(b_peak, MEAN))
+
+
+def step_(
+    weights: Weights, grads: ScaledGradients, moments: Moments, rule: AdamWRule, scalars: Tensor, step: Tensor
+) -> None:
+    """Take one AdamW step; arguments and writes are those of `reference.step_`.
+
+    Every operation is IEEE's and products are fused only where `tl.fma` says so, as in the compiled CPU step.
+    Under the interpreter the results are the reference's bits, with the nearest square root.
+
+    Weights that are not contiguous, slices of something larger, take the reference's way.
+
+    Writes: weights, their aux state, moments; none of them if `grads.found_inf` is set.
+    Syncs: no.
+    """
+    straight, other = contiguous_indices(weights.values, weights.aux, *moments.lists)
+    if other:
+        reference.step_(weights.at(other), grads.at(other), moments.at(other), rule, scalars, step)
+        weights, grads, moments = weights.at(straight), grads.at(straight), moments.at(straight)
+    if not any(value.numel() for value in weights.values):
+        return
+    device, count = step.device, len(weights.values)
+    held = [grad.contiguous() for grad in grads.values]
+    lists = (weights.values, weights.aux, held, *moments.lists)
+    sizes = tuple(value.numel() for value in weights.values)
+    chunks = blocks(sizes, device)
+    offsets = table(tuple(weights.offsets) or (0,) * count, device)
+    factors, scaled, found, guarded = factors_of(grads, device)
+    weight = ctypes.c_float(1 - rule.beta1).value
+    near = weight < 0.5  # torch's lerp starts from the nearer end
+    adamw_step_kernel[(chunks.shape[1],)](
+        table(addresses(lists, count), device), table(sizes, device), table(tuple(weights.seeds), device), offsets, chunks,
+        scalars, step, factors, found,
+        count, chunks.shape[1], weight if near else weight - 1, rule.beta2, 1 - rule.beta2, rule.eps,
+        MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=FORMATS[held[0].dtype],
+        MEAN=FORMATS[moments.means[0].dtype], AMSGRAD=rule.amsgrad, MAXIMIZE=grads.maximize, SCALED=scaled,
+        GUARDED=guarded, NEAR=near, SIZE=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+    torch.autograd.graph.increment_version(list(weights.values))

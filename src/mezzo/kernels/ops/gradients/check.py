@@ -1,0 +1,116 @@
+"""What one pass over the gradients says about a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ... import registry
+from ...dtensor import local_tensors
+from . import reference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GradientCheck:
+    """The norm of all gradients and whether a step may be taken with them.
+
+    Attributes:
+        norm: shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients.
+        found_nonfinite: shape (), fp32, same device: 1.0 if an element is inf or NaN, else 0.0; the form that
+            torch's fused optimizers and mezzo.optim take as `found_inf`.
+        tensor_norms: shape (number of gradients,), fp32, same device: the unscaled norm of each.
+        grads: the gradients that were read, not copied; of sharded ones, the parts that lie on this rank.
+    """
+
+    norm: Tensor
+    found_nonfinite: Tensor
+    tensor_norms: Tensor
+    grads: tuple[Tensor, ...]
+
+    def count_nonfinite(self) -> Tensor:
+        """Count inf and NaN in each gradient, as it is now; a second pass, for reports.
+
+        Returns:
+            Shape (number of gradients,), int64, the device of `norm`.
+
+        Syncs: no.
+        """
+        counts = [(~values(grad).isfinite()).sum().to(self.norm.device) for grad in self.grads]
+        return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=self.norm.device)
+
+
+def values(grad: Tensor) -> Tensor:
+    """Return a gradient as one dense real tensor: the values of a sparse one, both parts of a complex one."""
+    if grad.layout is torch.strided and not grad.is_complex():
+        return grad
+    dense = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
+def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) -> GradientCheck:
+    """Read every gradient once: the norm of all of them, and whether any is inf or NaN.
+
+    A norm whose square fp32 cannot hold (1.8e19, scaled or not) counts as non-finite too: no step could be
+    clipped to it, and a loss scale that leads there must come down.
+
+    Args:
+        grads: any shapes, devices and layouts; fp16, bf16, fp32 or fp64, sparse or complex; squares are summed in fp32.
+            Of sharded ones the part that lies on this rank is read.
+        inv_scale: shape (), fp32: the reciprocal of the loss scale, a power of two; None: not scaled.
+
+    Returns:
+        Norms of the unscaled gradients and the finite flag, on the device of the first gradient.
+
+    Syncs: no; copies one vector between devices if the gradients lie on several.
+
+    >>> check = norm_and_finite([torch.tensor([6.0, 8.0]).bfloat16()], torch.tensor(0.5))
+    >>> check.norm.item(), check.found_nonfinite.item()
+    (5.0, 0.0)
+    """
+    with torch.no_grad():
+        aux = tuple([part.detach() if part.requires_grad else part for part in local_tensors(grads)])
+        home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
+        norms = _gather(aux, home)
+        if inv_scale is not None:
+            norms = norms * inv_scale.to(home)
+        norm = torch.linalg.vector_norm(norms)
+        return GradientCheck(
+            norm=norm,
+            found_nonfinite=(norm.square() * 0 != 0).to(torch.float32),  # inf and NaN times 0 are NaN
+            tensor_norms=norms,
+            grads=aux,
+        )
+
+
+def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
+    """Return the norm of each gradient on one device; one kernel call for each device and dtype present."""
+    if not grads:
+        return torch.zeros(0, device=home)
+    is_plain = all([grad.layout is torch.strided and not grad.dtype.is_complex for grad in grads])
+    dense = grads if is_plain else [values(grad) for grad in grads]
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, kind in enumerate([(grad.device, grad.dtype) for grad in dense]):
+        kinds.setdefault(kind, []).append(index)
+    if len(kinds) == 1:
+        return _norms(dense, *kinds.popitem()[0]).to(home)
+    found = [_norms([dense[i] for i in indices], *kind).to(home) for kind, indices in kinds.items()]
+    return torch.cat(found).index_select(0, _indices_of(tuple(i for indices in kinds.values() for i in indices), home))
+
+
+@functools.lru_cache(maxsize=64)
+def _indices_of(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where each number stands in an order, on a device; from step to step it is the same."""
+    from ...backends.triton.launch import on_device
+
+    return on_device(sorted(range(len(order)), key=order.__getitem__), device)
+
+
+def _norms(grads: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    compiling = torch.compiler.is_compiling()
+    kernel = reference if compiling else registry.kernel("gradients", device, dtype)
+    norms: Tensor = kernel.tensor_norms(grads)
+    return norms

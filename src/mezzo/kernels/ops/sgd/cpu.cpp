@@ -1,0 +1,33 @@
+// The SGD step; reference.py beside this file defines it.
+
+#include "batch.h"
+
+struct SGD {
+  float weight_decay, momentum;
+  int32_t nesterov;
+};
+
+struct SGDStep {
+  using Rule = SGD;
+
+  template <int M, int F, int G, int S, bool Sums> static void run(const Batch& b, const Part& p, const Rule& rule) {
+    const Slice<M, F, G> slice(b, p);
+    void* sums = Sums ? at<S>(b.means, p) : nullptr;
+    const float rate = b.scalars[0], keep = b.scalars[1], add = b.scalars[2];
+    const float weight_decay = rule.weight_decay, momentum = rule.momentum;
+    const bool decays = weight_decay != 0, nesterov = rule.nesterov;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < p.size; i++) {
+      float master = slice.read(i), grad = slice.read_grad(i);
+      grad = decays ? fused(master, weight_decay, grad) : grad;
+      if constexpr (Sums) {
+        float total = fused(grad, add, load<S>(sums, i) * keep);
+        write_mean<S>(sums, i, total, slice.template mean_random_bits<S>(i));
+        grad = nesterov ? fused(total, momentum, grad) : total;
+      }
+      slice.write(i, fused(grad, rate, master));
+    }
+  }
+};
+
+extern "C" void mezzo_sgd(const Batch* batch, const SGD* rule) { take<SGDStep>(*batch, *rule, rule->momentum != 0); }

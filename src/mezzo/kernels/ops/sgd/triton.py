@@ -1,0 +1,88 @@
+"""The SGD step on CUDA: one launch over all tensors; `reference.py` defines it."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...backends.cpp.batch import contiguous_indices
+from ...backends.triton.launch import BLOCK, FORMATS, MODES, addresses, blocks, factors_of, table
+from ...backends.triton.tiles import load, mix, random_key, read_grad, read_master, write_master, write_mean
+from ...weights import Weights
+from ..gradients import ScaledGradients
+from . import reference
+from .operands import SGDRule
+
+
+@triton.jit
+def sgd_step_kernel(
+    p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_factors, p_found,
+    tensors, count, weight_decay, momentum,
+    MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
+    DECAYS: tl.constexpr, SUMS: tl.constexpr, NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Step one block. Loads widen to fp32, fp32 arithmetic, stores as tiles.py says."""
+    if GUARDED:
+        if tl.load(p_found) != 0:
+            return
+    block = tl.program_id(0)
+    tensor = tl.load(p_blocks + block)
+    indices = tl.load(p_blocks + count + block) + tl.arange(0, SIZE).to(tl.int64)
+    mask = indices < tl.load(p_sizes + tensor)
+    value = tl.load(p_addresses + tensor)
+    aux = tl.load(p_addresses + tensors + tensor)
+    seed, step = tl.load(p_seeds + tensor), tl.load(p_step)
+    b_whole = (indices + tl.load(p_firsts + tensor)).to(tl.uint32)  # places in the tensor this one is a part of
+    rate, keep, add = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
+
+    b_master = read_master(value, aux, indices, mask, MODE, VALUE)
+    b_grad = read_grad(tl.load(p_addresses + 2 * tensors + tensor), indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
+    if DECAYS:
+        b_grad = tl.fma(b_master, weight_decay, b_grad)
+    if SUMS:
+        sums = tl.load(p_addresses + 3 * tensors + tensor)
+        b_sum = tl.fma(b_grad, add, load(sums, indices, mask, MEAN) * keep)
+        write_mean(sums, indices, mask, b_sum, mix(b_whole ^ random_key(seed, step, 1)), MEAN)
+        b_grad = tl.fma(b_sum, momentum, b_grad) if NESTEROV else b_sum
+    b_master = tl.fma(b_grad, rate, b_master)
+    write_master(value, aux, indices, mask, b_master, mix(b_whole ^ random_key(seed, step, 0)), MODE, VALUE)
+
+
+def step_(
+    weights: Weights, grads: ScaledGradients, sums: Sequence[Tensor], rule: SGDRule, scalars: Tensor, step: Tensor
+) -> None:
+    """Take one SGD step; arguments and writes are those of `reference.step_`.
+
+    Products are fused only where `tl.fma` says so, as in the compiled CPU step; under the interpreter the results are
+    the reference's bits.
+
+    Weights that are not contiguous, slices of something larger, take the reference's way.
+
+    Writes: weights, their aux state, sums; none of them if `grads.found_inf` is set.
+    Syncs: no.
+    """
+    straight, other = contiguous_indices(weights.values, weights.aux, sums)
+    if other:
+        reference.step_(weights.at(other), grads.at(other), [sums[i] for i in other if sums], rule, scalars, step)
+        weights, grads, sums = weights.at(straight), grads.at(straight), [sums[i] for i in straight if sums]
+    if not any(value.numel() for value in weights.values):
+        return
+    device, count = step.device, len(weights.values)
+    held = [grad.contiguous() for grad in grads.values]
+    sizes = tuple(value.numel() for value in weights.values)
+    chunks = blocks(sizes, device)
+    offsets = table(tuple(weights.offsets) or (0,) * count, device)
+    factors, scaled, found, guarded = factors_of(grads, device)
+    sgd_step_kernel[(chunks.shape[1],)](
+        table(addresses((weights.values, weights.aux, held, sums), count), device), table(sizes, device),
+        table(tuple(weights.seeds), device), offsets, chunks, scalars, step, factors, found,
+        count, chunks.shape[1], rule.weight_decay, rule.momentum,
+        MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=FORMATS[held[0].dtype],
+        MEAN=FORMATS[sums[0].dtype] if sums else FORMATS[torch.float32], DECAYS=rule.weight_decay != 0,
+        SUMS=rule.momentum != 0, NESTEROV=rule.nesterov, MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded,
+        SIZE=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+    torch.autograd.graph.increment_version(list(weights.values))

@@ -1,0 +1,99 @@
+"""Judges gradients by the ledger, before they are divided and before they are applied."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ..errors import ScalerError
+from . import messages
+from .grad_tracker import Entry, GradTracker, Mark, parameters
+from .unscale import real_values
+
+
+def before_unscale(ledger: GradTracker, optimizer: Optimizer) -> bool:
+    """Refuse gradients that are not exactly what backward passes of scaled losses left.
+
+    Returns:
+        Whether any gradient of the optimizer is known to be scaled.
+
+    Raises:
+        ScalerError: a gradient was edited while scaled, is divided already, is left over, or was never scaled.
+
+    Syncs: only on the way to an error, to see whether a suspicious gradient is zero and so harmless.
+    """
+    if not ledger.can_judge:
+        return False
+    suspects: dict[str, list[int]] = {}
+    unknown = []
+    is_scaled = False
+    for index, param in enumerate(parameters(optimizer)):
+        if (grad := param.grad) is None:
+            continue
+        entry = ledger.entry(param)
+        if entry is not None and entry.mark is Mark.SCALED and entry.is_intact(grad):
+            is_scaled = True
+        elif entry is not None and (verdict := _verdict(entry, grad, ledger.iteration)):
+            suspects.setdefault(verdict, []).append(index)
+        else:
+            unknown.append(index)
+    for verdict, indices in suspects.items():
+        # Zeroed gradients are harmless beside scaled ones; where none is left, NaN may have been edited to zero.
+        _refuse(optimizer, indices, verdict, zeros_too=verdict is messages.EDITED and not is_scaled)
+    if unknown and not is_scaled and not ledger.has_loose_ends and (ledger.passes == 0 or ledger.knows(optimizer)):
+        _refuse(optimizer, unknown, messages.UNSEEN)
+    return is_scaled
+
+
+def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
+    if entry.mark is Mark.SCALED:
+        return messages.EDITED
+    if entry.mark is Mark.MIXED:
+        return messages.MIXED if entry.speaks_of(grad) else None
+    if entry.iteration == iteration:
+        return messages.TWICE if entry.speaks_of(grad) else None
+    return messages.STALE if entry.is_intact(grad) else None
+
+
+def before_step(ledger: GradTracker, optimizer: Optimizer) -> None:
+    """Refuse to apply gradients that were divided and then had scaled ones added.
+
+    Raises:
+        ScalerError: a scaled loss ran backward between `unscale_` and `step`, and reached this optimizer.
+
+    Syncs: only on the way to an error.
+    """
+    if not ledger.can_judge:
+        return
+    added = []
+    for index, param in enumerate(parameters(optimizer)):
+        entry, grad = ledger.entry(param), param.grad
+        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.speaks_of(grad):
+            added.append(index)
+    _refuse(optimizer, added, messages.ADDED)
+
+
+def direct_step(ledger: GradTracker, optimizer: Optimizer) -> None:
+    """Refuse a step that was not asked of the scaler, on gradients that are still scaled.
+
+    Raises:
+        ScalerError: `optimizer.step` was called where `scaler.step(optimizer)` was due; nothing was applied.
+
+    Syncs: only on the way to an error.
+    """
+    if ledger.is_stepping or not ledger.can_judge:
+        return
+    scaled = []
+    for index, param in enumerate(parameters(optimizer)):
+        entry, grad = ledger.entry(param), param.grad
+        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.is_intact(grad):
+            scaled.append(index)
+    _refuse(optimizer, scaled, messages.DIRECT)
+
+
+def _refuse(optimizer: Optimizer, indices: list[int], verdict: str, zeros_too: bool = False) -> None:
+    params = parameters(optimizer)
+    if not zeros_too:
+        indices = [i for i in indices if (grad := params[i].grad) is not None and bool(real_values(grad).any())]
+    if indices:
+        raise ScalerError(messages.about(optimizer, indices, verdict))

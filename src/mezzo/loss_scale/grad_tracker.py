@@ -1,0 +1,269 @@
+"""Which gradients are still multiplied by the loss scale: what each backward pass left, and what changed it since."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .._torch import after_backward, global_pre_hooks, graph_task_id, version
+from .scale_state import ScaleSnapshot
+
+
+class Mark(enum.Enum):
+    """What a gradient is, as far as the ledger knows."""
+
+    SCALED = "scaled"
+    """Left by backward passes of scaled losses."""
+    UNSCALED = "unscaled"
+    """Divided by the scale."""
+    MIXED = "mixed"
+    """Divided by the scale, and then a scaled gradient was added."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """What was written down about one parameter's gradient.
+
+    Attributes:
+        grad: the gradient tensor it speaks of; another tensor in its place is another gradient.
+        version: that tensor's version counter when it was written; a later in-place change moves it.
+        mark: what the gradient was then.
+        iteration: how many `update` calls came before.
+    """
+
+    grad: weakref.ref[Tensor]
+    version: int
+    mark: Mark
+    iteration: int
+
+    def speaks_of(self, grad: Tensor) -> bool:
+        """Whether this is the gradient that was written down, changed in place or not."""
+        return self.grad() is grad
+
+    def is_intact(self, grad: Tensor) -> bool:
+        """Whether this is the gradient that was written down, and nobody changed it since."""
+        return self.grad() is grad and self.version == version_of(grad)
+
+
+class GradTracker:
+    """Keeps the book of one scaler's gradients, on the host only: identities and version counters, no values.
+
+    A hook on each scaled loss notes every known gradient when its backward pass starts and compares when it ends.
+    Known are the parameters of optimizers the scaler has met, and the leaves of the graphs it walked: those of the
+    first iteration, and of any that follows one in which an optimizer came or went. What is not known is not judged.
+
+    Args:
+        on_step: called with this ledger and any optimizer that is about to step, from the first scaled gradient on.
+
+    Attributes:
+        passes: backward passes of scaled losses since the last `update`.
+        is_blind: gradients of this iteration may have come about unseen (traced code, a scaled seed in place of a
+            scaled loss); nothing is judged in it.
+        has_loose_ends: a pass of this iteration left nothing in any gradient (torch.autograd.grad), and what
+            became of its result is not seen.
+        is_stepping: the scaler itself is calling an optimizer's step.
+        is_off: gradients change unseen for good (replayed CUDA graphs); nothing is judged any more.
+        captured: the scale that gradients marked scaled are multiplied by; None before the first backward pass.
+        iteration: `update` calls so far.
+    """
+
+    def __init__(self, on_step: Callable[[GradTracker, Optimizer], None]) -> None:
+        self.passes = 0
+        self.is_blind = False
+        self.has_loose_ends = False
+        self.is_stepping = False
+        self.is_off = False
+        self.captured: ScaleSnapshot | None = None
+        self.iteration = 0
+        self._entries: dict[int, Entry] = {}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._num_optimizers = 0
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
+        self._is_exploring = True
+        self._known: list[Tensor] | None = None
+        self._open: dict[int, list[tuple[Tensor, Tensor | None, int]]] = {}
+        self.on_step = on_step
+
+    def watch(self, output: Tensor, captured: ScaleSnapshot) -> None:
+        """Note what the backward passes of a scaled output will do to gradients. Syncs: no."""
+        if torch.compiler.is_compiling():
+            self.is_blind = True
+        elif output.grad_fn is None:
+            self.is_blind = True
+        elif not self.is_off:
+            if self._is_exploring:
+                self._leaves.update((id(leaf), weakref.ref(leaf)) for leaf in leaves(output.grad_fn))
+                self._known = None
+            output.register_hook(partial(self._begin, captured))  # type: ignore[no-untyped-call]  # torch's
+
+    @property
+    def can_judge(self) -> bool:
+        """Whether what is written down is all that happened."""
+        return not (self.is_blind or self.is_off)
+
+    def entry(self, param: Tensor) -> Entry | None:
+        """Return what is written down about a parameter's gradient."""
+        return self._entries.get(id(param))
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether the parameters of an optimizer are noted at every backward pass."""
+        return optimizer in self._optimizers
+
+    def write(self, optimizer: Optimizer, mark: Mark) -> None:
+        """Note that the gradients of an optimizer, as they are now, are what `mark` says."""
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._known = None
+        for param in parameters(optimizer):
+            if (grad := param.grad) is not None:
+                self._note(param, grad, mark)
+
+    def accept(self, optimizer: Optimizer, captured: ScaleSnapshot) -> None:
+        """Note that the gradients of an optimizer carry a scale, whatever was known of them."""
+        if captured is not self.captured:
+            self._carry_over(captured)
+        self.write(optimizer, Mark.SCALED)
+
+    def next_iteration(self) -> None:
+        """Close the iteration: `update` was called."""
+        self.iteration += 1
+        self.passes, self.is_blind, self.has_loose_ends = 0, False, False
+        self._open.clear()
+        self._known = None
+        self._is_exploring = len(self._optimizers) != self._num_optimizers
+        if self._is_exploring:
+            self._num_optimizers = len(self._optimizers)
+            alive = {id(param) for param in self._parameters()}
+            self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in alive}
+            self._entries = {key: entry for key, entry in self._entries.items() if key in alive}
+            self._known = None
+
+    def _parameters(self) -> list[Tensor]:
+        """Return what is known: looked up once an iteration, and held no longer than that."""
+        if self._known is None:
+            known = {key: leaf for key, ref in self._leaves.items() if (leaf := ref()) is not None}
+            for optimizer in self._optimizers:
+                known.update((id(param), param) for param in parameters(optimizer))
+            self._known = list(known.values())
+        return self._known
+
+    def _note(self, param: Tensor, grad: Tensor, mark: Mark) -> None:
+        entry = self._entries.get(id(param))
+        if entry is not None and entry.grad() is grad:
+            entry.version, entry.mark, entry.iteration = version_of(grad), mark, self.iteration
+        else:
+            self._entries[id(param)] = Entry(weakref.ref(grad), version_of(grad), mark, self.iteration)
+
+    def _begin(self, captured: ScaleSnapshot, _: Tensor) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd traces hooks and takes no callbacks
+            self.is_blind = True
+            return
+        task = graph_task_id()
+        if task in self._open:
+            return
+        if captured is not self.captured:
+            self._carry_over(captured)
+        # The gradients are held until the pass ends, so that a new one cannot take the identity of an old one.
+        held = [(param, param.grad) for param in self._parameters()]
+        self._open[task] = [(param, grad, -1 if grad is None else version_of(grad)) for param, grad in held]
+        # Queued twice to run last: DDP and FSDP queue their own final callbacks during the pass.
+        after_backward(lambda: after_backward(partial(self._end, task)))
+
+    @torch.no_grad()
+    def _carry_over(self, captured: ScaleSnapshot) -> None:
+        """Bring scaled gradients of an earlier iteration to the scale of the pass that may add to them."""
+        ratio: Tensor | None = None
+        for param in self._parameters():
+            if (grad := param.grad) is None:
+                continue
+            entry = self.entry(param)
+            if entry is not None and entry.mark is Mark.SCALED and entry.is_intact(grad):
+                assert self.captured is not None
+                ratio = captured.scale / self.captured.scale if ratio is None else ratio
+                grad.mul_(ratio.to(grad.device, non_blocking=True))
+                entry.version = version_of(grad)
+        self.captured = captured
+
+    def _end(self, task: int) -> None:
+        is_touched = False
+        for param, old, count in self._open.pop(task, ()):
+            grad = param.grad
+            if grad is None or (grad is old and version_of(grad) == count):
+                continue
+            is_touched = True
+            entry = None if old is None else self.entry(param)
+            is_mixed = (
+                entry is not None
+                and entry.mark is not Mark.SCALED
+                and entry.grad() is old
+                and entry.version == count  # else it was zeroed or edited since
+            )
+            self._note(param, grad, Mark.MIXED if is_mixed else Mark.SCALED)
+        self.passes += 1
+        if not is_touched:
+            self.has_loose_ends = True
+        elif self not in _guarding:
+            _guard(self)
+
+
+_guarding: weakref.WeakSet[GradTracker] = weakref.WeakSet()
+"""Ledgers of living scalers that have seen a scaled gradient."""
+
+
+def _guard(ledger: GradTracker) -> None:
+    """Have a ledger asked before any optimizer steps.
+
+    An optimizer that the scaler never met can be met only in torch's global hook. It is registered with the first
+    scaled gradient of the process and then stays: the end of a scaler may come in the middle of a step, while torch
+    iterates over its hooks.
+    """
+    if _ask_ledgers not in global_pre_hooks.values():
+        register_optimizer_step_pre_hook(_ask_ledgers)
+    _guarding.add(ledger)
+
+
+def _ask_ledgers(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if not torch.compiler.is_compiling():
+        for ledger in list(_guarding):
+            ledger.on_step(ledger, optimizer)
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer in the order of its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients an optimizer holds, in the order of its parameters."""
+    return [param.grad for param in parameters(optimizer) if param.grad is not None]
+
+
+def version_of(grad: Tensor) -> int:
+    """Return a tensor's version counter; -1 for a tensor that keeps no count."""
+    try:
+        return version(grad)
+    except RuntimeError:  # made in inference mode
+        return -1
+
+
+def leaves(root: Node) -> Iterator[Tensor]:
+    """Yield the leaf tensors whose gradients a graph accumulates, each once per path that is new."""
+    seen, stack = {root}, [root]
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if type(node).__name__ == "AccumulateGrad":
+                yield cast(Tensor, getattr(node, "variable"))  # noqa: B009  # torch declares it nowhere
+            else:
+                stack.append(node)

@@ -1,0 +1,168 @@
+"""What the scaler says when it is misused: what was asked, what came, why not, what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ..formats import describe
+from ..policy import ScalingConfig
+from .apply import divides_itself
+from .grad_tracker import GradTracker, parameters
+from .state import LossScale
+from .unscale import real_values
+
+SHOWN = 5
+"""How many parameters a message names."""
+
+EDITED = (
+    "changed between backward() and unscale_(), while they were multiplied by the loss scale{which}. Clipping or "
+    "editing scaled gradients, or adding those of a loss that was not scaled, gives wrong updates and hides overflow. "
+    "Call scaler.unscale_(optimizer) before you touch gradients, and scale every loss; if the change keeps them "
+    "scaled (an all-reduce, a division), call scaler.mark_scaled(optimizer) after it."
+)
+MIXED = (
+    "are the unscaled gradients of an earlier step with scaled ones added on top{which}. "
+    "Call optimizer.zero_grad() before the backward passes of the next step."
+)
+TWICE = (
+    "were already divided by the loss scale in this iteration{which}. They belong to two optimizers, or to an "
+    "optimizer and the one it wraps. Give each parameter to one optimizer, and pass the same object to unscale_() "
+    "and step()."
+)
+STALE = (
+    "are left over from an earlier step and were divided by the loss scale then{which}. "
+    "Call optimizer.zero_grad() before the backward passes of the next step."
+)
+UNSEEN = (
+    "did not come from a scaled loss, and would be divided by the loss scale all the same{which}. Write "
+    "scaler.scale(loss).backward(); if you multiplied the loss by hand, call scaler.mark_scaled(optimizer) before "
+    "this step."
+)
+ADDED = (
+    "had scaled gradients added after unscale_(){which}. Finish every backward() before unscale_(optimizer); to give "
+    "a step up, call scaler.update() and optimizer.zero_grad() before the next backward()."
+)
+DIRECT = (
+    "are still multiplied by the loss scale, and {optimizer}.step() was called on them directly{which}. Call "
+    "scaler.step(optimizer): it divides them first, and skips the step if they overflowed."
+)
+
+CLOSURE = (
+    "step() got a closure, and a loss scaler cannot run one: the backward() inside would hand scaled gradients "
+    "straight to the update. Call backward() before step(), or use mezzo.prepare(model, optimizer).step(closure=...)."
+)
+
+
+def kind(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class."""
+    return type(optimizer).__name__
+
+
+def names(optimizer: Optimizer) -> list[str]:
+    """Return how messages call the parameters of an optimizer, in order: their names if it knows them.
+
+    >>> names(torch.optim.SGD([torch.zeros(2, 3)]))
+    ['parameter 0 (fp32[2,3] cpu)']
+    """
+    labels: list[str] = []
+    for group in optimizer.param_groups:
+        known: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
+        for param, name in zip(group["params"], known, strict=True):
+            labels.append(f"{name or f'parameter {len(labels)}'} ({describe(param)})")
+    return labels
+
+
+def listing(items: Sequence[str]) -> str:
+    """Return the first few items of a list, and how many more there are.
+
+    >>> listing(["a", "b"]), listing(list("abcdefg"))
+    ('a, b', 'a, b, c, d, e and 2 more')
+    """
+    more = len(items) - SHOWN
+    return ", ".join(items[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def about(optimizer: Optimizer, indices: Sequence[int], verdict: str) -> str:
+    """Return a verdict on some gradients of an optimizer, with the parameters it concerns.
+
+    Args:
+        optimizer: whose gradients they are.
+        indices: positions among its parameters.
+        verdict: one of the sentences above.
+    """
+    labels = names(optimizer)
+    count = f"{len(indices)} of the {len(labels)} gradients of this {kind(optimizer)}"
+    which = f": {listing([labels[i] for i in indices])}"
+    return f"{count} {verdict.format(which=which, optimizer=kind(optimizer))}"
+
+
+def half_gradients(optimizer: Optimizer) -> str:
+    """Return the refusal of fp16 gradients, with the fp16 parameters of the optimizer."""
+    half = [
+        label
+        for label, param in zip(names(optimizer), parameters(optimizer), strict=True)
+        if param.grad is not None and param.grad.dtype is torch.float16
+    ]
+    total = sum(param.requires_grad for param in parameters(optimizer))
+    remedy = (
+        "This optimizer divides by itself, in fp32: leave unscale_() out, and clip with "
+        "mezzo.prepare(model, optimizer).step(max_norm=...)."
+        if divides_itself(optimizer)
+        else "Keep trainable weights in fp32 (module.float(); adapters too) and let the region cast them, or keep fp16 "
+        'weights with fp32 masters: mezzo.prepare(model, optimizer, policy="fp16-master"), or '
+        "mezzo.optim.MasterWeights(optimizer)."
+    )
+    return (
+        f"unscale_() got fp16 gradients for {len(half)} of the {total} trainable parameters of this "
+        f"{kind(optimizer)}: {listing(half)}. Dividing them in fp16 would flush to zero what scaling saved. {remedy}"
+    )
+
+
+def no_gradients(optimizer: Optimizer, ledger: GradTracker) -> str:
+    """Return which of four causes left every gradient of an optimizer empty."""
+    params = parameters(optimizer)
+    start = f"step() found no gradient in any of the {len(params)} parameters of this {kind(optimizer)}: "
+    if not any(param.requires_grad for param in params):
+        return start + "all of them are frozen. Give the optimizer parameters with requires_grad=True."
+    if ledger.passes:
+        return start + (
+            "backward() ran but reached none of them. Give the optimizer the parameters of the model that computed "
+            "the loss, and step it only in iterations that use them."
+        )
+    if ledger.is_blind:
+        return start + (
+            "the scaled loss has no graph. It was detached, built by torch.tensor(...), or computed under no_grad()."
+        )
+    return start + "no scaled loss ran backward(). Write scaler.scale(loss).backward() before step()."
+
+
+def exhausted(state: LossScale, config: ScalingConfig, patience: int | None, optimizers: Iterable[Optimizer]) -> str:
+    """Return why scaling was given up, with the non-finite gradients of the last step. Syncs: yes."""
+    if state.scale <= config.min_scale:
+        why, knob = f"the loss scale is at its floor of {config.min_scale:g}", "GradScaler(min_scale=...)"
+    else:
+        why, knob = f"patience is {patience} (the loss scale is {state.scale:g})", "GradScaler(patience=...)"
+    found = [finding for optimizer in optimizers for finding in nonfinite(optimizer)]
+    where = f"Non-finite gradients: {listing(found)}. " if found else ""
+    return (
+        f"{state.skipped_in_a_row} steps in a row had inf or NaN gradients and {why}; no weight was changed by them. {where}"
+        "A loss scale can no longer be the cause: look for inf or NaN in the loss, the inputs, the weights and "
+        f"the buffers, or allow more with {knob}."
+    )
+
+
+def nonfinite(optimizer: Optimizer) -> list[str]:
+    """Return the parameters whose gradients hold inf or NaN, with how many elements. Syncs: yes."""
+    return [
+        f"{label}: {count} of {values.numel()}"
+        for label, param in zip(names(optimizer), parameters(optimizer), strict=True)
+        if param.grad is not None and (count := _count(values := real_values(param.grad)))
+    ]
+
+
+def _count(values: Tensor) -> int:
+    return int(values.isfinite().logical_not().sum())

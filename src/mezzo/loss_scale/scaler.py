@@ -1,0 +1,400 @@
+"""The loss scaler for a training loop of your own: takes the place of torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from .._torch import ScalerStage, new_optimizer_state, tree_map
+from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerError
+from ..policy import ScalingConfig
+from . import grad_checks as audit
+from . import messages
+from .apply import divides_itself, step_scaled
+from .async_flag import AsyncFlag
+from .grad_tracker import GradTracker, Mark, gradients, parameters
+from .last_step import LastStep
+from .saved import Saved, given_scale, pack, unpack
+from .scale_state import ScaleSnapshot, ScaleState
+from .state import LossScale, next_state
+from .unscale import has_nonfinite, is_unusable, unscale_
+
+_T = TypeVar("_T")
+
+
+def _number(name: str) -> Any:
+    return property(
+        lambda self: getattr(self._config, name),
+        lambda self, value: setattr(self, "_config", replace(self._config, **{name: value})),
+    )
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scales the loss so that small fp16 gradients survive, and skips the steps whose gradients overflowed.
+
+    Takes the place of `torch.amp.GradScaler`: the same calls, the same numbers, and an instance of it. Beyond it:
+    a floor and a ceiling for the scale, an error when no scale can help, `last_step`, and an error where torch
+    would divide or apply gradients that are not what the loss left. What is divided by is the scale the loss
+    was multiplied by, also if `update` moved it since.
+
+    Args:
+        device: "cuda" warns and disables the scaler where there is no CUDA, as torch does; None never does. The
+            scale lives where the first scaled loss lives.
+        init_scale: first scale.
+        growth_factor: multiplier after `growth_interval` clean steps in a row; > 1.
+        backoff_factor: multiplier after a non-finite step; in (0, 1).
+        growth_interval: clean steps before the scale grows.
+        enabled: False passes everything through.
+        min_scale: floor of the scale; a non-finite step at the floor is an error.
+        max_scale: ceiling of growth; None for the largest power of two in fp32.
+        hysteresis: non-finite steps in a row before the scale backs off.
+        patience: non-finite steps in a row that are an error; None: any number is borne.
+
+    Raises:
+        PolicyError: a value outside its range.
+
+    Source: Micikevicius et al. 2018, section 3.2.
+    """
+
+    def __init__(
+        self,
+        device: str | None = "cuda",
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 1.0,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        patience: int | None = 25,
+    ) -> None:
+        if enabled and device == "cuda" and not torch.cuda.is_available():
+            warnings.warn(
+                'GradScaler("cuda") found no CUDA device and is disabled: losses and gradients pass through unscaled. '
+                'Write GradScaler("cpu") to scale losses on the CPU.',
+                stacklevel=2,
+            )
+            enabled = False
+        config = ScalingConfig(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+        )
+        if patience is not None and patience < 1:
+            raise PolicyError(f"patience={patience} must be > 0, or None.")
+        self._start(device, enabled, Saved(config, patience, LossScale.start(config)))
+
+    def _start(self, device: str | None, enabled: bool, saved: Saved) -> None:
+        self._device = cast(str, device)
+        self._enabled = enabled
+        self._config, self._patience, state = saved
+        self._live = ScaleState(state)
+        self._ledger = GradTracker(audit.direct_step)
+        self._peek = AsyncFlag()
+        self._last_step = LastStep(enabled, None)
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_optimizer_state)
+
+    # The names under which torch's own methods, and optimizers of its older protocol, know the state.
+    _growth_factor = _number("growth_factor")
+    _backoff_factor = _number("backoff_factor")
+    _growth_interval = _number("growth_interval")
+
+    @property
+    def _scale(self) -> Tensor | None:  # type: ignore[override]  # written through LiveScale.move only
+        return self._live.tensor
+
+    def get_scale(self) -> float:
+        """Return the current scale; 1.0 if disabled. Syncs: yes, if the scale is on an accelerator."""
+        return float(self._live.state.scale) if self._enabled else 1.0
+
+    def _get_growth_tracker(self) -> int:
+        return int(self._live.state.growth_tracker) if self._enabled else 0
+
+    @property
+    def last_step(self) -> LastStep:
+        """What the last `step` did: `applied`, and the `scale` its gradients carried; read when asked."""
+        return self._last_step
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Non-finite steps in a row, as of the last `update`. Syncs: yes, if the scale is on an accelerator."""
+        return int(self._live.state.skipped_in_a_row)
+
+    def scale(self, outputs: _T) -> _T:
+        """Return losses times the loss scale.
+
+        Args:
+            outputs: a tensor, or any nesting of lists, tuples, named tuples, dicts and other iterables of tensors.
+
+        Returns:
+            The same structure; the argument itself if the scaler is disabled.
+
+        Raises:
+            ScalerError: something that is neither a tensor nor an iterable of tensors.
+
+        Syncs: no.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return cast(_T, self._multiply(outputs))
+        return cast(_T, tree_map(self._multiply, outputs))
+
+    def _multiply(self, output: object) -> object:
+        if not isinstance(output, Tensor):
+            if isinstance(output, Iterable) and not isinstance(output, str | bytes):
+                return map(self.scale, output)
+            raise ScalerError(
+                f"scale() got a {type(output).__name__} where a loss belongs. Pass a tensor, or lists, tuples, dicts "
+                "or other iterables that hold nothing but tensors."
+            )
+        self._live.index(output.device)
+        if output.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._ledger.is_off = True  # replays change gradients unseen, and must read the scale of their own time
+            return self._live.state.multiply(output)
+        captured = self._live.captured()
+        scaled = LossScale(scale=captured.scale).multiply(output)
+        self._ledger.watch(scaled, captured)
+        return scaled
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of an optimizer by the loss scale, before you clip or inspect them.
+
+        Optional: `step` does it if you did not.
+
+        Args:
+            optimizer: whose gradients to divide; all its backward passes of this iteration must be over.
+
+        Raises:
+            ScalerError: called twice or after `step`; or gradients that are not what scaled losses left.
+            MasterError: gradients in fp16.
+
+        Writes: the gradients.
+        Syncs: no.
+        """
+        if not self._enabled:
+            return
+        state = self._state_of(optimizer, "unscale_")
+        if state["stage"] is ScalerStage.UNSCALED:
+            raise ScalerError(
+                f"unscale_() was called twice for this {messages.kind(optimizer)} since the last update(): its "
+                "gradients would be divided by the loss scale twice. Call it once, after the last backward()."
+            )
+        if state["stage"] is ScalerStage.STEPPED:
+            raise ScalerError(
+                f"unscale_() was called for this {messages.kind(optimizer)} after step(). Call it between backward() "
+                "and step(), and update() after step()."
+            )
+        self._divide(optimizer, state)
+
+    def _divide(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        captured = self._check(optimizer)
+        grads = gradients(optimizer)
+        try:
+            found = unscale_(grads, captured.scale)
+        except MasterError:
+            raise MasterError(messages.half_gradients(optimizer)) from None
+        if self._config.min_scale < 1.0:  # dividing by less than one can overflow
+            found = torch.maximum(found, has_nonfinite(grads).to(found.device))
+        self._ledger.write(optimizer, Mark.UNSCALED)
+        state["stage"], state["captured"], state["passes"] = ScalerStage.UNSCALED, captured, self._ledger.passes
+        state["found_inf_per_device"] = {found.device: found} if grads else {}
+
+    def _check(self, optimizer: Optimizer) -> ScaleSnapshot:
+        """Refuse gradients that are not what scaled losses left, and return the scale they carry."""
+        is_scaled = audit.before_unscale(self._ledger, optimizer)
+        captured = self._ledger.captured if is_scaled else None
+        return self._live.captured() if captured is None else captured
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Note whether gradients that stay scaled are non-finite; optimizers of the older protocol call this too."""
+        scale = cast(Tensor, self._scale)
+        grads = gradients(optimizer)
+        found = torch.maximum(is_unusable(scale), has_nonfinite(grads).to(scale.device))
+        flags = {found.device: found} if grads else {}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: D417
+        """Divide the gradients if `unscale_` did not, and step the optimizer unless they hold inf or NaN.
+
+        An optimizer that takes the finding itself (torch's fused ones) is always called on an accelerator, and
+        skips there. `last_step.applied` says what came of it.
+
+        Args:
+            optimizer: whose gradients to apply; further arguments go to its step.
+
+        Returns:
+            What the optimizer's step returns; None if it was not called.
+
+        Raises:
+            ScalerError: called twice, with a closure, or before any gradient; or gradients that are not what
+                scaled losses left.
+            MasterError: gradients in fp16, for an optimizer that leaves dividing to the scaler.
+
+        Writes: the gradients, the parameters, the optimizer's state.
+        Syncs: one read; none for an optimizer that takes the finding itself.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if callable(kwargs.get("closure", args[0] if args else None)):
+            raise ScalerError(messages.CLOSURE)
+        state = self._state_of(optimizer, "step")
+        if state["stage"] is ScalerStage.STEPPED:
+            raise ScalerError(
+                f"step() was called twice for this {messages.kind(optimizer)} since the last update(). "
+                "Call scaler.update() once per iteration, after the last step()."
+            )
+        self._ledger.is_stepping = True
+        try:
+            return self._apply(optimizer, state, args, kwargs)
+        finally:
+            self._ledger.is_stepping = False
+
+    def _apply(self, optimizer: Optimizer, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        was_unscaled, divides = state["stage"] is ScalerStage.UNSCALED, divides_itself(optimizer)
+        if was_unscaled:
+            if state["passes"] != self._ledger.passes:
+                audit.before_step(self._ledger, optimizer)
+        elif divides:
+            state["captured"] = self._check(optimizer)
+            self._check_inf_per_device(optimizer)
+        else:
+            self._divide(optimizer, state)
+        found = self._found(state)
+        if found is None:
+            raise ScalerError(messages.no_gradients(optimizer, self._ledger))
+        is_skipped = bool(found) if not divides or found.device.type == "cpu" else None
+        result = None
+        if divides and not is_skipped:
+            grad_scale = None if was_unscaled else state["captured"].scale
+            result = step_scaled(optimizer, self, grad_scale, found, args, kwargs)
+        elif not is_skipped:
+            result = optimizer.step(*args, **kwargs)
+        if divides or was_unscaled:  # the gradients changed after they were last written down
+            self._ledger.write(optimizer, Mark.UNSCALED)
+        state["stage"], state["is_skipped"] = ScalerStage.STEPPED, is_skipped
+        self._last_step = LastStep(found if is_skipped is None else is_skipped, state["captured"])
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the loss scale by what the steps of this iteration found, and start the next iteration.
+
+        Args:
+            new_scale: the scale to take instead; a tensor of one element is copied.
+
+        Raises:
+            LossScaleExhausted: inf or NaN at the floor, or `patience` skipped steps in a row. The weights are
+                those of the last applied step. With optimizers that skip on an accelerator it comes a few steps late.
+            ScalerError: no step was taken; or a new scale that is no positive number within floor and ceiling.
+
+        Syncs: no, unless a step was seen to be skipped.
+        """
+        if not self._enabled:
+            return
+        self._require_scale("update")
+        states = list(self._per_optimizer_states.values())
+        if new_scale is not None:
+            self._live.move(replace(self._live.state, scale=given_scale(new_scale, self._config)))
+            self._next_iteration()
+            return
+        found = self._found(*states)
+        if found is None:
+            raise ScalerError("update() was called before step(): no gradient was looked at in this iteration.")
+        is_free = found.device.type == "cpu"  # reading costs no waiting, and numbers move as fast as torch's kernel
+        before = self._live.state.numbers() if is_free else self._live.state
+        finding = bool(found) if is_free else found
+        after = next_state(before, finding, self._config)
+        skips = [state.get("is_skipped") for state in states]
+        is_exhausted = skips.count(False) < len(skips) and self._reads(
+            before.is_exhausted(finding, self._config, self._patience), any(skips)
+        )
+        self._live.move(after)
+        self._next_iteration()
+        if is_exhausted and self.skipped_in_a_row:
+            optimizers = [state["optimizer"] for state in states]
+            raise LossScaleExhausted(messages.exhausted(after.numbers(), self._config, self._patience, optimizers))
+
+    def _reads(self, verdict: bool | Tensor, at_once: bool) -> bool:
+        """Read a verdict: at once if a step was seen to be skipped, else when it has arrived."""
+        if isinstance(verdict, Tensor) and not at_once:
+            return self._peek.ask(verdict)
+        return bool(verdict)
+
+    def _next_iteration(self) -> None:
+        self._per_optimizer_states = defaultdict(new_optimizer_state)
+        self._ledger.next_iteration()
+
+    def mark_scaled(self, optimizer: Optimizer) -> None:
+        """Declare that the gradients of an optimizer, as they are now, are those of the loss times the loss scale.
+
+        For gradients the scaler did not see come about: a loss multiplied by `get_scale()` by hand, a division or
+        an all-reduce between `backward` and `unscale_`. Without it these are refused as edited.
+
+        Args:
+            optimizer: whose gradients are meant.
+
+        Syncs: no.
+        """
+        if self._enabled:
+            self._live.index(parameters(optimizer)[0].device)
+            self._ledger.accept(optimizer, self._live.captured())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in plain numbers: torch's five entries and this class's own; {} if disabled.
+
+        Syncs: yes, if the scale is on an accelerator.
+        """
+        return pack(self._saved()) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from a state_dict of this class or of torch's scaler. A disabled scaler ignores it.
+
+        Raises:
+            CheckpointError: empty (saved with scaling disabled), incomplete, or a scale below the floor.
+        """
+        if self._enabled:
+            self._config, self._patience, state = unpack(state_dict, self._saved())
+            self._live.move(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise ScalerError("a GradScaler cannot be pickled or copied between unscale_() and update(): do it after.")
+        return {"device": self._device, "enabled": self._enabled, "saved": self._saved()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._start(**state)
+
+    def _saved(self) -> Saved:
+        return Saved(self._config, self._patience, self._live.state.numbers())
+
+    def _state_of(self, optimizer: Optimizer, call: str) -> dict[str, Any]:
+        self._require_scale(call)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["optimizer"] = optimizer
+        return state
+
+    def _require_scale(self, call: str) -> None:
+        if self._scale is None:
+            raise ScalerError(
+                f"{call}() was called before scale(): this scaler has scaled no loss yet. "
+                "Write scaler.scale(loss).backward() first."
+            )
+
+    def _found(self, *states: dict[str, Any]) -> Tensor | None:
+        scale = cast(Tensor, self._scale)
+        found = [flag.to(scale.device) for state in states for flag in state["found_inf_per_device"].values()]
+        return found[0] if len(found) == 1 else torch.stack(found).amax() if found else None

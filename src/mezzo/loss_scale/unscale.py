@@ -1,0 +1,173 @@
+"""Dividing gradients by the loss scale, and finding inf and NaN among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .._torch import foreach_mul_, foreach_norm, foreach_unscale_, sparse_values
+from ..errors import MasterError
+from ..formats import describe
+
+if TYPE_CHECKING:  # importing DTensor costs start-up time that runs without shards need not pay
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+_KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)
+"""What torch's fused check-and-unscale takes on every device; bf16 only on the CPU (pytorch issue 127176)."""
+
+
+class _Group(NamedTuple):
+    """What gradients must share to be handled in one pass.
+
+    `mesh` and `placements` are those of a DTensor, else None: a finding in one shard is a finding in all.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] | None
+
+
+@torch.no_grad()
+def unscale_(grads: Iterable[Tensor], scale: Tensor | float) -> Tensor:
+    """Divide gradients by the loss scale and report whether any was non-finite.
+
+    Args:
+        grads: gradients of any shapes: dense, sparse or sharded (DTensor); fp32, fp64, bf16 or complex; any devices.
+        scale: the scale of the loss they came from, shape (), fp32; the number 1 leaves them as they are.
+
+    Returns:
+        Shape (), fp32, on the device of `scale` (of the first gradient for a number): 1 if any element was inf
+        or NaN before dividing, or if the scale has no usable reciprocal; else 0. A finding in a shard is shared
+        by every rank of its mesh.
+
+    Raises:
+        MasterError: fp16 gradients; dividing them in fp16 would flush what scaling saved. None is changed.
+
+    Writes: every tensor in `grads`, one pass per device and dtype.
+    Syncs: no; one all-reduce per mesh for sharded gradients.
+    Source: Micikevicius et al. 2018, section 3.2. For a power of two the fp32 reciprocal is exact.
+
+    >>> g = [torch.tensor([2.0])]; float(unscale_(g, torch.tensor(2.0))), g[0].item()
+    (0.0, 1.0)
+    """
+    groups = _grouped(grads)
+    if not isinstance(scale, Tensor):
+        if scale == 1.0:
+            return _combined(groups, _search, None)
+        scale = torch.full((), scale, dtype=torch.float32, device=next(iter(groups)).device if groups else "cpu")
+    half = [part for group, parts in groups.items() if group.dtype is torch.float16 for part in parts]
+    if half:
+        raise MasterError(
+            f"unscale_() got {len(half)} fp16 gradients (the first: {describe(half[0])}), and dividing them in fp16 "
+            "flushes small ones to zero. Divide an fp32 copy, or keep the weights in fp32."
+        )
+    scale = scale.detach().to(torch.float32)
+    inverse = scale.reciprocal()
+    return _combined(groups, lambda group, parts: _divide_(group, parts, inverse), is_unusable(scale))
+
+
+@torch.no_grad()
+def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
+    """Report whether any gradient has an inf or NaN.
+
+    Args:
+        grads: as for `unscale_`, and fp16 too.
+
+    Returns:
+        Shape (), fp32, on the device of the first gradient: 1 if any element is inf or NaN, else 0.
+
+    Writes: no value; torch's kernel puts each back in its place, which version counters show.
+    Syncs: no; one all-reduce per mesh for sharded gradients.
+    """
+    return _combined(_grouped(grads), _search, None)
+
+
+def is_unusable(scale: Tensor) -> Tensor:
+    """Return 1 if a scale has no finite reciprocal (0, inf, NaN or next to 0), else 0; both shape (), fp32."""
+    product = scale * scale.reciprocal()
+    return (product - product).ne(0.0).to(torch.float32)  # inf and NaN minus themselves are NaN
+
+
+def _grouped(grads: Iterable[Tensor]) -> dict[_Group, list[Tensor]]:
+    groups: dict[_Group, list[Tensor]] = {}
+    last, parts = None, []
+    for grad in grads:
+        part = real_values(grad)
+        group: tuple[Any, ...] = (part.device, part.dtype, None, None)
+        if hasattr(grad, "device_mesh"):
+            group = (*group[:2], grad.device_mesh, cast("DTensor", grad).placements)
+        if group != last:  # neighbours mostly share a group
+            parts = groups.setdefault(_Group(*group), [])
+            last = group
+        parts.append(part)
+    return groups
+
+
+def real_values(grad: Tensor) -> Tensor:
+    """Return the dense real tensor that stores the values of a gradient, or of this rank's shard of it.
+
+    Duplicate indices of an uncoalesced sparse gradient need no merging first: dividing is linear, and where their
+    sum overflows only while scaled, dividing before summing is the better result.
+    """
+    if hasattr(grad, "to_local"):
+        grad = cast("DTensor", grad).to_local()
+    if grad.layout is torch.sparse_coo:
+        grad = sparse_values(grad)
+    elif grad.layout is not torch.strided:
+        grad = grad.values().detach()
+    if grad.is_complex():
+        grad = torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+    return grad
+
+
+def _combined(
+    groups: dict[_Group, list[Tensor]], find: Callable[[_Group, list[Tensor]], Tensor], found: Tensor | None
+) -> Tensor:
+    for group, parts in groups.items():
+        here = find(group, parts)
+        if group.placements is not None:
+            here = _shared(here, group)
+        if found is not None:
+            # A non-blocking copy to the host could be read before it has arrived.
+            here = torch.maximum(found, here.to(found.device, non_blocking=found.device.type != "cpu"))
+        found = here
+    return torch.zeros(()) if found is None else found
+
+
+def _search(group: _Group, parts: list[Tensor]) -> Tensor:
+    if _kernel_takes(group):
+        return _divide_(group, parts, torch.ones((), device=group.device))
+    parts = [part for part in parts if part.numel()]
+    if not parts:
+        return torch.zeros((), device=group.device)
+    largest = torch.stack(foreach_norm(parts, math.inf))
+    return largest.isfinite().all().logical_not().to(torch.float32)
+
+
+def _divide_(group: _Group, parts: list[Tensor], inverse: Tensor) -> Tensor:
+    inverse = inverse.to(group.device, non_blocking=True)
+    if _kernel_takes(group):
+        found = torch.zeros((), dtype=torch.float32, device=group.device)
+        foreach_unscale_(parts, found, inverse)
+        return found
+    found = _search(group, parts)
+    foreach_mul_(parts, inverse)
+    return found
+
+
+def _kernel_takes(group: _Group) -> bool:
+    return group.dtype in _KERNEL_DTYPES or (group.dtype is torch.bfloat16 and group.device.type == "cpu")
+
+
+def _shared(found: Tensor, group: _Group) -> Tensor:
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    assert group.placements is not None
+    spread = [p if isinstance(p, Replicate) else Partial("max") for p in group.placements]
+    return DTensor.from_local(found, group.mesh, spread, run_check=False).full_tensor()

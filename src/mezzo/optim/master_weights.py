@@ -1,0 +1,352 @@
+"""Masters around any torch optimizer: it steps fp32 copies, the model keeps 16-bit weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeGuard, get_args, overload
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .._torch import is_fused
+from ..errors import ConfigError, StepError, did_you_mean
+from ..formats import LOW_DTYPES, describe
+from ..kernels.ops.gradients import ScaledGradients
+from ..kernels.weights import AUX_STATE, give_master_
+from ..policy import Master
+from .base import MasterOptimizer
+from .master_store import Masters, Mode
+from .optimizer_state import report, take_master_
+
+_OWN_STATE = (*AUX_STATE.values(), "rounding_step")
+_OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Any torch optimizer, stepping fp32 masters of the 16-bit parameters it was given.
+
+    Its groups go on holding the model's parameters, and this wrapper shows the same groups: schedulers, clipping and
+    `torch.amp.GradScaler` work on either. Only while it steps do the groups hold fp32 masters. Parameters that
+    are fp32, or have no gradient, are none of its business. Step, save and load through the wrapper.
+
+    A guard may set `grad_scale`, `clip_coef` and `found_inf` as on `mezzo.optim.AdamW`. With one of torch's fused
+    optimizers inside nothing is read by the host; any other is not stepped if `found_inf`, which is then read, is set.
+
+    Args:
+        inner: any optimizer of torch or in its manner; state it has already is taken over in fp32.
+        mode: "fp32" keeps masters (4 bytes a parameter, exact). "kahan" keeps the 16-bit rounding of each weight's error
+            (2 bytes), "stochastic" keeps nothing; both have fp32 masters during a step only.
+        rounding_seed: of the chance in "stochastic"; equal on all ranks of a data-parallel run.
+
+    Raises:
+        ConfigError: an unknown mode, or an inner optimizer that has masters of its own.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, inner: torch.optim.Optimizer, mode: Mode = "fp32", *, rounding_seed: int = 0) -> None:
+        if mode not in get_args(Mode):
+            hint = " Split masters are those of mezzo.optim.AdamW and SGD." if str(mode) == "split" else ""
+            raise ConfigError(f"unknown master mode {mode!r}.{did_you_mean(mode, get_args(Mode))}{hint}")
+        if isinstance(inner, (MasterOptimizer, MasterWeights)):
+            raise ConfigError(
+                f"MasterWeights was given a {type(inner).__name__}, which keeps masters itself; use it alone."
+            )
+        self.__setstate__({"inner": inner, "masters": Masters(mode=mode, seed=rounding_seed)})
+        for p in self._places():
+            if p.dtype in LOW_DTYPES and p in inner.state:
+                inner.state[self.masters.fp32_param(p)] = {
+                    name: item.to(torch.float32) if isinstance(item, Tensor) and item.dtype is p.dtype else item
+                    for name, item in inner.state.pop(p).items()
+                }
+
+    inner: torch.optim.Optimizer
+    masters: Masters
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickling and deepcopy need; as with torch's optimizers, hooks stay behind."""
+        return {"inner": self.inner, "masters": self.masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the attributes of `__getstate__`."""
+        self.__dict__.update(state, _stepping=False)
+        # The base class's __init__ would build groups of its own; its __setstate__ gives hooks without them.
+        super().__setstate__({})
+        self.inner.register_step_pre_hook(self._refuse_a_step_alone)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in the base class
+        """The groups of the inner optimizer, which hold the model's parameters."""
+        return self.inner.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in the base class
+        """The default options of the inner optimizer."""
+        return self.inner.defaults
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]  # an attribute in the base class
+        """State by the model's parameters, to read: the inner optimizer's, and aux state of each weight."""
+        view: defaultdict[Tensor, Any] = defaultdict(dict)
+        for p in self._places():
+            entry = {**self.inner.state.get(self.masters.stand_ins.get(p, p), {}), **self.masters.aux(p)}
+            if entry:
+                view[p] = entry
+        return view
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters to the inner optimizer."""
+        self.inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the model's parameters. Writes: gradients. Syncs: no."""
+        self.inner.zero_grad(set_to_none)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Let the inner optimizer step the masters, and give the model their 16-bit weights.
+
+        Args:
+            closure: computes the loss and the model's gradients again; may be called several times, each time on
+                weights that stand for the masters as they are then.
+
+        Returns:
+            What the inner optimizer returned; None if it was not stepped.
+
+        Writes: weights, masters, state; nothing if `found_inf` is set.
+        Syncs: as the inner optimizer does; one read of `found_inf`, if that is set and the inner one is not fused.
+        """
+        found = getattr(self, "found_inf", None)
+        if found is not None and not is_fused(self.inner):
+            if bool(found):
+                return None
+            found = None
+        params = [p for p in self._places() if p.grad is not None or (closure is not None and p.requires_grad)]
+        with self._swapped_in(params, found) as arguments:
+            loss: float | None = self.inner.step(*arguments(closure))
+        return loss
+
+    def master(self, param: Tensor) -> Tensor:
+        """Return the fp32 value that a parameter stands for.
+
+        Args:
+            param: a parameter of the model.
+
+        Returns:
+            Its shape; fp32. The parameter itself if it is not 16 bit.
+
+        Raises:
+            ConfigError: not a parameter of this optimizer.
+
+        Syncs: no.
+        """
+        self._check_own(param)
+        return self.masters.value(param)
+
+    def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
+        """Return how a parameter keeps small updates, and its aux state now; None if nothing does."""
+        self._check_own(param)
+        return self.masters.aux_of(param)
+
+    @torch.no_grad()
+    def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
+
+        Args:
+            masters: for each parameter that is named, its value; same shape, fp32.
+
+        Raises:
+            ConfigError: not a parameter of this optimizer.
+
+        Writes: the parameters, and their aux state. Syncs: no.
+        """
+        for param, master in masters.items():
+            self._check_own(param)
+            mode = self.masters.mode_of(param)
+            aux = give_master_(mode, param, master.to(param.device))
+            if aux is not None:
+                self.masters.keep(param, {AUX_STATE[mode]: aux})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state with aux state of each weight, in the form of one torch optimizer.
+
+        Syncs: no.
+        """
+        with self._masters_inside():
+            inner = self.inner.state_dict()
+        state = {index: dict(entry) for index, entry in inner["state"].items()}
+        for p, index in self._places().items():
+            if aux := self.masters.aux(p):
+                state.setdefault(index, {}).update(aux)
+        options = {"master": self.masters.mode, "rounding_seed": self.masters.seed}
+        return {**inner, "state": state, "param_groups": [{**group, **options} for group in inner["param_groups"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, also that of another mode, of mezzo.optim or of the inner optimizer alone.
+
+        Masters of the same mode are taken bit for bit, others converted as exactly as the mode allows, and each
+        kind of conversion is logged. Load the weights first.
+
+        Args:
+            state_dict: from `state_dict` here, of mezzo's optimizer or of torch's optimizer of the same name.
+
+        Raises:
+            ValueError: other numbers of groups or parameters; raised by torch.
+
+        Writes: state, options of the groups; the weights, where a conversion rounds their masters anew.
+        Syncs: as the inner optimizer does.
+        """
+        saved: dict[int, dict[str, Any]] = state_dict["state"]
+        rest = {index: {k: v for k, v in entry.items() if k not in _OWN_STATE} for index, entry in saved.items()}
+        groups = [{k: v for k, v in group.items() if k not in _OWN_OPTIONS} for group in state_dict["param_groups"]]
+        params = {p: saved[index] for p, index in self._places().items() if index in saved}
+        for p in params:
+            if p.dtype in LOW_DTYPES:
+                self.masters.fp32_param(p)
+        with self._masters_inside():
+            state = {index: entry for index, entry in rest.items() if entry}
+            self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        self.masters.seed = state_dict["param_groups"][0].get("rounding_seed", self.masters.seed)
+        clauses = []
+        for p, entry in params.items():
+            aux, clause = take_master_(p, entry, self.masters.mode_of(p))
+            self.masters.keep(p, {**entry, **aux})
+            clauses.append(clause)
+        report(clauses)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """Register the hook on the inner optimizer, whose state dict it is."""
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """Register the hook on the inner optimizer, whose state dict it is."""
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """Register the hook on the inner optimizer, which loads the state."""
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """Register the hook on the inner optimizer, which loads the state."""
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
+    def _places(self) -> dict[Tensor, int]:
+        return {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+    def _check_own(self, param: Tensor) -> None:
+        if param not in self._places():
+            raise ConfigError(f"{describe(param)} is not a parameter of this {type(self.inner).__name__}.")
+
+    def _refuse_a_step_alone(self, inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._stepping:
+            raise StepError(
+                f"step() was called on the {type(inner).__name__} inside MasterWeights: it would step the 16-bit weights "
+                "and not their masters. Call step() of the MasterWeights."
+            )
+
+    @contextmanager
+    def _masters_inside(self, inside: bool = True) -> Iterator[None]:
+        """Let the groups hold masters instead of the model's parameters; the other way round inside such a block."""
+        pairs = self.masters.stand_ins.items()
+        there: dict[Tensor, Tensor] = {p: m for p, m in pairs} if inside else {m: p for p, m in pairs}
+        back = {new: old for old, new in there.items()}
+        self._replace(there)
+        try:
+            yield
+        finally:
+            self._replace(back)
+
+    def _replace(self, replacements: Mapping[Tensor, Tensor]) -> None:
+        for group in self.param_groups:
+            # in the list itself, which LBFGS holds on to
+            group["params"][:] = [replacements.get(p, p) for p in group["params"]]
+
+    @contextmanager
+    def _swapped_in(
+        self, params: list[Tensor], found: Tensor | None
+    ) -> Iterator[Callable[[Callable[[], float] | None], tuple[Callable[[], float], ...]]]:
+        """Lend the inner optimizer masters with true gradients; afterwards the model gets their weights."""
+        indices = self._places()
+        low = [p for p in params if p.dtype in LOW_DTYPES]
+        skip = None if found is None else found.reshape(()) != 0
+        raw: dict[Tensor, Tensor] = {}
+
+        def write_weights(skip: Tensor | None = None) -> None:
+            for p in low:
+                self.masters.write_(p, indices[p], None if skip is None else skip.to(p.device))
+
+        def arguments(closure: Callable[[], float] | None) -> tuple[Callable[[], float], ...]:
+            if closure is None:
+                raw.update(self._hand_gradients(params))
+                return ()
+            recompute = closure
+
+            def on_masters() -> float:
+                with torch.no_grad():
+                    write_weights()
+                with self._masters_inside(False), torch.enable_grad():
+                    loss = recompute()
+                with torch.no_grad():
+                    raw.update(self._hand_gradients(params))
+                return loss
+
+            return (on_masters,)
+
+        if low:
+            self.masters.advance(low[0].device, skip)
+        if found is not None:
+            self.inner.found_inf = found.reshape(()).to(torch.float32)  # type: ignore[attr-defined]
+        self._stepping = True
+        try:
+            for p in low:
+                self.masters.open(p)
+            with self._masters_inside():
+                yield arguments
+            write_weights(skip)
+        finally:
+            self._stepping = False
+            if found is not None:
+                del self.inner.found_inf  # type: ignore[attr-defined]
+            for p, grad in raw.items():
+                p.grad = grad
+            for p in low:
+                self.masters.close(p)
+
+    def _hand_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
+        """Give masters and wide parameters their true gradients; return what the wide ones had."""
+        scale, clip = getattr(self, "grad_scale", None), getattr(self, "clip_coef", None)
+        raw = {}
+        for p in params:
+            target = self.masters.stand_ins.get(p, p)
+            if p.grad is None:
+                target.grad = None
+                continue
+            if target is p and scale is None and clip is None:
+                continue
+            inv_scale = None if scale is None else scale.to(p.device, torch.float32).reciprocal()
+            clip_coef = None if clip is None else clip.to(p.device, torch.float32)
+            grads = ScaledGradients(values=[p.grad], inv_scale=inv_scale, clip_coef=clip_coef)
+            if target is p:
+                raw[p] = p.grad
+            grad = grads.read(0, target.dtype)
+            # torch's fused kernels walk memory and take for granted that a gradient lies as its weight does
+            other_way = target is not p and grad.layout is torch.strided and grad.stride() != target.stride()
+            target.grad = torch.empty_like(target).copy_(grad) if other_way else grad
+        return raw
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def keeps_masters(optimizer: torch.optim.Optimizer) -> TypeGuard[MasterOptimizer | MasterWeights]:
+    """Whether an optimizer is one of mezzo's, which read scale, clipping and skipping and leave gradients alone."""
+    return isinstance(optimizer, (MasterOptimizer, MasterWeights))

@@ -1,0 +1,72 @@
+"""A step in the making: what is known about it between its first backward pass and its update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import StepError
+from ..formats import dtype_name
+from .update import move
+
+
+@dataclass(slots=True, eq=False)
+class AccumulationState:
+    """The gradients of one step, all of which carry the scale that the first backward pass captured.
+
+    Attributes:
+        scale: shape (), fp32; None without scaling.
+        device: where the flags lie.
+        loss_bad: shape (), bool: a loss was inf or NaN before scaling; None before the first loss.
+        gradients_bad: shape (), bool: inf or NaN were seen before somebody edited the gradients; None: nobody did.
+        penalty_bad: shape (), bool: inf or NaN were in what `grad` returned, so that a loss made of it is no witness;
+            None: it was not called.
+        is_broken: a backward pass failed halfway, so that the gradients are part of a sum.
+    """
+
+    scale: Tensor | None
+    device: torch.device
+    loss_bad: Tensor | None = None
+    gradients_bad: Tensor | None = None
+    penalty_bad: Tensor | None = None
+    is_broken: bool = False
+
+    def take(self, loss: Tensor) -> Tensor:
+        """Return a loss times the scale, and remember whether it was finite. Syncs: no."""
+        bad = (loss.detach() * 0 != 0).reshape(())  # inf and NaN times 0 are NaN
+        self.loss_bad = either(move(bad, self.device), self.loss_bad)
+        return loss if self.scale is None else loss * move(self.scale, loss.device)
+
+
+def either(flag: Tensor, *others: Tensor | None) -> Tensor:
+    """Return where any of several flags is set; None is one that is not. Syncs: no."""
+    for other in others:
+        flag = flag if other is None else flag | other
+    return flag
+
+
+_ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
+    """Refuse a loss that backward could not give true gradients for.
+
+    Raises:
+        StepError: not one number, no graph, or a dtype narrower than the policy's.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
+        what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise StepError(f"backward(loss) takes one floating number with its graph, not {what}. Write loss.mean().")
+    if not loss.requires_grad:
+        raise StepError(
+            "backward(loss) was given a loss that no parameter leads to: it was detached, made anew with torch.tensor, "
+            "computed under torch.no_grad(), or every parameter is frozen. Hand over the loss as the model made it."
+        )
+    if _ORDER.index(loss.dtype) < _ORDER.index(wanted):
+        raise StepError(
+            f"backward(loss) was given a {dtype_name(loss.dtype)} loss, and the policy declares loss={dtype_name(wanted)}: "
+            f"its scaled gradient may overflow {dtype_name(loss.dtype)}. Compute it from outputs in "
+            f"{dtype_name(wanted)}, as in loss_fn(output.float(), target), or write policy 'loss={dtype_name(loss.dtype)}'."
+        )

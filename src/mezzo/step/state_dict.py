@@ -1,0 +1,225 @@
+"""One object to save: weights, optimizer state with masters, loss scale, counters, policy; and the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..binding.bind import innermost
+from ..errors import CheckpointError, did_you_mean
+from ..formats import LOW_DTYPES, dtype_name
+from ..kernels.weights import AUX_STATE, read_master
+from ..loss_scale.state import LossScale, NoScaling
+from ..optim.master_weights import keeps_masters, parameters
+from ..policy import Master, Policy
+from .guard import Counters
+
+FORMAT = 1
+"""Version of the layout; a later one is refused."""
+
+_KEYS = ("format", "policy", "declared", "model", "optimizers", "scaling", "counters")
+_OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
+_HOW = ("fused", "foreach", "capturable", "differentiable")
+"""Options that say how a step is computed. torch takes them from the checkpoint, and a fused optimizer then breaks."""
+_log = logging.getLogger("mezzo.step")
+
+
+def save(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    policy: Policy,
+    loss_scale: LossScale | NoScaling,
+    counters: Counters,
+) -> dict[str, Any]:
+    """Return everything a run needs to go on, as torch.load(weights_only=True) can read it back.
+
+    Syncs: yes, for the loss scale. Tensors are those of the run, not copies.
+    """
+    inner = innermost(model)
+    return {
+        "format": FORMAT,
+        "policy": policy.to_dict(),
+        "declared": {name: dtype_name(p.dtype) for name, p in inner.named_parameters()},
+        "model": inner.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "scaling": None if isinstance(loss_scale, NoScaling) else dataclasses.asdict(loss_scale.numbers()),
+        "counters": dataclasses.asdict(counters),
+    }
+
+
+def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
+    """Return a checkpoint with every key, that of a run without mezzo too.
+
+    Raises:
+        CheckpointError: not a checkpoint, one of a later version, or one with other optimizers.
+    """
+    if not isinstance(state, Mapping) or "model" not in state:
+        keys = list(state) if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(
+            f"load_state_dict was given {keys}, and a checkpoint has the keys {', '.join(_KEYS)}. "
+            "For weights alone write model.load_state_dict(weights)."
+        )
+    version = state.get("format", FORMAT)
+    if not isinstance(version, int) or version > FORMAT:
+        raise CheckpointError(
+            f"the checkpoint has format {version}, and this version reads up to {FORMAT}. Update mezzo to read it."
+        )
+    unknown = [key for key in state if key not in (*_KEYS, "optimizer")]
+    if unknown and "format" in state:
+        raise CheckpointError(f"the checkpoint has an unknown key {unknown[0]!r}.{did_you_mean(unknown[0], _KEYS)}")
+    saved = state.get("optimizers", [state["optimizer"]] if "optimizer" in state else [])
+    if len(saved) != num_optimizers:
+        raise CheckpointError(
+            f"the checkpoint has the state of {len(saved)} optimizers, and this run has {num_optimizers}. Prepare the "
+            "model with the optimizers it was saved with."
+        )
+    return {**dict.fromkeys(_KEYS), **state, "optimizers": saved}
+
+
+def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> Iterator[str]:
+    """Load weights and optimizer states, into other storage and master modes where they differ.
+
+    Args:
+        model: gets the weights, rounded where its storage is narrower.
+        optimizers: get the states; masters start from the widest weights that were saved.
+        state: from `check`.
+
+    Yields:
+        A sentence for each kind of conversion.
+
+    Writes: weights, buffers, optimizer states.
+    """
+    model = innermost(model)
+    saved = _unwrapped(state["model"], model)
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    before = {name: p.dtype for p, name in names.items()}
+    model.load_state_dict(saved)
+    changed = [name for name, dtype in before.items() if name in saved and saved[name].dtype is not dtype]
+    if changed:
+        first = changed[0]
+        yield (
+            f"{len(changed)} parameters were stored in {dtype_name(saved[first].dtype)} and are now in "
+            f"{dtype_name(before[first])}"
+        )
+    for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
+        params = parameters(optimizer)
+        wide = {
+            index: saved[names[p]]
+            for index, p in enumerate(params)
+            if p.dtype in LOW_DTYPES and p in names and saved[names[p]].dtype is torch.float32
+        }
+        if keeps_masters(optimizer):
+            optimizer.load_state_dict(_with_masters(entry, wide))
+            fresh = {params[index]: value for index, value in wide.items() if index not in entry["state"]}
+            optimizer.set_masters_(fresh)
+        else:
+            modes = _take_masters_(params, names, saved, entry)
+            optimizer.load_state_dict(_for_plain(optimizer, entry))
+            yield from (f"{count} {mode} masters became the fp32 weights" for mode, count in modes.items())
+
+
+def _unwrapped(saved: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """Return weights under the model's own names, where they were saved from a DistributedDataParallel wrapper."""
+    prefix = "module."
+    if not saved or hasattr(model, "module") or not all(name.startswith(prefix) for name in saved):
+        return saved
+    return {name.removeprefix(prefix): value for name, value in saved.items()}
+
+
+def _with_masters(entry: Mapping[str, Any], wide: Mapping[int, Tensor]) -> dict[str, Any]:
+    """Return optimizer state in which weights that were saved in fp32 are masters, so that no bit of them is lost."""
+    state = {
+        index: {**kept, AUX_STATE["fp32"]: wide[index]}
+        if index in wide and not AUX_STATE.values() & kept.keys()
+        else kept
+        for index, kept in entry["state"].items()
+    }
+    return {**entry, "state": state}
+
+
+@torch.no_grad()
+def _take_masters_(
+    params: Sequence[Tensor], names: Mapping[Tensor, str], saved: Mapping[str, Tensor], entry: Mapping[str, Any]
+) -> dict[str, int]:
+    """Give fp32 parameters the masters that lie in a saved state; return how many of each mode."""
+    modes: dict[str, int] = {}
+    by_name: dict[str, Master] = {name: mode for mode, name in AUX_STATE.items()}  # type: ignore[misc]  # keys are modes
+    for index, kept in entry["state"].items():
+        for name, mode in by_name.items():
+            if name in kept:
+                p = params[index]
+                weight = saved[names[p]] if p in names else p.detach()
+                p.copy_(read_master(mode, weight.to(p.device), kept[name].to(p.device)))
+                modes[mode] = modes.get(mode, 0) + 1
+    return modes
+
+
+def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return optimizer state as a torch optimizer knows it, which goes on computing steps in its own way."""
+    own = {*AUX_STATE.values(), "rounding_step"}
+    groups = []
+    for index, group in enumerate(entry["param_groups"]):
+        now = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
+        kept = {name: value for name, value in group.items() if name not in _OWN_OPTIONS}
+        groups.append({**kept, **{name: now[name] for name in _HOW if name in now}})
+    state = {
+        index: {name: value for name, value in kept.items() if name not in own}
+        for index, kept in entry["state"].items()
+    }
+    return {**entry, "state": state, "param_groups": groups}
+
+
+def load_scale_(state: LossScale | NoScaling, saved: Mapping[str, Any] | None) -> Iterator[str]:
+    """Give the loss scale its saved values. Yields a sentence where only one side has one. Writes: `state`."""
+    if isinstance(state, NoScaling):
+        if saved is not None:
+            yield f"the saved loss scale {saved['scale']:g} is dropped: this policy does not scale"
+        return
+    if saved is None:
+        yield f"no loss scale was saved: it starts at {float(state.scale):g}"
+        return
+    with torch.no_grad():
+        for name, value in saved.items():
+            target = getattr(state, name)
+            assert isinstance(target, Tensor)
+            target.fill_(value)
+
+
+def compare_policies(saved: Mapping[str, Any] | None, policy: Policy) -> Iterator[str]:
+    """Yield a sentence if the checkpoint was made under another policy, or under none."""
+    if saved is None:
+        yield "the checkpoint names no policy: it was made without mezzo"
+        return
+    difference = Policy.from_dict(saved).diff(policy)
+    if difference:
+        yield f"the checkpoint was made under another policy:\n{difference}"
+
+
+def say(sentences: Sequence[str]) -> None:
+    """Log what was converted."""
+    for sentence in sentences:
+        _log.warning("loading a checkpoint: %s", sentence)
+
+
+@torch.no_grad()
+def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the model's state dict with floating parameters, from their masters, in one dtype; buffers as they are.
+
+    Fresh memory for every parameter. Syncs: no.
+    """
+    owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
+    weights: dict[str, Tensor] = {}
+    for name, value in innermost(model).state_dict(keep_vars=True).items():
+        if not isinstance(value, nn.Parameter) or not value.is_floating_point():
+            weights[name] = value.detach() if isinstance(value, Tensor) else value
+            continue
+        owner = owners.get(value)
+        master = owner.master(value) if owner is not None and keeps_masters(owner) else value.detach()
+        weights[name] = master.to(dtype, copy=True)
+    return weights

@@ -1,0 +1,182 @@
+"""The ranks of a run: which this is, what is added up over all, and which of them says what went wrong."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .._torch import group_store
+from ..distributed.group import TIMEOUT, Group, is_running
+from ..errors import ConfigError, MezzoError
+from .device import choose_device
+
+_joined = itertools.count()
+
+
+class FailedOnOtherRank(MezzoError):
+    """The run has failed, and another rank says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DistContext:
+    """The ranks of a run as one of them sees them.
+
+    Attributes:
+        device: where this rank computes.
+        rank: which this is, from 0.
+        group: of all ranks; None if there is one.
+        launch: names the launcher's job, which restarts share; "" without a launcher.
+        restarts: how often the launcher has started the ranks again.
+    """
+
+    device: torch.device
+    rank: int = 0
+    group: Group | None = None
+    launch: str = ""
+    restarts: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return a CPU tensor added up over the ranks, the same bits on all.
+
+        Raises:
+            DistributedError: a rank is lost.
+
+        Writes: perhaps `value`. Syncs: with the slowest rank.
+        """
+        return value if self.group is None else self.group.sum_(self.group.to_device(value)).cpu()
+
+    def any(self, is_so: bool) -> bool:
+        """Return whether something holds on any rank; called on all. Raises: DistributedError. Syncs: yes."""
+        return bool(self.sum(torch.tensor(float(is_so))))
+
+    def wait(self) -> None:
+        """Wait for the other ranks. Raises: DistributedError. Syncs: yes."""
+        self.any(False)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return what to call instead of a model so that gradients are averaged over the ranks."""
+        return model if self.group is None else DistributedDataParallel(model, process_group=self.group.handle)
+
+
+def maybe_no_sync(model: nn.Module, is_more_to_come: bool) -> AbstractContextManager[None]:
+    """Return a block in which the gradients of a wrapped model stay on their rank, if more of the batch is to come."""
+    if is_more_to_come and isinstance(model, DistributedDataParallel):
+        block: AbstractContextManager[None] = model.no_sync()
+        return block
+    return nullcontext()
+
+
+def alone(device: torch.device) -> DistContext:
+    """Return the world of one rank."""
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID")
+    # All attempts of a job have one agent as their parent.
+    launch = "" if elastic is None else f"{elastic} {socket.gethostname()} {os.getppid()}"
+    return DistContext(device=device, launch=launch, restarts=_restarts())
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _meet() -> None:
+    """Initialise torch.distributed as torchrun's environment says."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+        # The store outlives a restart (torch 2.13), and a fast rank would find the address of one that is dead. Agents of
+        # several machines count restarts apart, so there the name would not be the same on all.
+        store = dist.PrefixStore(f"mezzo/attempt/{_restarts()}", store)  # type: ignore[attr-defined]  # not in __all__
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+@contextmanager
+def join(device: str) -> Iterator[DistContext]:
+    """Take part in the run that torchrun, or whoever initialised torch.distributed, has started; alone, be all of it.
+
+    Args:
+        device: a name, as `choose_device` takes it; of several accelerators each rank takes one.
+
+    Raises:
+        ConfigError: no such device here, or fewer than ranks.
+        DistributedError: a rank is lost; raised in the block.
+        FailedOnOtherRank: the block failed here, and another rank says why.
+
+    Writes: torch.distributed's default group, for the length of the block; the level of the logger "mezzo" on ranks but 0.
+    """
+    is_ours = not is_running() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not is_ours and not is_running():
+        yield alone(choose_device(device))
+        return
+    if is_ours:
+        _meet()
+    group, key, is_done = Group(), f"mezzo/failed/{_restarts()}/{next(_joined)}", False
+    try:
+        with _hushed(dist.get_rank() > 0), group.watching():
+            mine = alone(_of_this_rank(choose_device(device)))
+            yield replace(mine, rank=dist.get_rank(), group=group)
+        is_done = True
+    except MezzoError as error:
+        if not _fails_first(group, key, dist.get_rank()):
+            raise FailedOnOtherRank(str(error)) from error
+        raise
+    finally:
+        # gloo's threads abort a process that ends without this; NCCL would wait here for ranks that are lost.
+        if is_ours and (is_done or not torch.cuda.is_available()):
+            dist.destroy_process_group()
+
+
+def _of_this_rank(device: torch.device) -> torch.device:
+    if device.type == "cpu" or device.index is not None:
+        return device
+    here, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if here >= count:
+        raise ConfigError(
+            f"{here + 1} or more ranks were started on a machine with {count} {device.type} devices. Start one for each, or "
+            "write --device cpu."
+        )
+    torch.accelerator.set_device_index(here)
+    return torch.device(device.type, here)
+
+
+@contextmanager
+def _hushed(is_hushed: bool) -> Iterator[None]:
+    logger = logging.getLogger("mezzo")
+    before = logger.level
+    if is_hushed:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _fails_first(group: Group, key: str, rank: int) -> bool:
+    """Whether no other rank has failed before this one. True as well if that cannot be found out."""
+    try:
+        store = group_store(group.handle)
+        first = store.compare_set(key, "", str(rank))
+    except RuntimeError:
+        return True
+    return bool(first == str(rank).encode())

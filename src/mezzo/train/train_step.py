@@ -1,0 +1,136 @@
+"""One update of the weights, with the learning rate's schedule after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optim import AdamW
+from ..policy import Policy
+from ..step import prepare
+from .config import TrainConfig
+from .dist_context import DistContext, alone, maybe_no_sync
+from .model import parameter_groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What one update did.
+
+    Attributes:
+        applied: False if gradients held inf or NaN, and nothing was changed.
+        loss: as it was computed; inf or NaN where it was.
+        scale: the loss scale the gradients carried.
+        grad_norm: of the true gradients, before clipping.
+        lr: learning rate of the update.
+    """
+
+    applied: bool
+    loss: float
+    scale: float
+    grad_norm: float
+    lr: float
+
+
+def warmup_then_decay(updates: int, warmup: float) -> Callable[[int], float]:
+    """Return the factor of the learning rate as a function of updates done: up to 1, then down to 0, in lines.
+
+    Args:
+        updates: of the whole run.
+        warmup: share of them that rises.
+    """
+    rising = max(1, round(warmup * updates))
+
+    def factor(done: int) -> float:
+        return (done + 1) / rising if done < rising else (updates - done) / max(1, updates - rising)
+
+    return factor
+
+
+class Updater:
+    """Owns the optimizer of a run and its schedule, which only updates that were applied move.
+
+    Args:
+        model: the classifier, on its device; its forward runs under the policy from now on.
+        policy: resolved for that device.
+        config: learning rate, weight decay, clipping.
+        updates: of the whole run.
+        world: the ranks that share each batch; left out, this one takes all of it.
+
+    Attributes:
+        amp: takes the steps.
+        model: to be called in training; averages gradients over the ranks.
+
+    Raises:
+        PolicyError: the policy does not fit the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, config: TrainConfig, *, updates: int, world: DistContext | None = None
+    ) -> None:
+        groups = parameter_groups(model, config.weight_decay)
+        optimizer = AdamW(groups, lr=config.learning_rate, master=policy.master, state_dtype=policy.state)
+        self.amp = prepare(model, optimizer, policy)
+        self._world = alone(next(model.parameters()).device) if world is None else world
+        self.model = self._world.wrap(self.amp.model)
+        factor = warmup_then_decay(updates, config.warmup)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        self.amp.on_applied(self._schedule.step)
+        self._max_norm = config.max_norm
+
+    def step(self, *forwards: Callable[[], Tensor]) -> Update:
+        """Apply the gradients of a loss, unless they hold inf or NaN.
+
+        Args:
+            forwards: each computes its part of the sum, over all parts and ranks, that is the loss: shape (), fp32; called
+                again where the policy says on_overflow=retry.
+
+        Returns:
+            What was done.
+
+        Raises:
+            NonFiniteStep: too many updates in a row with inf or NaN, or weights that hold them.
+            LossScaleExhausted: the same with a loss scale.
+
+        Writes: weights, optimizer, schedule, scale. Syncs: yes.
+        """
+        losses: list[Tensor] = []
+
+        def closure() -> Tensor:
+            self.amp.zero_grad()
+            total = torch.zeros((), device=self._world.device)
+            for index, forward in enumerate(forwards, start=1):
+                with maybe_no_sync(self.model, index < len(forwards)):
+                    loss = forward()
+                    # Averaging divides by the number of ranks.
+                    self.amp.backward(loss * self._world.size)
+                total += loss.detach()
+            losses.append(total)
+            return total
+
+        lr = float(self._schedule.get_last_lr()[0])
+        if self.amp.policy.guard.on_overflow == "retry":
+            result = self.amp.step(closure, max_norm=self._max_norm)
+        else:
+            closure()
+            result = self.amp.step(max_norm=self._max_norm)
+        loss = self._world.sum(losses[-1].cpu()).item()
+        update = Update(applied=result.applied, loss=loss, scale=result.scale, grad_norm=result.grad_norm, lr=lr)
+        self.amp.zero_grad()
+        return update
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizer, loss scale and schedule. Syncs: yes."""
+        return {"step": self.amp.state_dict(), "schedule": self._schedule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; under another policy it is converted, and the log says so.
+
+        Writes: model, optimizer, loss scale, schedule. Syncs: yes.
+        """
+        self.amp.load_state_dict(state["step"])
+        self._schedule.load_state_dict(state["schedule"])

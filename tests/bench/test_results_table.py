@@ -1,0 +1,153 @@
+"""Tables and pictures: every figure from the result, plain in a pipe, and nothing cut off."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib import image
+
+from mezzo.bench.chart import draw, save_chart
+from mezzo.bench.measurement import Measurement, PointRoofline, Result
+from mezzo.bench.results_table import footnotes, header, markdown_table, print_result, row, title
+from mezzo.bench.roofline import PeakRates, Phase
+from mezzo.bench.variant import VARIANTS
+
+PHASES = {"fp32": (Phase(name="products", flops=8e9),), "bf16": (Phase(name="products", flops=8e9),)}
+
+
+def measurement(variant: str, point: str, seconds: tuple[float, ...], **more: object) -> Measurement:
+    fields = {"units": 10, "loss": 1.00914645, "peak_bytes": 1_283_800_000, "data_bytes": 2_000_000, **more}
+    form = VARIANTS[variant].number_format(torch.bfloat16)
+    return Measurement(point=point, variant=variant, number_format=form, seconds=seconds, **fields)
+
+
+RESULT = Result(
+    workload="recipe", unit="step", date="2026-11-21T10:00:00+00:00", tests="12 passed in 3.40s", plan={}, config={},
+    machine={"device": "cpu", "cpu": {"model": "AMD EPYC"}, "threads": 2},
+    peak_rates=PeakRates(matmul={"fp32": 100e9, "bf16": 400e9}, stream={2**20: 90e9, 2**28: 30e9}),
+    rooflines={"512 x 1024 x 3": PointRoofline(phases=PHASES)},
+    measurements=(
+        measurement("fp32", "512 x 1024 x 3", (1.5, 1.6, 2.0)),
+        measurement("torch-amp", "512 x 1024 x 3", (0.5, 0.4, 0.7), peak_bytes=1_409_700_000),
+        measurement("torch-amp+compile", "512 x 1024 x 3", (0.25, 0.3, 0.2)),
+        measurement("mezzo-prepared+compile", "512 x 1024 x 3", (0.2, 0.2, 0.2), measures={"accuracy": 0.875}),
+    ),
+)  # fmt: skip
+GOLDEN = [
+    ("fp32", "1.60 s", "1.50-2.00 s", "160.00 ms", "1.00x", "0.31x", "50%", "1283.8 MB", "1.00x", "1.00915", "-"),
+    ("torch-amp", "500.00 ms", "400.00-700.00 ms", "50.00 ms", "3.20x", "1.00x", "40%", "1409.7 MB", "1.10x",
+     "1.00915", "-"),
+    ("torch-amp+compile", "250.00 ms", "200.00-300.00 ms", "25.00 ms", "6.40x", "1.00x", "80%", "1283.8 MB",
+     "1.00x", "1.00915", "-"),
+    ("mezzo-prepared+compile", "200.00 ms", "200.00-200.00 ms", "20.00 ms", "8.00x", "1.25x", "100%", "1283.8 MB",
+     "1.00x", "1.00915", "0.875"),
+]  # fmt: skip
+
+
+def test_rows() -> None:
+    assert [row(RESULT, m) for m in RESULT.measurements] == GOLDEN
+    assert header(RESULT)[-1] == "accuracy"
+    assert all(len(cells) == len(header(RESULT)) for cells in GOLDEN)
+
+
+def test_inference_is_held_against_autocast() -> None:
+    found = (measurement("torch-autocast", "p", (3.0,)), measurement("mezzo-persistent", "p", (1.0,)))
+    served = dataclasses.replace(RESULT, measurements=found, rooflines={"p": PointRoofline()})
+    cells = dict(zip(header(served), row(served, found[1]), strict=True))
+    assert cells["than torch-autocast"] == "3.00x"
+    assert "than torch-amp" not in cells
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    alone = dataclasses.replace(
+        RESULT, measurements=RESULT.measurements[1:2], rooflines={"512 x 1024 x 3": PointRoofline()}
+    )
+    cells = dict(zip(header(alone), row(alone, alone.measurements[0]), strict=True))
+    assert [cells[name] for name in ("faster than fp32", "than torch-amp", "of roofline", "of fp32's")] == [
+        "-",
+        "1.00x",
+        "-",
+        "-",
+    ]
+
+
+def test_a_pipe_gets_every_figure_and_no_escape_codes() -> None:
+    out = io.StringIO()
+    print_result(RESULT, out)
+    text = out.getvalue()
+    assert "\x1b" not in text
+    assert "…" not in text
+    for cells in GOLDEN:
+        line = next(line for line in text.splitlines() if line.split()[:2] == [cells[0], cells[1].split()[0]])
+        assert line.split() == " ".join(cells).split()
+    for note in footnotes(RESULT):
+        assert note in " ".join(text.split())
+
+
+def test_footnotes() -> None:
+    assert footnotes(RESULT) == (
+        "PeakRates measured in the same run: products fp32 100, bf16 400 GFLOP/s, memory 30.0 GB/s.",
+        "Roofline: the least work of each phase over these peak rates; 100% is as fast as the machine can be.",
+        "Peak memory is above the process's baseline after import. The batches kept on the device are 2.0 MB of it.",
+        "Tests of the timed code: 12 passed in 3.40s.",
+    )
+
+
+def test_markdown() -> None:
+    lines = markdown_table(RESULT).splitlines()
+    assert lines[0] == f"| {' | '.join(header(RESULT))} |"
+    assert lines[1] == "| :--- | " + " | ".join(["---:"] * 10) + " |"
+    assert lines[2:] == [f"| {' | '.join(cells)} |" for cells in GOLDEN]
+
+
+def test_several_points_have_a_column() -> None:
+    assert header(swept())[:2] == ("point", "variant")
+    assert [row(swept(), m)[:2] for m in swept().measurements][:2] == [("width 64", "fp32"), ("width 64", "torch-amp")]
+    assert title(swept()) == "recipe on AMD EPYC, 2 threads: median of 3 interleaved rounds"
+    assert title(RESULT) == "recipe 512 x 1024 x 3 on AMD EPYC, 2 threads: median of 3 interleaved rounds"
+
+
+def swept() -> Result:
+    points = {f"{axis} {size}": (axis, size) for axis in ("width", "batch") for size in (64, 128, 256)}
+    return dataclasses.replace(
+        RESULT,
+        rooflines={
+            label: PointRoofline(axis=axis, value=size, phases=PHASES) for label, (axis, size) in points.items()
+        },
+        measurements=tuple(
+            measurement(name, label, (size * 1e-4, size * 1.1e-4, size * 2e-4))
+            for label, (_, size) in points.items()
+            for name in ("fp32", "torch-amp", "torch-amp+compile")
+        ),
+    )
+
+
+def test_bars_are_medians_and_peaks() -> None:
+    time, memory = draw(RESULT).axes
+    assert [bar.get_width() for bar in time.patches] == [m.median for m in RESULT.measurements]
+    assert [bar.get_width() for bar in memory.patches] == [m.peak_bytes / 1e6 for m in RESULT.measurements]
+    assert [label.get_text() for label in time.get_yticklabels()] == [m.variant for m in RESULT.measurements]
+    assert "500.00 ms" in [text.get_text() for text in time.texts]
+
+
+def test_lines_are_medians_over_sizes_with_the_floor() -> None:
+    result = swept()
+    panels = draw(result).axes
+    assert [panel.get_xlabel() for panel in panels] == ["width", "batch"]
+    for panel in panels:
+        lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
+        assert lines["torch-amp"] == ([64, 128, 256], [size * 1.1e-4 / 10 for size in (64, 128, 256)])
+        assert lines["roofline, bf16"] == ([64, 128, 256], [8e9 / 400e9] * 3)
+
+
+@pytest.mark.parametrize("made", [RESULT, swept()], ids=["bars", "lines"])
+def test_the_picture_is_a_picture(made: Result, tmp_path: Path) -> None:
+    path = tmp_path / "chart.png"
+    save_chart(made, path)
+    pixels = image.imread(path)
+    assert min(pixels.shape[:2]) > 200
+    assert pixels[:, :, :3].std() > 0

@@ -1,0 +1,81 @@
+"""Sharded models: gradients equal those of one rank bit for bit, and the sharding's own casts must fit the policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.distributed.models import Language
+from tests.distributed.ranks import run
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn import functional as F
+
+import mezzo
+from mezzo import Policy
+from mezzo.distributed import fully_shard
+from mezzo.distributed.fsdp import check_sharded
+from mezzo.errors import PolicyError
+
+pytestmark = pytest.mark.distributed
+
+IDS = torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(3))
+
+
+def _gradients(rank: int, world: int, policy: str, tied: bool, with_units: bool) -> dict[str, Tensor]:
+    model = Language(tied)
+    parts = IDS.chunk(2)
+    if world > 1:
+        fully_shard(model, policy, units=model.layers if with_units else ())
+        parts = parts[rank : rank + 1]
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    for ids in parts:
+        amp.backward(F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten()) / len(parts))
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if world > 1 else grad for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("with_units", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "bf16, layers.0=fp32"])
+def test_two_ranks_have_the_gradients_of_one_bit_for_bit(policy: str, tied: bool, with_units: bool) -> None:
+    wanted = run(1, _gradients, policy, tied, with_units)[0]
+    for grads in run(2, _gradients, policy, tied, with_units):
+        assert grads.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(grads[name], wanted[name])] == []
+
+
+def _check(rank: int, world: int, policy: str, casts: dict[str, object], apart: bool) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    if apart:
+        torch_fully_shard(model[1], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    torch_fully_shard(model, mp_policy=MixedPrecisionPolicy(**casts))
+    try:
+        check_sharded(model, Policy.parse(policy))
+    except PolicyError as error:
+        return str(error)
+    return "agrees"
+
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("policy", "casts", "apart", "answer"),
+    [
+        ("bf16", BF16, True, "agrees"),
+        ("fp32", {}, False, "agrees"),
+        ("bf16", {}, False, "agrees"),
+        ("bf16, reduce=bf16", {"param_dtype": torch.bfloat16}, True, "declares reduce=bf16, and the sharding reduces the gradients of '1' in fp32"),
+        ("bf16", BF16, False, "gathers the weights of '1' in bf16, and the policy"),
+        ("fp16", BF16, True, "gathers the weights of '0' in bf16, and the policy"),
+        ("fp32", BF16, True, "gathers the weights of '0' in bf16, and the policy"),
+        ("bf16, module:2=fp32", BF16, True, "gathers the weights of '2' in bf16, and the policy"),
+        ("bf16", {"param_dtype": torch.bfloat16}, True, "declares reduce=fp32, and the sharding reduces the gradients of '0' in bf16"),
+        ("bf16-master", {}, True, "declares reduce=fp32, and the sharding reduces the gradients of '0' in bf16"),
+        ("bf16", {**BF16, "output_dtype": torch.float32}, True, "casts outputs of 'the root' to fp32, which the policy"),
+        ("bf16, output=fp32", {**BF16, "output_dtype": torch.float32}, True, "agrees"),
+    ],
+)  # fmt: skip
+def test_two_mechanisms_must_agree(policy: str, casts: dict[str, object], apart: bool, answer: str) -> None:
+    assert answer in run(1, _check, policy, casts, apart)[0]

@@ -1,0 +1,284 @@
+"""Gradients of DistributedDataParallel: averaged exactly, sent in the declared dtype, summed in fp32 before."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tests.distributed.models import Bare, dyadic
+from tests.distributed.ranks import run
+from tests.tolerance import relative
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo import Policy
+from mezzo.distributed.ddp import around, comm_stats, connect
+from mezzo.errors import ConfigError, DistributedError, PolicyError
+
+pytestmark = pytest.mark.distributed
+
+Grads = dict[str, Tensor]
+
+
+def _grads(model: nn.Module) -> Grads:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _ddp(model: nn.Module, policy: str, **options: bool) -> DistributedDataParallel:
+    # The loss is computed from weights as they are: this is about traffic, not about casts.
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, **options)
+    connect(ddp, Policy.parse(policy))
+    return ddp
+
+
+def _rows(rank: int, world: int, total: int = 8) -> Tensor:
+    return dyadic(total, 6, seed=99).chunk(world)[rank]
+
+
+def _average(rank: int, world: int, policy: str, dtype: torch.dtype, view: bool) -> tuple[Grads, int, int]:
+    model = Bare(dtype)
+    ddp = _ddp(model, policy, gradient_as_bucket_view=view)
+    ddp(_rows(rank, world).to(dtype)).float().mean().backward()
+    return _grads(model), comm_stats(ddp).payload_bytes, comm_stats(ddp).wire_bytes
+
+
+def _alone(dtype: torch.dtype) -> Grads:
+    model = Bare(dtype)
+    model(_rows(0, 1).to(dtype)).float().mean().backward()
+    return _grads(model)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_fp32_traffic_averages_bit_for_bit(world: int, view: bool) -> None:
+    alone = _alone(torch.float32)
+    for grads, _, _ in run(world, _average, "fp32", torch.float32, view):
+        assert all(torch.equal(grads[name], alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize("reduce", ["bf16", "fp16"])
+def test_16_bit_traffic_is_equal_on_all_ranks_and_within_its_rounding(reduce: str) -> None:
+    world, dtype = 4, torch.bfloat16 if reduce == "bf16" else torch.float16
+    alone = _alone(torch.float32)
+    found = run(world, _average, f"fp32, reduce={reduce}", torch.float32, False)
+    locals_ = [grads for rank in range(world) if (grads := _local(rank, world))]
+    for grads, _, _ in found:
+        for name, wanted in alone.items():
+            assert torch.equal(grads[name], found[0][0][name])
+            # One rounding of each rank's part, then world - 1 rounded additions.
+            size = sum(part[name].abs() for part in locals_) / world
+            assert bool(((grads[name] - wanted).abs() <= relative(dtype, world) * size).all())
+
+
+def _local(rank: int, world: int) -> Grads:
+    model = Bare()
+    model(_rows(rank, world)).mean().backward()
+    return _grads(model)
+
+
+def test_16_bit_traffic_is_half_of_fp32() -> None:
+    wide, narrow = (run(2, _average, f"fp32, reduce={reduce}", torch.float32, False)[0] for reduce in ("fp32", "bf16"))
+    num_parameters = sum(p.numel() for p in Bare().parameters())
+    assert (wide[1], narrow[1]) == (4 * num_parameters, 2 * num_parameters)
+    assert (wide[2], narrow[2]) == (4 * num_parameters, 2 * num_parameters)  # 2 (N - 1) / N is 1 for two ranks
+
+
+def test_16_bit_gradients_may_travel_in_fp32() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        found = run(2, _average, "fp32", dtype, False)
+        parts = [_local_low(rank, 2, dtype) for rank in range(2)]
+        for grads, payload, _ in found:
+            assert payload == 4 * sum(p.numel() for p in Bare().parameters())
+            for name in grads:
+                mean = (parts[0][name].float() + parts[1][name].float()) / 2
+                assert torch.equal(grads[name], mean.to(dtype))  # rounded once
+
+
+def _local_low(rank: int, world: int, dtype: torch.dtype) -> Grads:
+    model = Bare(dtype)
+    model(_rows(rank, world).to(dtype)).float().mean().backward()
+    return _grads(model)
+
+
+def _large(rank: int, world: int, policy: str) -> Tensor:
+    model = nn.Linear(3, 1, bias=False)
+    ddp = _ddp(model, policy)
+    (ddp(torch.ones(1, 3)) * 40000.0).sum().backward()
+    return model.weight.grad
+
+
+def test_an_fp16_mean_of_finite_gradients_is_finite() -> None:
+    for grad in run(4, _large, "fp32, reduce=fp16"):
+        assert torch.equal(grad, torch.full((1, 3), 40000.0))  # their sum, 160000, is not
+
+
+def _micro_batches(rank: int, world: int, policy: str, dtype: torch.dtype, count: int) -> tuple[Grads, int]:
+    model = Bare(dtype)
+    ddp = _ddp(model, policy)
+    for _ in range(2):  # the second round starts from dropped gradients
+        model.zero_grad()
+        for index in range(count):
+            with nullcontext() if index == count - 1 else ddp.no_sync():
+                x = torch.ones(1, 6, dtype=dtype) if index else torch.full((1, 6), 256.0, dtype=dtype)
+                ddp(x * (rank + 1)).float().sum().backward()
+    return _grads(model), comm_stats(ddp).num_reductions
+
+
+def test_micro_batches_of_fp32_gradients_are_sent_once() -> None:
+    model = Bare()
+    for rank in range(2):
+        for index in range(5):
+            model(torch.full((1, 6), 1.0 if index else 256.0) * (rank + 1)).sum().backward()
+    for grads, num_reductions in run(2, _micro_batches, "fp32", torch.float32, 5):
+        assert num_reductions == 2
+        assert all(torch.equal(grads[name] * 2, wanted) for name, wanted in _grads(model).items())
+
+
+def test_micro_batches_of_16_bit_gradients_are_summed_in_fp32() -> None:
+    grads = run(2, _micro_batches, "bf16-master, grads=fp32", torch.bfloat16, 5)[0][0]
+    plain = run(2, _micro_batches, "bf16-master", torch.bfloat16, 5)[0][0]
+    # d(loss)/d(first.weight) is last.weight times the inputs' sum: 260 and 520, mean 390, each exact in fp32.
+    wanted = Bare(torch.bfloat16).last.weight.float().t() * 390.0
+    assert torch.equal(grads["first.weight"][:, :1], wanted.bfloat16())
+    # In bf16, whose spacing at 256 is 2, the ones are absorbed.
+    assert not torch.equal(plain["first.weight"][:, :1], wanted.bfloat16())
+
+
+def _zero_grad_between(rank: int, world: int, set_to_none: bool, count: int) -> Tensor:
+    model = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    ddp = _ddp(model, "bf16-master, grads=fp32")
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    ddp(x).float().sum().backward()
+    with ddp.no_sync():
+        ddp(x * 64).float().sum().backward()
+    model.zero_grad(set_to_none)  # gives the micro-batch up
+    for index in range(count):
+        with nullcontext() if index == count - 1 else ddp.no_sync():
+            ddp(x).float().sum().backward()
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_micro_batches_that_were_dropped_stay_dropped(set_to_none: bool, count: int) -> None:
+    for grad in run(2, _zero_grad_between, set_to_none, count):
+        assert torch.equal(grad.float(), torch.full((1, 2), float(count)))
+
+
+def _never_averaged(rank: int, world: int) -> str:
+    model = nn.Linear(2, 1, dtype=torch.bfloat16)
+    ddp = DistributedDataParallel(model)
+    consensus = connect(ddp, Policy.parse("bf16-master, grads=fp32"))
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum().backward()
+    try:
+        consensus.combine(torch.zeros(1), torch.zeros(0))
+    except DistributedError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_gradients_that_were_never_averaged_are_refused() -> None:
+    message = (
+        "step() was called with the gradients of 2 parameters still on their own rank: every backward of this step ran "
+        "inside no_sync(). Run the last one outside of it."
+    )
+    assert run(2, _never_averaged) == [message, message]
+
+
+def _unused(rank: int, world: int) -> Grads:
+    model = Bare()
+    ddp = _ddp(model, "fp32, reduce=bf16")
+    ddp(torch.ones(1, 6), use_spare=rank == 0).sum().backward()
+    return _grads(model)
+
+
+def test_a_layer_that_one_rank_used_gets_half_its_gradient_on_all() -> None:
+    first, second = run(2, _unused)
+    assert first.keys() == second.keys() == {name for name, _ in Bare().named_parameters()}
+    assert torch.equal(first["spare.bias"], torch.tensor([0.5]))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _hooks(rank: int, world: int) -> list[str]:
+    found = []
+    for hook, policy in (
+        (fp16_compress_hook, "fp32"),
+        (fp16_compress_hook, "fp32, reduce=fp16"),
+        (allreduce_hook, "fp32"),
+    ):
+        ddp = DistributedDataParallel(Bare())
+        ddp.register_comm_hook(None, hook)
+        try:
+            connect(ddp, Policy.parse(policy))
+            found.append(str(len(ddp._comm_hooks)))
+            comm_stats(ddp)
+        except (PolicyError, ConfigError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_hook_of_the_callers_own_is_kept_or_refused() -> None:
+    contradiction = (
+        "the policy declares reduce=fp32, and the DistributedDataParallel model has fp16_compress_hook, which sends "
+        "fp16. Leave the hook out, or write reduce=fp16."
+    )
+    uncounted = (
+        "traffic is counted for a DistributedDataParallel model that mezzo prepared, and this DistributedDataParallel is "
+        "none. Write mezzo.prepare(DistributedDataParallel(model), optimizer, policy)."
+    )
+    wanted = [contradiction, "1", uncounted, "1", uncounted]
+    assert run(2, _hooks) == [wanted, wanted]
+
+
+def _connect_again(rank: int, world: int) -> int:
+    ddp = DistributedDataParallel(Bare(), find_unused_parameters=True)
+    for reduce in ("fp32", "bf16"):
+        connect(ddp, Policy.parse(f"fp32, reduce={reduce}"))
+    ddp(torch.ones(1, 6)).sum().backward()
+    return comm_stats(ddp).payload_bytes
+
+
+def test_a_later_policy_changes_the_traffic() -> None:
+    assert run(2, _connect_again) == [2 * sum(p.numel() for p in Bare().parameters())] * 2
+
+
+class _Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[object] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((around(self), around(self.layer)))
+        return self.layer(x)
+
+
+def _around(rank: int, world: int) -> bool:
+    model = _Asks()
+    ddp = DistributedDataParallel(model)
+    model(torch.ones(1, 1))
+    ddp(torch.ones(1, 1))
+    return model.seen == [(None, None), (ddp, None)]
+
+
+def test_a_module_can_tell_who_wraps_it() -> None:
+    assert run(2, _around) == [True, True]
+
+
+def _torchs_own_average(rank: int, world: int) -> bool:
+    grads = []
+    for connected in (False, True):
+        model = Bare()
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        if connected:
+            connect(ddp, Policy.parse("fp32"))
+        ddp(torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+        grads.append(_grads(model))
+    return all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_fp32_traffic_gives_the_bits_of_torchs_own_reduction() -> None:
+    assert all(run(4, _torchs_own_average))

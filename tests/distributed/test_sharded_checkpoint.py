@@ -1,0 +1,231 @@
+"""Checkpoints of runs on many ranks: saved on some, resumed on others, and the optimizer goes on bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.models import Language
+from tests.distributed.ranks import run
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import mezzo
+from mezzo.distributed import fully_shard, load_checkpoint, save_checkpoint
+from mezzo.errors import CheckpointError
+
+pytestmark = pytest.mark.distributed
+
+State = dict[str, Any]
+INF = float("inf")
+IDS = torch.randint(0, 12, (2, 5), generator=torch.Generator().manual_seed(5))
+
+
+class Seen(Language):
+    """The language model with a buffer that its forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(ids)
+
+
+def _optimizer(name: str, params: list[Tensor], policy: mezzo.Policy) -> torch.optim.Optimizer:
+    if name == "torch":
+        return torch.optim.AdamW(params, lr=0.05)
+    if name == "sgd":
+        return mezzo.optim.SGD(params, lr=0.05, momentum=0.9, master=policy.master)
+    options = {"master": policy.master, "state_dtype": policy.state, "rounding_seed": 7}
+    return mezzo.optim.AdamW(params, lr=0.05, weight_decay=0.1, **options)
+
+
+def _start(world: int, kind: str, policy: str, optimizer: str, seed: int) -> mezzo.Stepper:
+    """Return a run: its model from the seed, in shards, in copies, or plain on one rank."""
+    torch.manual_seed(seed)
+    model = Seen()
+    if kind == "sharded" and world > 1:
+        fully_shard(model, policy, units=model.layers)
+    wrapped = DistributedDataParallel(model) if kind == "wrapped" else model
+    made = _optimizer(optimizer, list(model.parameters()), mezzo.Policy.parse(policy))
+    amp = mezzo.prepare(wrapped, made, policy)
+    if kind == "copies" and world > 1:
+        amp.called = DistributedDataParallel(amp.model)
+    else:
+        amp.called = amp.model
+    return amp
+
+
+def _give_(grads: State, step: int) -> None:
+    """Overwrite gradients with ones that are the same however they are spread."""
+    for index, grad in enumerate(grads.values()):
+        generator = torch.Generator().manual_seed(100 * step + index)
+        whole = torch.randn(grad.shape, generator=generator).to(grad.dtype)
+        if isinstance(grad, DTensor):
+            part = distribute_tensor(whole, grad.device_mesh, grad.placements, src_data_rank=None)
+            grad.to_local().copy_(part.to_local())
+        else:
+            grad.copy_(whole)
+
+
+def _steps(amp: mezzo.Stepper, steps: range) -> None:
+    for step in steps:
+        amp.zero_grad()
+        logits = amp.called(IDS).float()
+        amp.backward(F.cross_entropy(logits.flatten(0, 1), IDS.flatten()) * (INF if step == 1 else 1.0))
+        with amp.unscaled_grads() as grads:
+            _give_(grads, step)
+        amp.step()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    wide = tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor  # no backend sends int16
+    return (wide.full_tensor() if isinstance(wide, DTensor) else wide).detach().clone()
+
+
+def _state(amp: mezzo.Stepper) -> State:
+    """Return everything that decides how a run goes on, whole."""
+    saved = amp.state_dict()
+    found = {name: _whole(value) for name, value in saved["model"].items()}
+    for index, entry in saved["optimizers"][0]["state"].items():
+        found.update({f"{index} {name}": _whole(value) for name, value in entry.items()})
+    return {**found, **(saved["scaling"] or {}), **saved["counters"]}
+
+
+def _saves(rank: int, world: int, kind: str, policy: str, optimizer: str, folder: str) -> State:
+    amp = _start(world, kind, policy, optimizer, seed=0)
+    _steps(amp, range(4))
+    save_checkpoint(amp, folder, extra={"epoch": 3, "rates": torch.arange(3.0)})
+    return _state(amp)
+
+
+def _resumes(rank: int, world: int, kind: str, policy: str, optimizer: str, folder: str) -> tuple[State, State, object]:
+    amp = _start(world, kind, policy, optimizer, seed=1)
+    _steps(amp, range(10, 12))  # what is there before loading must not matter
+    extra = load_checkpoint(amp, folder)
+    loaded = _state(amp)
+    _steps(amp, range(4, 7))
+    return loaded, _state(amp), extra
+
+
+def _straight(rank: int, world: int, policy: str, optimizer: str) -> State:
+    amp = _start(world, "plain", policy, optimizer, seed=0)
+    _steps(amp, range(7))
+    return _state(amp)
+
+
+def _differing(found: State, wanted: State) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [name for name, value in wanted.items() if not _is_equal(found[name], value)]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+RUNS = [
+    ("fp32", "adamw"),
+    ("fp16, scaling.init_scale=256, scaling.growth_interval=2", "torch"),
+    ("bf16-master", "adamw"),
+    ("bf16-master, state=bf16", "adamw"),
+    ("bf16-master, master=fp32", "sgd"),
+    ("bf16-master, master=kahan", "adamw"),
+    ("bf16-master, master=stochastic", "adamw"),
+    ("fp16-master, scaling.init_scale=256", "sgd"),
+]
+
+
+FEW = [RUNS[1], RUNS[3], RUNS[6]]
+"""A loss scale; split masters beside moments that are rounded by chance; weights that are."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "first", "then", "kind"),
+    [
+        *[(*each, 1, 2, "sharded") for each in RUNS],
+        *[
+            (*each, *way)
+            for way in ((2, 1, "sharded"), (2, 4, "sharded"), (1, 2, "copies"), (2, 1, "copies"))
+            for each in FEW
+        ],
+    ],
+)
+def test_what_some_ranks_saved_others_go_on_with_bit_for_bit(
+    policy: str, optimizer: str, first: int, then: int, kind: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "at-4"
+    saved = run(first, _saves, kind, policy, optimizer, str(folder))
+    wanted = run(1, _straight, policy, optimizer)[0]
+    for loaded, at_end, extra in run(then, _resumes, kind, policy, optimizer, str(folder)):
+        assert _differing(loaded, saved[0]) == []
+        assert _differing(at_end, wanted) == []
+        assert extra["epoch"] == 3 and torch.equal(extra["rates"], torch.arange(3.0))
+    assert [path.name for path in tmp_path.iterdir()] == ["at-4"]
+
+
+@pytest.mark.parametrize(("kind", "then_kind"), [("sharded", "wrapped"), ("wrapped", "copies"), ("copies", "sharded")])
+def test_shards_and_copies_read_each_others(kind: str, then_kind: str, tmp_path: Path) -> None:
+    saved = run(2, _saves, kind, "bf16", "adamw", str(tmp_path / "c"))
+    wanted = run(1, _straight, "bf16", "adamw")[0]
+    for loaded, at_end, _ in run(2, _resumes, then_kind, "bf16", "adamw", str(tmp_path / "c")):
+        assert (_differing(loaded, saved[0]), _differing(at_end, wanted)) == ([], [])
+
+
+def _converts(rank: int, world: int, policy: str, folder: str) -> State:
+    amp = _start(world, "sharded", policy, "adamw", seed=1)
+    load_checkpoint(amp, folder)
+    found = {name: _whole(value) for name, value in amp.export_weights().items()}
+    _steps(amp, range(4, 5))
+    return found
+
+
+@pytest.mark.parametrize("saved", ["fp32", "bf16-master", "bf16-master, master=kahan"])
+def test_another_policy_takes_the_masters_over_in_shards_too(saved: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
+    run(2, _saves, "sharded", saved, "adamw", folder)
+    masters = run(1, _converts, saved, folder)[0]
+    for policy in ("fp32", "bf16-master, master=fp32"):
+        for found in run(2, _converts, policy, folder):
+            assert _differing(found, masters) == []
+
+
+def _refused(rank: int, world: int, folder: str, what: str) -> str:
+    amp = _start(world, "sharded", "fp32", "adamw", seed=0)
+    try:
+        if what == "save":
+            save_checkpoint(amp, folder)
+        else:
+            load_checkpoint(amp, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "done"
+
+
+def test_what_cannot_be_read_or_would_be_overwritten_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    def both(folder: Path, what: str) -> set[str]:
+        return set(run(2, _refused, str(folder), what))
+
+    assert both(tmp_path / "a", "save") == {"done"}
+    taken = (
+        f"save_checkpoint was given {tmp_path / 'a'}, which is there already. Name a new folder for each checkpoint, and "
+        "remove old ones when the new one is whole."
+    )
+    assert both(tmp_path / "a", "save") == {taken}
+    assert both(tmp_path / "b", "load") == {
+        f"there is no checkpoint in {tmp_path / 'b'}. Name a folder that save_checkpoint wrote."
+    }
+    (tmp_path / "file").write_text("no folder")
+    (found,) = both(tmp_path / "file" / "c", "save")
+    assert found.startswith(f"cannot write {tmp_path / 'file' / 'c'}: ") and found.endswith(
+        "The checkpoints before it are kept."
+    )
+    shard = next(iter((tmp_path / "a").glob("__1_*")))
+    shard.unlink()
+    (found,) = both(tmp_path / "a", "load")
+    assert found.startswith(f"cannot read {tmp_path / 'a'}: ")

@@ -1,0 +1,245 @@
+"""One object to save: resume goes on bit for bit, another policy converts and says so."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.step.step_models import OPTIMIZERS, Net, assert_same, batch, everything, mse, twin
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.errors import CheckpointError
+
+adamw, sgd, wrapped = mezzo.optim.AdamW, mezzo.optim.SGD, mezzo.optim.MasterWeights
+
+RUNS: dict[str, tuple[str, Callable[[Any], torch.optim.Optimizer]]] = {
+    "fp32": ("fp32", OPTIMIZERS["adamw"]),
+    "bf16": ("bf16", OPTIMIZERS["fused-adamw"]),
+    "fp16": ("fp16, scaling.init_scale=512, scaling.growth_interval=2", OPTIMIZERS["momentum"]),
+    "bf16-split": ("bf16-master", lambda p: adamw(p, lr=0.01, master="split")),
+    "bf16-split-bf16-state": (
+        "bf16-master, state=bf16",
+        lambda p: adamw(p, 0.01, master="split", state_dtype=torch.bfloat16),
+    ),
+    "bf16-fp32": ("bf16-master, master=fp32", lambda p: adamw(p, lr=0.01, master="fp32")),
+    "bf16-sgd": ("bf16-master, master=fp32", lambda p: sgd(p, 0.05, momentum=0.9, master="fp32")),
+    "bf16-kahan": ("bf16-master, master=kahan", lambda p: adamw(p, lr=0.01, master="kahan")),
+    "bf16-stochastic": (
+        "bf16-master, master=stochastic",
+        lambda p: adamw(p, 0.01, master="stochastic", rounding_seed=7),
+    ),
+    "fp16-fp32": ("fp16-master, scaling.init_scale=512", lambda p: adamw(p, lr=0.01, master="fp32")),
+    "fp16-kahan": ("fp16-master, master=kahan, scaling.init_scale=512", lambda p: sgd(p, lr=0.05, master="kahan")),
+    "wrapped-fp32": ("bf16-master, master=fp32", lambda p: wrapped(torch.optim.AdamW(p, lr=0.01))),
+    "wrapped-rmsprop": ("bf16-master, master=fp32", lambda p: wrapped(torch.optim.RMSprop(p, lr=0.01))),
+    "wrapped-kahan": ("bf16-master, master=kahan", lambda p: wrapped(torch.optim.AdamW(p, lr=0.01), "kahan")),
+    "wrapped-stochastic": (
+        "bf16-master, master=stochastic",
+        lambda p: wrapped(torch.optim.AdamW(p, lr=0.01), "stochastic", rounding_seed=3),
+    ),
+}
+
+
+def start(run: str, model: nn.Module | None = None, more: str = "") -> mezzo.Stepper:
+    policy, make = RUNS[run]
+    model = Net() if model is None else model
+    return mezzo.prepare(model, make(model.parameters()), policy + more)
+
+
+def train(amp: mezzo.Stepper, batches: list[tuple[Tensor, Tensor]], bad: tuple[int, ...] = ()) -> None:
+    for index, (x, y) in enumerate(batches):
+        amp.zero_grad()
+        amp.backward(mse(amp.model(x), y) * (float("inf") if index in bad else 1.0))
+        amp.step(max_norm=1.0)
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_resume_is_bit_identical(run: str) -> None:
+    batches = [batch() for _ in range(9)]
+    straight = start(run)
+    weights = twin(straight.model).state_dict()
+    train(straight, batches[:5], bad=(1, 4))
+    saved = through_a_file(straight.state_dict())
+    train(straight, batches[5:], bad=(2,))
+
+    resumed = start(run)
+    train(resumed, batches[:2])  # what is there before loading must not matter
+    assert resumed.load_state_dict(saved) == ()
+    train(resumed, batches[5:], bad=(2,))
+    assert_same(everything(resumed), everything(straight))
+    assert resumed.counters() == straight.counters() and resumed.scale == straight.scale
+    assert any(not torch.equal(weights[name], value) for name, value in straight.model.state_dict().items())
+
+
+def test_one_that_does_not_resume_is_seen() -> None:
+    """The comparison above can fail: it does if only the weights are loaded."""
+    batches = [batch() for _ in range(6)]
+    straight, resumed = start("bf16-split"), start("bf16-split")
+    train(straight, batches[:3])
+    resumed.model.load_state_dict(twin(straight.model).state_dict())
+    train(straight, batches[3:])
+    train(resumed, batches[3:])
+    with pytest.raises(AssertionError):
+        assert_same(everything(resumed), everything(straight))
+
+
+MATRIX = [run for run in RUNS if not run.startswith("fp16") and run not in ("bf16-sgd", "wrapped-rmsprop")]
+"""Runs with AdamW in one or another form."""
+EXACT = ("fp32", "bf16-split", "bf16-fp32", "wrapped-fp32")
+
+
+class TestAnotherPolicy:
+    @pytest.mark.parametrize("into", MATRIX)
+    @pytest.mark.parametrize("out_of", MATRIX)
+    def test_masters_are_carried_over(self, out_of: str, into: str) -> None:
+        before = start(out_of)
+        train(before, [batch() for _ in range(3)])
+        saved, want = through_a_file(before.state_dict()), before.export_weights()
+        after = start(into)
+        sentences = after.load_state_dict(saved)
+        got = after.export_weights()
+        assert got.keys() == want.keys()
+        is_exact = out_of not in ("fp16",) and (into in EXACT or into == "bf16" or out_of == into or "split" in into)
+        for name, value in want.items():
+            if not value.is_floating_point() or is_exact:
+                assert torch.equal(got[name], value), name
+            else:
+                rounding = 2.0**-8 if "stochastic" in into else 2.0**-16
+                torch.testing.assert_close(got[name], value, rtol=rounding, atol=0)
+        assert (sentences == ()) is (RUNS[out_of][0] == RUNS[into][0])
+        assert any("another policy" in sentence for sentence in sentences) or sentences == ()
+        train(after, [batch()])
+
+    def test_what_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        before = start("bf16-split")
+        train(before, [batch()])
+        sentences = start("fp16").load_state_dict(before.state_dict())
+        assert sentences[0].startswith("the checkpoint was made under another policy:\n")
+        assert sentences[1:] == (
+            "4 parameters were stored in bf16 and are now in fp32",
+            "4 split masters became the fp32 weights",
+            "no loss scale was saved: it starts at 512",
+        )
+        assert all(any(sentence in message for message in caplog.messages) for sentence in sentences)
+
+    def test_the_scale_goes_where_there_is_none(self) -> None:
+        before = start("fp16")
+        train(before, [batch()])
+        model = Net()
+        after = mezzo.prepare(model, OPTIMIZERS["momentum"](model.parameters()), "fp32")
+        assert after.load_state_dict(before.state_dict())[1:] == (
+            "the saved loss scale 512 is dropped: this policy does not scale",
+        )
+
+    def test_from_a_run_without_mezzo_and_back(self) -> None:
+        plain = Net()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        mse(plain(batch()[0]), batch()[1]).backward()
+        optimizer.step()
+        saved = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+        amp = start("bf16-split")
+        assert amp.load_state_dict(saved) == (
+            "the checkpoint names no policy: it was made without mezzo",
+            "4 parameters were stored in fp32 and are now in bf16",
+        )
+        for name, value in amp.export_weights().items():
+            assert torch.equal(value, plain.state_dict()[name])
+        other = Net()
+        other.load_state_dict(amp.export_weights())
+        assert torch.equal(other.inner.weight, plain.inner.weight)
+
+    def test_from_a_run_in_copies_whose_wrapper_names_the_weights_its_own_way(self) -> None:
+        plain = Net()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        weights = {f"module.{name}": value for name, value in plain.state_dict().items()}
+        amp = start("bf16-split")
+        amp.load_state_dict({"model": weights, "optimizer": optimizer.state_dict()})
+        for name, value in amp.export_weights().items():
+            assert torch.equal(value, plain.state_dict()[name])
+
+    def test_masters_start_from_fp32_weights_that_were_never_stepped(self) -> None:
+        before, after = start("fp32"), start("bf16-split")
+        after.load_state_dict(before.state_dict())
+        for name, value in after.export_weights().items():
+            assert torch.equal(value, before.model.state_dict()[name])
+
+
+class TestExport:
+    def test_weights_come_from_masters_and_are_plain(self) -> None:
+        amp = start("bf16-split")
+        train(amp, [batch() for _ in range(3)])
+        exported = amp.export_weights()
+        assert list(exported) == list(amp.model.state_dict())
+        assert {v.dtype for v in exported.values()} == {torch.float32, torch.int64}
+        for name, p in amp.model.named_parameters():
+            assert torch.equal(exported[name], amp.optimizers[0].master(p))
+            assert exported[name].data_ptr() != p.data_ptr() and not exported[name].requires_grad
+        low = amp.export_weights(torch.float16)
+        assert low["inner.weight"].dtype is torch.float16 and low["stats.running_mean"].dtype is torch.float32
+        assert torch.equal(low["inner.weight"], exported["inner.weight"].half())
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("state", "sentence"),
+        [
+            (
+                {"weights": 1},
+                (
+                    "load_state_dict was given ['weights'], and a checkpoint has the keys format, policy, declared, model, "
+                    "optimizers, scaling, counters. For weights alone write model.load_state_dict(weights)."
+                ),
+            ),
+            (
+                [],
+                (
+                    "load_state_dict was given list, and a checkpoint has the keys format, policy, declared, model, "
+                    "optimizers, scaling, counters. For weights alone write model.load_state_dict(weights)."
+                ),
+            ),
+            (
+                {"model": {}, "format": 2},
+                "the checkpoint has format 2, and this version reads up to 1. Update mezzo to read it.",
+            ),
+            (
+                {"model": {}, "format": 1, "optimizer_s": []},
+                "the checkpoint has an unknown key 'optimizer_s'. Did you mean 'optimizers'?",
+            ),
+            (
+                {"model": {}, "optimizers": [1, 2]},
+                (
+                    "the checkpoint has the state of 2 optimizers, and this run has 1. Prepare the model with the optimizers "
+                    "it was saved with."
+                ),
+            ),
+        ],
+    )
+    def test_sentence(self, state: Any, sentence: str) -> None:
+        with pytest.raises(CheckpointError) as error:
+            start("fp32").load_state_dict(state)
+        assert str(error.value) == sentence
+
+    def test_gradients_are_dropped_by_loading(self) -> None:
+        amp = start("fp16")
+        saved = amp.state_dict()
+        amp.backward(mse(amp.model(batch()[0]), batch()[1]))
+        amp.load_state_dict(saved)
+        with pytest.raises(mezzo.errors.StepError, match="before backward"):
+            amp.step()
+
+    def test_what_is_read_is_what_was_meant(self) -> None:
+        state = start("fp16").state_dict()
+        assert state["declared"]["inner.weight"] == "fp32" and state["scaling"]["scale"] == 512.0
+        assert mezzo.Policy.from_dict(state["policy"]) == mezzo.Policy.parse(RUNS["fp16"][0])

@@ -1,0 +1,92 @@
+"""Every private name of torch stands in one file, and each is where that file says; a new torch that moves one is named."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from mezzo import _torch
+
+SRC = Path(__file__).parents[1] / "src" / "mezzo"
+SOURCE = (SRC / "_torch.py").read_text()
+PRIVATE = re.compile(r"\btorch(?:\.\w+)*\._[a-zA-Z]|from torch[\w.]* import .*\b_[a-z]")
+ATTRIBUTES = {
+    "_version": torch.ones(1),
+    "_is_view": torch.ones(1),
+    "_base": torch.ones(1),
+    "_values": torch.ones(1).to_sparse(),
+    "_cdata": torch.ones(1).untyped_storage(),
+    "_parameters": torch.nn.Linear(1, 1),
+    "_buffers": torch.nn.Linear(1, 1),
+    "_apply": torch.nn.Linear(1, 1),
+    "_optimizer_step_pre_hooks": torch.optim.SGD([torch.ones(1)]),
+    "_optimizer_step_post_hooks": torch.optim.SGD([torch.ones(1)]),
+    "_step_supports_amp_scaling": torch.optim.AdamW([torch.ones(1)], fused=True),
+    "_execution_engine": torch.autograd.Variable,
+}
+
+
+def imported_names() -> list[str]:
+    nodes = (node for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.ImportFrom) and node.module)
+    found = [f"{node.module}:{alias.name}" for node in nodes for alias in node.names]
+    return [name for name in found if name.startswith("torch") and "_" in name.replace("__future__", "")]
+
+
+def dotted_names() -> list[str]:
+    found = re.findall(r"\b(torch(?:\.\w+)*\._\w+(?:\.\w+)*)", SOURCE)
+    return sorted({name for name in found if not name.startswith("torch.utils._pytree")})
+
+
+def where_it_stops(name: str) -> str:
+    """Return the first part of a dotted name that is not there; empty if all are."""
+    value: object = torch
+    for i, part in enumerate(name.split(".")[1:], 2):
+        if not hasattr(value, part):
+            try:
+                value = import_module(".".join(name.split(".")[:i]))
+                continue
+            except ImportError:
+                return ".".join(name.split(".")[:i])
+        value = getattr(value, part)
+    return ""
+
+
+@pytest.mark.parametrize("name", dotted_names())
+def test_a_dotted_name_is_there(name: str) -> None:
+    assert where_it_stops(name) == ""
+
+
+@pytest.mark.parametrize("name", imported_names())
+def test_an_imported_name_is_there(name: str) -> None:
+    module, _, attribute = name.partition(":")
+    assert hasattr(import_module(module), attribute), f"{module} has no {attribute} any more"
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_is_there(name: str) -> None:
+    assert hasattr(ATTRIBUTES[name], name)
+
+
+def test_a_name_that_moved_is_named() -> None:
+    assert where_it_stops("torch._C._moved_away") == "torch._C._moved_away"
+
+
+def test_versions_and_storages_tell_what_was_written() -> None:
+    tensor = torch.zeros(4)
+    before = _torch.version(tensor)
+    view = tensor[1:]
+    view.add_(1)
+    assert _torch.version(tensor) == before + 1
+    assert _torch.storage_id(view) == _torch.storage_id(tensor) != _torch.storage_id(torch.zeros(4))
+    assert _torch.view_base(view) is tensor and _torch.view_base(tensor) is None
+
+
+def test_private_torch_stands_in_one_file() -> None:
+    files = [path for path in sorted(SRC.rglob("*.py")) if path.name != "_torch.py" and "diagnose" not in path.parts]
+    found = [str(path.relative_to(SRC)) for path in files if PRIVATE.search(path.read_text())]
+    assert found == []
