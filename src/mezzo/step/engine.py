@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..binding.bind import AfterForward, Binding, bind, innermost
 from ..distributed.consensus import RankConsensus
 from ..errors import NonFiniteStep
-from ..kernels.dtensor import is_dtensor, local
+from ..kernels.dtensor import any_dtensor, is_dtensor, local
 from ..kernels.ops.gradients import norm_and_finite
 from ..loss_scale.state import LossScale, NoScaling
 from ..policy import Policy
@@ -180,6 +180,13 @@ class Engine:
         self._num_taken += 1
         every = self.policy.guard.check_every
         return every > 0 and (self._num_taken <= ALWAYS or self._num_taken % every == 0)
+
+    def grad_norm(self, optimizer: Optimizer | None) -> Tensor:
+        """Return the norm of the gradients that are there; see `Stepper.grad_norm`."""
+        shares, pending = self.gradients.shares(optimizer), self.gradients.require("grad_norm()")
+        is_sharded = any_dtensor(p for share in shares for p in share.params)
+        consensus = self.consensus if is_sharded else None
+        return decide(shares, pending, [], self.skip, consensus, len(self.optimizers)).norm
 
     def judge(self, shares: Sequence[OptimizerGrads]) -> tuple[Decision, StepFlags]:
         """Say what is wrong with the gradients, if anything. Syncs: no."""

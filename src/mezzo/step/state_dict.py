@@ -30,36 +30,34 @@ _HOW = ("fused", "foreach", "capturable", "differentiable")
 _log = logging.getLogger("mezzo.step")
 
 
-def save(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    policy: Policy,
-    loss_scale: LossScale | NoScaling,
-    counters: Counters,
-) -> dict[str, Any]:
-    """Return everything a run needs to go on, as torch.load(weights_only=True) can read it back.
-
-    Syncs: yes, for the loss scale. Tensors are those of the run, not copies.
-    """
-    inner = innermost(model)
+def save_run(policy: Policy, loss_scale: LossScale | NoScaling, counters: Counters) -> dict[str, Any]:
+    """Return what a run knows beside weights and optimizers. Syncs: yes, for the loss scale."""
     return {
         "format": FORMAT,
         "policy": policy.to_dict(),
-        "declared": {name: dtype_name(p.dtype) for name, p in inner.named_parameters()},
-        "model": inner.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "scaling": None if isinstance(loss_scale, NoScaling) else dataclasses.asdict(loss_scale.numbers()),
         "counters": dataclasses.asdict(counters),
     }
 
 
+def save_weights(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return weights, and optimizer states with masters. Tensors are those of the run, not copies. Syncs: no."""
+    inner = innermost(model)
+    return {
+        "declared": {name: dtype_name(p.dtype) for name, p in inner.named_parameters()},
+        "model": inner.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
+
+
 def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
-    """Return a checkpoint with every key, that of a run without mezzo too.
+    """Return a checkpoint with every key, that of a run without mezzo, and one without weights ("model": None), too.
 
     Raises:
         CheckpointError: not a checkpoint, one of a later version, or one with other optimizers.
     """
-    if not isinstance(state, Mapping) or "model" not in state:
+    lacks_weights = isinstance(state, Mapping) and "format" in state and not {"model", "optimizers"} & state.keys()
+    if not isinstance(state, Mapping) or ("model" not in state and not lacks_weights):
         keys = list(state) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
             f"load_state_dict was given {keys}, and a checkpoint has the keys {', '.join(_KEYS)}. "
@@ -74,7 +72,7 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
     if unknown and "format" in state:
         raise CheckpointError(f"the checkpoint has an unknown key {unknown[0]!r}.{did_you_mean(unknown[0], _KEYS)}")
     saved = state.get("optimizers", [state["optimizer"]] if "optimizer" in state else [])
-    if len(saved) != num_optimizers:
+    if len(saved) != num_optimizers and not lacks_weights:
         raise CheckpointError(
             f"the checkpoint has the state of {len(saved)} optimizers, and this run has {num_optimizers}. Prepare the "
             "model with the optimizers it was saved with."

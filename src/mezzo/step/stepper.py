@@ -140,6 +140,22 @@ class Stepper:
         """
         return self._engine.gradients.unscaled()
 
+    def grad_norm(self, optimizer: Optimizer | None = None) -> Tensor:
+        """Return the L2 norm of the true gradients of this step so far, as `step(max_norm=...)` measures it.
+
+        Args:
+            optimizer: of this one's gradients only.
+
+        Returns:
+            Shape (), fp32, on the device of the gradients.
+
+        Raises:
+            StepError: before `backward(loss)`, or after somebody else changed gradients.
+
+        Syncs: no on one rank and for copies; for sharded weights with the slowest rank.
+        """
+        return self._engine.grad_norm(optimizer)
+
     def step(
         self,
         closure: Callable[[], Tensor | float] | None = None,
@@ -235,17 +251,22 @@ class Stepper:
         """The loss scale that the next step will use; 1.0 without scaling. Syncs: yes."""
         return float(self._engine.loss_scale.scale)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, weights: bool = True) -> dict[str, Any]:
         """Return everything a run needs to go on: the one object to save.
 
         Weights, optimizer states with masters and rounding counts, loss scale, counters, policy and the dtypes
         weights were stored in. torch.load(weights_only=True) reads it back. Gradients are not part of it: save
         between `step` and `backward`.
 
+        Args:
+            weights: False leaves out what `model.state_dict()` and `optimizer.state_dict()` hold, for those who save
+                these by themselves.
+
         Syncs: yes.
         """
         engine = self._engine
-        return checkpoint.save(self.model, self.optimizers, self.policy, engine.loss_scale, engine.guard.settle())
+        run = checkpoint.save_run(self.policy, engine.loss_scale, engine.guard.settle())
+        return {**run, **checkpoint.save_weights(self.model, self.optimizers)} if weights else run
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Go on from a checkpoint, bit for bit where policy and optimizers are those it was made with.
@@ -254,7 +275,7 @@ class Stepper:
         the keys "model" and "optimizer", is taken too.
 
         Args:
-            state: from `state_dict`.
+            state: from `state_dict`; without weights, those of model and optimizers stay.
 
         Returns:
             A sentence for everything that was converted or is missing; they are logged as well.
@@ -271,7 +292,7 @@ class Stepper:
         counters = replace(counters, demoted=engine.demote_again(counters.demoted))
         sentences = (
             *checkpoint.compare_policies(complete["policy"], self.policy),
-            *checkpoint.load_weights_(self.model, self.optimizers, complete),
+            *(checkpoint.load_weights_(self.model, self.optimizers, complete) if complete["model"] is not None else ()),
             *checkpoint.load_scale_(engine.loss_scale, complete["scaling"]),
         )
         engine.guard.counters = counters

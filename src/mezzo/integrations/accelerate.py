@@ -1,0 +1,173 @@
+"""Accelerate: an Accelerator that trains under a policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import PolicyError
+from ..policy import Policy
+from ..step import Stepper
+from .adapter import Adapter, innermost_optimizer
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer, move_to_device
+    from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs
+except ImportError as error:
+    raise ImportError("mezzo.integrations.accelerate needs Accelerate: pip install 'mezzo[accelerate]'") from error
+
+_REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """An optimizer as Accelerate hands it out, whose step the stepper takes.
+
+    Args:
+        optimizer: prepared.
+        adapter: that owns its steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, adapter: Adapter) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._adapter = adapter
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Take the step, in the last micro-batch of several."""
+        if self.gradient_state.sync_gradients:
+            self._adapter.step(self.optimizer, closure)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left everything as it was. Syncs: once a step."""
+        return self._adapter.was_skipped
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` with `policy=` in place of `mixed_precision=`.
+
+    Weights, clipping, accumulation and skipped steps are those of a loop written with `mezzo.prepare`, bit for bit;
+    `save_state` keeps the loss scale and the counters where Accelerate keeps a scaler.
+
+    Args:
+        *args: as for Accelerate.
+        policy: as for `mezzo.prepare`.
+        **kwargs: as for Accelerate.
+
+    Raises:
+        PolicyError: another precision beside the policy, or a launcher that takes the step itself.
+    """
+
+    def __init__(self, *args: Any, policy: Policy | str = "auto", **kwargs: Any) -> None:
+        handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, (AutocastKwargs, GradScalerKwargs))]
+        if handlers:
+            raise PolicyError(
+                f"{type(handlers[0]).__name__} was given beside policy={policy!s}, which has its own op rules and loss "
+                "scale. Write them into the policy: 'fp16, scaling.init_scale=1024'."
+            )
+        check_precision(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION"), policy)
+        super().__init__(*args, **kwargs)
+        adopt(self, policy)
+
+    @property
+    def stepper(self) -> Stepper:
+        """What `mezzo.prepare` made of a model and its optimizer."""
+        return self._adapter.stepper
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models and optimizers under the policy, then as Accelerate does."""
+        models = [a for a in args if isinstance(a, nn.Module)]
+        optimizers = [innermost_optimizer(a) for a in args if isinstance(a, Optimizer)]
+        if self.is_fsdp2:
+            result = super().prepare(*args, device_placement=device_placement)
+            sharded = [r for r in (result if isinstance(result, tuple) else (result,)) if isinstance(r, nn.Module)]
+            self._adapter.prepare(sharded, optimizers)
+            return result
+        for model in models:
+            if self.device_placement:
+                model.to(self.device)
+        for optimizer in optimizers:
+            if optimizer.state:
+                optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.device))
+        if models or optimizers:
+            self._adapter.prepare(models, optimizers)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Prepare a model by itself: to be run, or before its optimizer."""
+        if not self.is_fsdp2 and not self._adapter.knows(model):
+            self._adapter.prepare([model.to(self.device) if self.device_placement else model], [])
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Wrap an optimizer, whose steps the stepper takes from now on."""
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = _Optimizer(optimizer, self._adapter)
+        if all(optimizer is not known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a loss, divided by the number of micro-batches."""
+        self._adapter.backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Have `.grad` hold true gradients until the next backward or step."""
+        self._adapter.show()
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip to a norm, and return the norm before."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clip = partial(self._clip_grad_norm_dtensor_aware, max_norm=max_norm, norm_type=norm_type)
+        return self._adapter.clip_norm(params, max_norm, clip_now=None if norm_type == 2 else clip)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp to a value in both directions."""
+        self._adapter.clip_value([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Run a block in the policy's region, unless the handler turns casting off."""
+        with self._adapter.region(enabled=autocast_handler is None or autocast_handler.enabled):
+            yield
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of models, optimizers and the stepper."""
+        self._adapter.forget()
+        return super().free_memory(*objects)
+
+
+def check_precision(other: object, policy: Policy | str) -> None:
+    """Refuse a precision beside a policy.
+
+    Raises:
+        PolicyError: there is one.
+    """
+    if other not in (None, "no"):
+        raise PolicyError(
+            f"mixed_precision={other!s} was asked for beside policy={policy!s}; one must win, and neither should in "
+            f"silence. Leave out mixed_precision (argument, TrainingArguments, launcher or ACCELERATE_MIXED_PRECISION)."
+        )
+
+
+def adopt(accelerator: accelerate.Accelerator, policy: Policy | str) -> None:
+    """Make an Accelerator that somebody else built one that trains under a policy. Writes: its class and scaler.
+
+    Raises:
+        PolicyError: it has a precision of its own, or takes steps in a way that cannot be owned.
+    """
+    check_precision(accelerator.mixed_precision, policy)
+    kind = accelerator.distributed_type
+    if kind in _REFUSED or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+        raise PolicyError(
+            f"Accelerate runs under {kind.value}, which keeps weights and takes steps itself, so policy={policy!s} "
+            "cannot hold. Launch with DDP or FSDP2 (fsdp_version: 2)."
+        )
+    accelerator.__class__ = Accelerator
+    accelerator._adapter = accelerator.scaler = Adapter(policy)

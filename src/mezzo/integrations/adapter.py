@@ -1,0 +1,187 @@
+"""What a framework asks for call by call, in the order a stepper wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..casting import autocast
+from ..errors import StepError
+from ..policy import Policy
+from ..step import Stepper, StepResult, prepare
+
+_WHICH = (
+    "optimizers were given whose parameters belong to {count} of the models given so far; one loss scale is kept, so it "
+    "must be one. Make it one module, nn.ModuleDict({{...}}), or write the loop with one mezzo.prepare for each model."
+)
+
+
+class Adapter:
+    """A stepper behind a framework that clips and looks at gradients between backward and step.
+
+    Clipping waits for the step, which does it in fp32 in one pass with the update. What a step does not know (another
+    norm, a part of the parameters) is done at once, on true gradients.
+
+    Args:
+        policy: as for `mezzo.prepare`.
+
+    Attributes:
+        policy: as given.
+        result: of the last step; None before the first.
+    """
+
+    def __init__(self, policy: Policy | str) -> None:
+        self.policy = policy
+        self.result: StepResult | None = None
+        self._stepper: Stepper | None = None
+        self._models: list[nn.Module] = []
+        self._clips: dict[int, dict[str, float]] = {}
+        self._shown = ExitStack()
+
+    @property
+    def stepper(self) -> Stepper:
+        """What `mezzo.prepare` made.
+
+        Raises:
+            StepError: no model was given together with its optimizer yet.
+        """
+        if self._stepper is None:
+            raise StepError(
+                "backward or step was called, and no model was given together with its optimizer. Give both to one "
+                "call: trainer.fit(model), fabric.setup(model, optimizer) or accelerator.prepare(model, optimizer)."
+            )
+        return self._stepper
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last step left everything as it was. Syncs: once a step."""
+        return self.result is not None and not self.result.applied
+
+    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Bind the policy to models, and own the steps of the optimizers; see `mezzo.prepare`.
+
+        Args:
+            models: one to train; others are only run. A model may come before its optimizer.
+            optimizers: those of one model.
+
+        Raises:
+            StepError: optimizers of several models, or of none.
+        """
+        if self._stepper is not None:
+            models, optimizers = [*models, self._stepper.model], [*self._stepper.optimizers, *optimizers]
+        known = {id(m): m for m in (*self._models, *models)}.values()
+        stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        trained = [m for m in known if any(id(p) in stepped for p in m.parameters())]
+        if optimizers and len(trained) != 1:
+            raise StepError(_WHICH.format(count=len(trained)))
+        for model in models:
+            if not optimizers or model is not trained[0]:
+                prepare(model, None, self.policy)
+        self._models = list(known)
+        if optimizers:
+            self._stepper = prepare(trained[0], optimizers, self.policy)
+
+    def knows(self, part: nn.Module | Optimizer) -> bool:
+        """Whether a model is bound, or the steps of an optimizer are owned."""
+        own = () if self._stepper is None else self._stepper.optimizers
+        return any(part is known for known in (*self._models, *own))
+
+    def forget(self) -> None:
+        """Let go of the stepper and of what was asked for its next step."""
+        self._shown.close()
+        self._clips.clear()
+        self._models.clear()
+        self._stepper = self.result = None
+
+    def region(self, enabled: bool = True) -> AbstractContextManager[object]:
+        """Return the policy's region, for what a framework computes around the model."""
+        if not self._models:
+            return nullcontext()
+        device = next(self._models[0].parameters()).device
+        policy = (Policy.parse(self.policy) if isinstance(self.policy, str) else self.policy).resolve(device)
+        return autocast(device.type, enabled=enabled and policy.is_low, policy=policy.replace(modules=()))
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a loss; see `Stepper.backward`."""
+        self._shown.close()
+        self.stepper.backward(loss, **kwargs)
+
+    def show(self) -> None:
+        """Have `.grad` hold true gradients until the next backward or step, to look at or to edit. Syncs: no."""
+        self._shown.close()
+        self._shown.enter_context(self.stepper.unscaled_grads())
+
+    def clip(self, optimizer: Optimizer, **bound: float) -> None:
+        """Have the next step of an optimizer clip: `max_norm` or `clip_value` of `Stepper.step`."""
+        self._clips.setdefault(id(optimizer), {}).update(bound)
+
+    def clip_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, clip_now: Callable[[list[Tensor]], Tensor] | None = None
+    ) -> Tensor:
+        """Clip the gradients of parameters to a norm.
+
+        Args:
+            parameters: of one optimizer, or some of them.
+            max_norm: inf only measures.
+            clip_now: clips true gradients in place and returns their norm; used where the step cannot clip. None if
+                L2 norms are meant.
+
+        Returns:
+            The norm of the true gradients before clipping: shape (), fp32. Syncs: no.
+        """
+        params = [p for p in parameters if p.grad is not None]
+        owner = self._owner(params) if clip_now is None else None
+        if owner is None:
+            self.show()
+            return torch.nn.utils.clip_grad_norm_(params, max_norm) if clip_now is None else clip_now(params)
+        self._shown.close()
+        norm = self.stepper.grad_norm(owner)
+        if max_norm < float("inf"):
+            self.clip(owner, max_norm=max_norm)
+        return norm
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp the gradients of parameters to a value in both directions."""
+        params = [p for p in parameters if p.grad is not None]
+        owner = self._owner(params)
+        if owner is None:
+            self.show()
+            torch.nn.utils.clip_grad_value_(params, clip_value)
+        else:
+            self.clip(owner, clip_value=clip_value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """Take the step of an optimizer, clipped as asked for since the last; see `Stepper.step`."""
+        self._shown.close()
+        clip = self._clips.pop(id(optimizer), {})
+        one = optimizer if len(self.stepper.optimizers) > 1 else None
+        self.result = self.stepper.step(closure, optimizer=one, **clip)
+        return self.result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the run knows beside weights and optimizers, which the framework saves. Syncs: yes."""
+        return self.stepper.state_dict(weights=False)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.stepper.load_state_dict(state)
+
+    def _owner(self, params: Sequence[Tensor]) -> Optimizer | None:
+        """Return the optimizer whose gradients these are, all of them and no other; None if there is none."""
+        asked = {id(p) for p in params}
+        for optimizer in self.stepper.optimizers:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+            if own == asked:
+                return optimizer
+        return None
+
+
+def innermost_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside the wrappers of Accelerate and Lightning, which are optimizers by name only."""
+    inner = vars(optimizer).get("optimizer", vars(optimizer).get("_optimizer"))
+    return innermost_optimizer(inner) if isinstance(inner, Optimizer) else optimizer

@@ -1,0 +1,240 @@
+"""Lightning: a precision plugin for its Trainer and for Fabric."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import LBFGS, Optimizer
+
+from ..errors import StepError
+from ..policy import Policy
+from ..step import Stepper
+from .adapter import Adapter, innermost_optimizer
+
+try:
+    from lightning.fabric.strategies import Strategy as FabricStrategy
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+except ImportError as error:
+    raise ImportError("mezzo.integrations.lightning needs Lightning: pip install 'mezzo[lightning]'") from error
+
+_LOOKING = ("on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class MezzoPrecision(Precision):
+    """Precision plugin that trains under a policy: `Trainer(plugins=MezzoPrecision("bf16"))`, or `Fabric(plugins=...)`.
+
+    Weights, clipping, accumulation and skipped steps are those of a loop written with `mezzo.prepare`, bit for bit.
+    `training_step` runs in the policy's region. Schedulers that step with every batch stay where they are when a step
+    is skipped. A checkpoint has the loss scale and the counters; with Fabric, put the plugin itself into the state
+    that is saved: `fabric.save(path, {"model": model, "optimizer": optimizer, "amp": plugin})`.
+
+    Args:
+        policy: as for `mezzo.prepare`.
+
+    Attributes:
+        precision: the name Lightning has for what comes nearest.
+
+    Raises:
+        StepError: a LightningModule that overrides `backward`, which would go past the loss scale.
+    """
+
+    def __init__(self, policy: Policy | str = "auto") -> None:
+        self._adapter = Adapter(policy)
+        self._is_trainer = False
+        self._wrap: Callable[[], nn.Module | None] = lambda: None
+        self._undo = ExitStack()
+
+    @property
+    def stepper(self) -> Stepper:
+        """What `mezzo.prepare` made, once training has begun."""
+        return self._adapter.stepper
+
+    # What both call
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Have the framework that calls wrap the model after it is prepared, and hand over what it asks for."""
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None:
+            _adopt_strategies(self)
+        elif hasattr(trainer.strategy, "configure_ddp"):
+            self._wrap = _postponed(trainer.strategy)
+        return module
+
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: Any = None,
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Take the step, or skip it."""
+        if kwargs:
+            raise StepError(f"optimizer.step was given {', '.join(kwargs)}, and takes a closure alone. Leave it out.")
+        optimizer = innermost_optimizer(optimizer)
+        if not self._is_trainer or isinstance(optimizer, LBFGS):
+            return self._adapter.step(optimizer, closure)
+        assert closure is not None
+        loss = closure()
+        if loss is None and model.automatic_optimization:
+            return None  # training_step asked for no step
+        self._before_step(model, optimizer)
+        self._adapter.step(optimizer)
+        return loss
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Add the gradients of a loss."""
+        if self._is_trainer:
+            args = args[1:]  # the optimizer
+        self._adapter.backward(tensor, *args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scale, counters and policy."""
+        return self._adapter.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        self._adapter.load_state_dict(state_dict)
+
+    def teardown(self) -> None:
+        """Give the model back the methods it had."""
+        self._undo.close()
+
+    # What the Trainer calls
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Prepare the model, and have it wrapped where several ranks train it."""
+        self._is_trainer = True
+        if not isinstance(model, LightningModule):
+            raise StepError(
+                f"{type(model).__name__} wrapped the model before the policy was bound, and keeps weights of its own. "
+                "Use strategy='ddp', or ModelParallelStrategy with mezzo's fully_shard in configure_model."
+            )
+        if is_overridden("backward", model):
+            raise StepError(
+                f"{type(model).__name__} overrides backward, which would go past the loss scale. Leave it out, or "
+                "write self.manual_backward(loss) with automatic_optimization = False."
+            )
+        self._adapter.prepare([model], [innermost_optimizer(o) for o in optimizers])
+        self._hold_schedulers(model, lr_schedulers)
+        return self._wrap() or model, optimizers, lr_schedulers
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """Return the policy's region, in which training_step and its like run."""
+        return self._adapter.region()
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Call the hooks of the Trainer."""
+        return super().pre_backward(tensor, module) if self._is_trainer else tensor
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Call the hooks of the Trainer."""
+        return super().post_backward(tensor, module) if self._is_trainer else tensor
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
+    ) -> None:
+        """Have the step clip."""
+        if clip_val > 0:
+            name = "clip_value" if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else "max_norm"
+            self._adapter.clip(innermost_optimizer(optimizer), **{name: clip_val})
+
+    def _before_step(self, model: LightningModule, optimizer: Optimizer) -> None:
+        looking = [model, *model.trainer.callbacks]
+        if any(is_overridden(hook, who) for who in looking for hook in _LOOKING if hasattr(who, hook)):
+            self._adapter.show()
+        self._after_closure(model, optimizer)
+
+    def _hold_schedulers(self, module: LightningModule, configs: Sequence[Any]) -> None:
+        """Have schedulers that step with every batch stay where they are when a step is skipped."""
+        each_step = {id(config.scheduler) for config in configs if config.interval == "step"}
+        if not each_step:
+            return
+        before = vars(module).get("lr_scheduler_step")
+        step = module.lr_scheduler_step
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            if id(scheduler) not in each_step or not self._adapter.was_skipped:
+                step(scheduler, metric)
+
+        vars(module)["lr_scheduler_step"] = lr_scheduler_step
+        self._undo.callback(_put_back, module, before)
+
+
+def _put_back(module: nn.Module, method: Any) -> None:
+    vars(module).pop("lr_scheduler_step", None)
+    if method is not None:
+        vars(module)["lr_scheduler_step"] = method
+
+
+def _postponed(strategy: Any) -> Callable[[], nn.Module | None]:
+    """Have a strategy of the Trainer wrap the model later: prepared weights may have another dtype.
+
+    Returns:
+        Wraps the model, if the strategy wanted to meanwhile. Writes: `configure_ddp` of the strategy until then.
+    """
+    asked: list[None] = []
+    vars(strategy)["configure_ddp"] = lambda: asked.append(None)
+
+    def wrap() -> nn.Module | None:
+        vars(strategy).pop("configure_ddp", None)
+        if not asked:
+            return None
+        asked.clear()
+        strategy.configure_ddp()
+        return cast(nn.Module, strategy.model)
+
+    return wrap
+
+
+class _PreparedByFabric(FabricStrategy):
+    """What a strategy of Fabric does otherwise under this plugin, which Fabric does not tell of optimizers."""
+
+    @property
+    def _adapter(self) -> Adapter:
+        return cast(MezzoPrecision, self.precision)._adapter
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        self._adapter.prepare([module], optimizers)
+        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+
+    def setup_module(self, module: nn.Module) -> Any:
+        if not self._adapter.knows(module):
+            self._adapter.prepare([module], [])
+        return super().setup_module(module)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        if not self._adapter.knows(optimizer):
+            self._adapter.prepare([], [optimizer])
+        return super().setup_optimizer(optimizer)
+
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, **kwargs: Any
+    ) -> Tensor:
+        now = None if norm_type == 2.0 else partial(clip_grad_norm_, max_norm=max_norm, norm_type=norm_type)
+        return self._adapter.clip_norm(_parameters(optimizer), max_norm, now)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        self._adapter.clip_value(_parameters(optimizer), clip_val)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _adopt_strategies(plugin: MezzoPrecision) -> None:
+    """Make the strategy that holds a plugin prepare and clip through it; Fabric tells a plugin of neither."""
+    for found in gc.get_objects():
+        kind = type(found)
+        if issubclass(kind, FabricStrategy) and not issubclass(kind, _PreparedByFabric) and found.precision is plugin:
+            found.__class__ = type(kind.__name__, (_PreparedByFabric, kind), {"__module__": kind.__module__})

@@ -1,0 +1,61 @@
+"""The Hugging Face Trainer, and a mixin that gives any subclass of it a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import PolicyError
+from ..policy import Policy
+from ..step import Stepper
+
+try:
+    import transformers
+
+    from .accelerate import adopt, check_precision
+except ImportError as error:
+    raise ImportError(
+        "mezzo.integrations.transformers needs transformers and Accelerate: pip install 'mezzo[transformers]'"
+    ) from error
+
+
+class PolicyMixin:
+    """Gives a subclass of `transformers.Trainer` a policy: `class MyTrainer(PolicyMixin, SFTTrainer): ...`.
+
+    Weights, clipping, accumulation and skipped steps are those of a loop written with `mezzo.prepare`, bit for bit;
+    the logged `grad_norm` is that of the true gradients; a checkpoint has the loss scale and the counters.
+
+    Args:
+        *args: as for the Trainer.
+        policy: as for `mezzo.prepare`.
+        **kwargs: as for the Trainer.
+
+    Raises:
+        PolicyError: `TrainingArguments` ask for a precision of their own.
+    """
+
+    def __init__(self, *args: Any, policy: Policy | str = "auto", **kwargs: Any) -> None:
+        self._policy = policy
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the Accelerator, and have it train under the policy."""
+        args: Any = self.args  # type: ignore[attr-defined]  # the Trainer's
+        check_precision(args.mixed_precision, self._policy)
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(args, name, False):
+                raise PolicyError(
+                    f"TrainingArguments({name}=True) would cast the weights for evaluation, and with them what "
+                    f"policy={self._policy!s} keeps. Leave it out: a prepared model evaluates in the policy."
+                )
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
+        adopt(self.accelerator, self._policy)  # type: ignore[attr-defined]  # the Trainer's
+
+    @property
+    def stepper(self) -> Stepper:
+        """What `mezzo.prepare` made, once training has begun."""
+        found: Stepper = self.accelerator.stepper  # type: ignore[attr-defined]  # the Trainer's
+        return found
+
+
+class Trainer(PolicyMixin, transformers.Trainer):
+    """`transformers.Trainer` with `policy=` in place of `TrainingArguments(bf16=True)`; see `PolicyMixin`."""

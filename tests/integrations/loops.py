@@ -1,0 +1,86 @@
+"""One model, one data set, and the loop with `mezzo.prepare` that every framework must equal bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import TensorDataset
+
+import mezzo
+
+POLICIES = ("bf16, output=fp32", "fp16, output=fp32", "bf16-master, output=fp32")
+OVERFLOWING = "fp16, output=fp32, scaling.init_scale=16777216"
+EPOCHS, BATCHES, BATCH = 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a loop differs from the plainest."""
+
+    max_norm: float | None = None
+    accumulate: int = 1
+    is_resumed: bool = False
+
+
+CASES = {
+    "plain": Case(),
+    "clip": Case(max_norm=0.1),
+    "accumulate": Case(accumulate=4),
+    "resume": Case(max_norm=0.1, is_resumed=True),
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    count = BATCHES * BATCH
+    return TensorDataset(
+        torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+    )
+
+
+def make_optimizer(model: nn.Module, policy: str = "") -> tuple[torch.optim.Optimizer, LRScheduler]:
+    kind = partial(mezzo.optim.AdamW, master="split") if "master" in policy else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-2)
+    return optimizer, StepLR(optimizer, step_size=1, gamma=0.8)
+
+
+@cache
+def expected(policy: str, case: Case, epochs: int = EPOCHS) -> dict[str, Tensor]:
+    """Weights after the loop with `prepare`, never interrupted."""
+    model = make_model()
+    optimizer, scheduler = make_optimizer(model, policy)
+    amp = mezzo.prepare(model, optimizer, policy)
+    amp.on_applied(scheduler.step)
+    x, y = make_data().tensors
+    for step in range(epochs * BATCHES):
+        rows = slice(step % BATCHES * BATCH, (step % BATCHES + 1) * BATCH)
+        amp.backward(F.cross_entropy(model(x[rows]), y[rows]) / case.accumulate)
+        if (step + 1) % case.accumulate == 0:
+            amp.step(max_norm=case.max_norm)
+            amp.zero_grad()
+    return {"lr": torch.tensor(scheduler.get_last_lr()), **copied(model)}
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(model: nn.Module, scheduler: LRScheduler, policy: str, case: Case) -> None:
+    """The weights and the learning rate are those of the loop with `prepare`, bit for bit."""
+    found = {"lr": torch.tensor(scheduler.get_last_lr()), **copied(model)}
+    wanted = expected(policy, case)
+    different = [
+        n for n, v in wanted.items() if v.dtype is not found[n].dtype or not torch.equal(v, found[n])
+    ]
+    assert different == []
+    assert not torch.equal(wanted["0.weight"], make_model().state_dict()["0.weight"].to(wanted["0.weight"].dtype))

@@ -1,0 +1,212 @@
+"""An Accelerator with a policy trains as `mezzo.prepare` does, and refuses what it cannot honour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import mezzo
+from mezzo.integrations.accelerate import Accelerator
+
+from tests.integrations import loops
+from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
+
+
+def run(policy: str, case: Case, epochs: int = EPOCHS, load: Path | None = None, save: Path | None = None):
+    """The loop as people write it for Accelerate."""
+    accelerator = Accelerator(cpu=True, policy=policy, gradient_accumulation_steps=case.accumulate)
+    model = loops.make_model()
+    optimizer, scheduler = loops.make_optimizer(model, policy)
+    loader = DataLoader(loops.make_data(), batch_size=BATCH)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if load is not None:
+        accelerator.load_state(str(load))
+    skipped = []
+    for _ in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(x), y))
+                if accelerator.sync_gradients and case.max_norm:
+                    accelerator.clip_grad_norm_(model.parameters(), case.max_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+    if save is not None:
+        accelerator.save_state(str(save))
+    return accelerator, model, scheduler, skipped
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_are_those_of_prepare(policy: str, case: Case, tmp_path: Path) -> None:
+    if case.is_resumed:
+        run(policy, case, epochs=1, save=tmp_path)
+        _, model, scheduler, _ = run(policy, case, epochs=1, load=tmp_path)
+    else:
+        _, model, scheduler, _ = run(policy, case)
+    loops.assert_same(model, scheduler, policy, case)
+
+
+def test_an_overflow_is_reported_and_skips_the_scheduler(tmp_path: Path) -> None:
+    accelerator, model, scheduler, skipped = run(OVERFLOWING, Case())
+    assert skipped[0] and 0 < skipped.count(False) < len(skipped)
+    assert scheduler.scheduler.last_epoch == skipped.count(False)
+    loops.assert_same(model, scheduler, OVERFLOWING, Case())
+    assert accelerator.stepper.counters().skipped == skipped.count(True)
+
+
+def test_the_loss_scale_is_saved_where_a_scaler_is(tmp_path: Path) -> None:
+    before, *_ = run(OVERFLOWING, Case(), epochs=1, save=tmp_path)
+    after, *_ = run(OVERFLOWING, Case(), epochs=0, load=tmp_path)
+    assert (tmp_path / "scaler.pt").exists()
+    assert after.stepper.scale == before.stepper.scale < 2**24
+    assert after.stepper.counters() == before.stepper.counters()
+
+
+@pytest.fixture
+def ready() -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    """After one backward, with a loss scale."""
+    accelerator = Accelerator(cpu=True, policy="fp16, output=fp32")
+    model = loops.make_model()
+    optimizer, _ = loops.make_optimizer(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x, y = loops.make_data().tensors
+    accelerator.backward(F.cross_entropy(model(x), y))
+    return accelerator, model, optimizer
+
+
+def plain_norm(norm_type: float = 2.0) -> torch.Tensor:
+    model = loops.make_model()
+    x, y = loops.make_data().tensors
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x).float(), y)
+    loss.backward()
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_returns_the_true_norm(ready, norm_type: float) -> None:
+    accelerator, model, optimizer = ready
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+    torch.testing.assert_close(norm, plain_norm(norm_type), rtol=2e-2, atol=0)
+    optimizer.step()
+    assert accelerator.stepper.counters().applied == 1
+
+
+def test_a_norm_is_measured_by_clipping_to_inf(ready) -> None:
+    accelerator, model, optimizer = ready
+    norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    optimizer.step()
+    assert float(norm) == pytest.approx(accelerator._adapter.result.grad_norm, rel=1e-6)
+
+
+def test_a_part_of_the_parameters_is_clipped_on_true_gradients(ready) -> None:
+    accelerator, model, optimizer = ready
+    accelerator.clip_grad_norm_(model[0].parameters(), 1e-3)
+    accelerator.unscale_gradients()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model[0].parameters()])
+    torch.testing.assert_close(norm, torch.tensor(1e-3), rtol=1e-3, atol=0)
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_values_are_clamped_as_the_step_does(ready) -> None:
+    accelerator, model, optimizer = ready
+    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    optimizer.step()
+    twin = loops.make_model()
+    other, _ = loops.make_optimizer(twin)
+    amp = mezzo.prepare(twin, other, "fp16, output=fp32")
+    x, y = loops.make_data().tensors
+    amp.backward(F.cross_entropy(twin(x), y))
+    amp.step(clip_value=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_gradients_are_true_after_unscaling(ready) -> None:
+    accelerator, model, _ = ready
+    accelerator.unscale_gradients()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.testing.assert_close(norm, plain_norm(), rtol=2e-2, atol=0)
+
+
+def test_a_model_may_come_before_its_optimizer() -> None:
+    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    model = accelerator.prepare(loops.make_model())
+    optimizer, _ = loops.make_optimizer(model)
+    optimizer = accelerator.prepare(optimizer)
+    accelerator.backward(model(torch.randn(4, 6)).square().mean())
+    optimizer.step()
+    assert accelerator.stepper.counters().applied == 1
+
+
+def test_a_teacher_runs_in_the_policy_beside_a_student() -> None:
+    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    student, teacher = loops.make_model(), loops.make_model()
+    optimizer, _ = loops.make_optimizer(student)
+    student, teacher, optimizer = accelerator.prepare(student, teacher, optimizer)
+    assert teacher[0](torch.randn(4, 6)).dtype is torch.bfloat16
+    accelerator.backward((student(torch.ones(4, 6)) - teacher(torch.ones(4, 6))).square().mean())
+    optimizer.step()
+
+
+def test_the_region_can_be_entered_and_left() -> None:
+    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    model = loops.make_model()
+    optimizer, _ = loops.make_optimizer(model)
+    accelerator.prepare(model, optimizer)
+    a = torch.ones(2, 2)
+    with accelerator.autocast():
+        assert (a @ a).dtype is torch.bfloat16
+        with accelerator.autocast(accelerate.utils.AutocastKwargs(enabled=False)):
+            assert (a @ a).dtype is torch.float32
+
+
+def test_a_compiled_model_trains() -> None:
+    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32", dynamo_backend="aot_eager")
+    model = loops.make_model()
+    optimizer, _ = loops.make_optimizer(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x, y = loops.make_data().tensors
+    accelerator.backward(F.cross_entropy(model(x), y))
+    optimizer.step()
+    assert accelerator.stepper.counters().applied == 1
+    assert torch.equal(model(x), accelerator.unwrap_model(model)(x))
+
+
+def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(mezzo.errors.PolicyError, match="mixed_precision=bf16.*beside policy=fp16"):
+        Accelerator(cpu=True, policy="fp16", mixed_precision="bf16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(mezzo.errors.PolicyError, match="ACCELERATE_MIXED_PRECISION"):
+        Accelerator(cpu=True, policy="fp16, output=fp32")
+
+
+def test_a_scaler_of_its_own_is_refused() -> None:
+    with pytest.raises(mezzo.errors.PolicyError, match="GradScalerKwargs.*scaling.init_scale"):
+        Accelerator(cpu=True, policy="fp16", kwargs_handlers=[accelerate.utils.GradScalerKwargs()])
+
+
+def test_two_trained_models_are_refused_and_left_alone() -> None:
+    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    models = [loops.make_model(), loops.make_model()]
+    optimizers = [loops.make_optimizer(model)[0] for model in models]
+    with pytest.raises(mezzo.errors.StepError, match="belong to 2 of the models.*ModuleDict"):
+        accelerator.prepare(*models, *optimizers)
+    assert all(model(torch.ones(1, 6)).dtype is torch.float32 and type(model) is nn.Sequential for model in models)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_backward_before_an_optimizer_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    model = accelerator.prepare(loops.make_model())
+    with pytest.raises(mezzo.errors.StepError, match="accelerator.prepare\\(model, optimizer\\)"):
+        accelerator.backward(model(torch.ones(1, 6)).sum())

@@ -1,0 +1,24 @@
+"""Each framework on two ranks, started by torchrun: it wraps the model, and the weights are those of `prepare`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parents[2]
+POLICIES = ("fp16, output=fp32", "bf16-master, output=fp32")
+
+
+def test_two_ranks_equal_prepare_under_every_framework() -> None:
+    program = [str(Path(__file__).with_name("ranks_program.py")), *POLICIES]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal: ") == 2 * 4 * len(POLICIES)

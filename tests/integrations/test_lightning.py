@@ -1,0 +1,196 @@
+"""Lightning's Trainer with the plugin trains as `mezzo.prepare` does."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+import mezzo
+from mezzo.integrations.lightning import MezzoPrecision
+from tests.integrations import loops
+from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*number of training batches"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(LightningModule):
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.net, self.policy = loops.make_model(), policy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("dtype", float(self.net[0](batch[0]).dtype.itemsize))
+
+    def configure_optimizers(self) -> Any:
+        optimizer, self.scheduler = loops.make_optimizer(self, self.policy)
+        return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
+
+
+def trainer(policy: str, tmp_path: Path | str, **kwargs: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    plugin = MezzoPrecision(policy)
+    options = {"accelerator": "cpu", "devices": 1, "plugins": plugin, "default_root_dir": tmp_path}
+    return Trainer(**{**options, **quiet, **kwargs})
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(loops.make_data(), batch_size=BATCH)
+
+
+def run(policy: str, case: Case, tmp_path: Path, epochs: int = EPOCHS, load: Path | None = None) -> Trainer:
+    module = Module(policy)
+    fit = trainer(
+        policy,
+        tmp_path,
+        max_epochs=epochs,
+        gradient_clip_val=case.max_norm,
+        accumulate_grad_batches=case.accumulate,
+        enable_checkpointing=False,
+    )
+    fit.fit(module, loader(), ckpt_path=load)
+    return fit
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_are_those_of_prepare(policy: str, case: Case, tmp_path: Path) -> None:
+    load = None
+    if case.is_resumed:
+        run(policy, case, tmp_path, epochs=1).save_checkpoint(load := tmp_path / "state.ckpt")
+    module = run(policy, case, tmp_path, load=load).lightning_module
+    loops.assert_same(module.net, module.scheduler, policy, case)
+
+
+def test_an_overflow_skips_the_scheduler(tmp_path: Path) -> None:
+    fit = run(OVERFLOWING, Case(), tmp_path)
+    module, amp = fit.lightning_module, fit.precision_plugin.stepper
+    loops.assert_same(module.net, module.scheduler, OVERFLOWING, Case())
+    assert 0 < amp.counters().skipped and module.scheduler.last_epoch == amp.counters().applied
+    fit.save_checkpoint(tmp_path / "state.ckpt")
+    saved = torch.load(tmp_path / "state.ckpt", weights_only=True)["MezzoPrecision"]
+    assert saved["scaling"]["scale"] == amp.scale and "model" not in saved
+    assert "lr_scheduler_step" not in vars(module)
+
+
+def test_evaluation_runs_in_the_policy(tmp_path: Path) -> None:
+    module = Module("bf16, output=fp32")
+    (found,) = trainer("bf16, output=fp32", tmp_path).validate(module, loader(), verbose=False)
+    assert found["dtype"] == 2
+
+
+def test_functions_in_training_step_run_in_the_region(tmp_path: Path) -> None:
+    class Functional(Module):
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            hidden = self.net[0](batch[0])
+            self.seen = (hidden @ self.net[0].weight).dtype  # fp32 weight, bf16 activation: needs the region
+            return super().training_step(batch, index)
+
+    module = Functional("bf16, output=fp32")
+    trainer("bf16, output=fp32", tmp_path, max_steps=1, enable_checkpointing=False).fit(module, loader())
+    assert module.seen is torch.bfloat16
+
+
+def test_hooks_before_the_step_see_true_gradients(tmp_path: Path) -> None:
+    class Looking(Module):
+        norm = None
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            self.norm = torch.nn.utils.get_total_norm(grads)
+
+    module = Looking("fp16, output=fp32")
+    fit = trainer("fp16, output=fp32", tmp_path, max_steps=1, enable_checkpointing=False, gradient_clip_val=0.1)
+    fit.fit(module, loader())
+    assert float(module.norm) == pytest.approx(fit.precision_plugin._adapter.result.grad_norm, rel=1e-5)
+
+
+def test_a_clip_of_ones_own_edits_true_gradients(tmp_path: Path) -> None:
+    class Clipping(Module):
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any):
+            nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+    module = Clipping("fp16, output=fp32")
+    fit = trainer("fp16, output=fp32", tmp_path, max_steps=1, enable_checkpointing=False)
+    fit.fit(module, loader())
+    assert fit.precision_plugin._adapter.result.grad_norm == pytest.approx(1e-3, rel=2e-3)
+
+
+def test_a_gan_steps_its_optimizers_by_hand(tmp_path: Path) -> None:
+    class Gan(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.g, self.d = nn.Linear(4, 6), nn.Linear(6, 1)
+
+        def training_step(self, batch: Any, index: int) -> None:
+            for own, optimizer in zip((self.g, self.d), self.optimizers(), strict=True):
+                self.toggle_optimizer(optimizer)
+                fake = self.d(self.g(torch.randn(8, 4))).float()
+                self.manual_backward(fake.square().mean() if own is self.g else -fake.mean())
+                self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (self.g, self.d)]
+
+    module = Gan()
+    fit = trainer("fp16", tmp_path, max_epochs=1, enable_checkpointing=False)
+    fit.fit(module, loader())
+    assert fit.precision_plugin.stepper.counters().seen == 2 * loops.BATCHES
+
+
+def test_a_step_without_a_loss_is_left_out(tmp_path: Path) -> None:
+    class Skipping(Module):
+        def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
+            return None if index == 1 else super().training_step(batch, index)
+
+    fit = trainer("bf16, output=fp32", tmp_path, max_epochs=1, enable_checkpointing=False)
+    fit.fit(Skipping("bf16"), loader())
+    assert fit.precision_plugin.stepper.counters().applied == loops.BATCHES - 1
+
+
+def test_a_compiled_module_trains(tmp_path: Path) -> None:
+    fit = trainer("bf16, output=fp32", tmp_path, max_steps=2, enable_checkpointing=False)
+    fit.fit(torch.compile(Module("bf16"), backend="aot_eager"), loader())
+    assert fit.precision_plugin.stepper.counters().applied == 2
+
+
+def test_an_overridden_backward_is_refused(tmp_path: Path) -> None:
+    class Backward(Module):
+        def backward(self, loss: torch.Tensor, *args: Any) -> None:
+            loss.backward()
+
+    module = Backward("bf16")
+    with pytest.raises(mezzo.errors.StepError, match="Backward overrides backward.*manual_backward"):
+        trainer("bf16", tmp_path, max_steps=1, enable_checkpointing=False).fit(module, loader())
+    assert module(torch.ones(1, 6)).dtype is torch.float32
+
+
+def test_another_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="both `precision=bf16-mixed` and `plugins="):
+        trainer("bf16", tmp_path, precision="bf16-mixed")
