@@ -1,7 +1,7 @@
 """Mixed precision for PyTorch that you can see, steer and trust."""
 
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
+from typing import Any as _Any
 from typing import cast as _cast
 
 from . import optim as optim
@@ -21,14 +21,16 @@ from .step.replay import set_tools as _set_tools
 
 __version__ = "0.1.0"
 
-_LAZY = ("diagnose", "distributed")
+_LAZY = ("diagnose", "distributed", "integrations")
 _RENAMED = {"dist": "distributed", "scaling": "loss_scale"}
 
 
-def __getattr__(name: str) -> _ModuleType:
+def __getattr__(name: str) -> _Any:
     """Import a folder when it is first asked for; `import mezzo` loads none of these."""
     if name in _LAZY:
         return _import_module(f"{__name__}.{name}")
+    if name == "monitor":
+        return _import_module(f"{__name__}.integrations.trackers").monitor
     if name in _RENAMED:
         raise AttributeError(f"mezzo.{name} is now called mezzo.{_RENAMED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,16 @@ from .result import StepResult
 from .update import Clip, Skip
 
 
+class StepObserver(Protocol):
+    """What is told of every step, around it."""
+
+    def before_step(self) -> None:
+        """Called with the gradients of the step, as they are carried."""
+
+    def after_step(self, result: StepResult) -> None:
+        """Called with what happened, which the host has not read yet."""
+
+
 class Stepper:
     """Takes the steps of a prepared model; made by `mezzo.prepare`.
 
@@ -45,6 +55,7 @@ class Stepper:
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
+        self._observers: tuple[StepObserver, ...] = ()
         self._engine = Engine(model, self.optimizers, policy, name_parameters(model, self.optimizers), skip, binding)
         binding.before_forward = _weakly(self._engine)
         for optimizer in self.optimizers:
@@ -186,7 +197,16 @@ class Stepper:
         Writes: weights, optimizer state, buffers of a skipped step, the loss scale.
         Syncs: no, with mezzo.optim and torch's fused optimizers without hooks or `on_applied`; else once.
         """
-        clip = Clip(max_norm=max_norm, value=clip_value)
+        for observer in self._observers:
+            observer.before_step()
+        result = self._step(closure, Clip(max_norm=max_norm, value=clip_value), optimizer)
+        for observer in self._observers:
+            observer.after_step(result)
+        return result
+
+    def _step(
+        self, closure: Callable[[], Tensor | float] | None, clip: Clip, optimizer: Optimizer | None
+    ) -> StepResult:
         self._engine.check_before_step()
         if closure is not None:
             return step_by_closure(self._engine, closure, optimizer, clip)
@@ -211,6 +231,19 @@ class Stepper:
         """
         self._engine.callbacks.append((function, optimizer))
         return function
+
+    def observe(self, observer: StepObserver) -> Callable[[], None]:
+        """Have an observer called around every step, taken or not. Unlike `on_applied`, this reads nothing.
+
+        Returns:
+            A function that ends it.
+        """
+        self._observers = (*self._observers, observer)
+
+        def leave() -> None:
+            self._observers = tuple(known for known in self._observers if known is not observer)
+
+        return leave
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all optimizers and of the model, and with them the step in the making.
