@@ -43,9 +43,7 @@ def make_model() -> nn.Module:
 def make_data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     count = BATCHES * BATCH
-    return TensorDataset(
-        torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
-    )
+    return TensorDataset(torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator))
 
 
 def make_optimizer(model: nn.Module, policy: str = "") -> tuple[torch.optim.Optimizer, LRScheduler]:
@@ -79,8 +77,6 @@ def assert_same(model: nn.Module, scheduler: LRScheduler, policy: str, case: Cas
     """The weights and the learning rate are those of the loop with `prepare`, bit for bit."""
     found = {"lr": torch.tensor(scheduler.get_last_lr()), **copied(model)}
     wanted = expected(policy, case)
-    different = [
-        n for n, v in wanted.items() if v.dtype is not found[n].dtype or not torch.equal(v, found[n])
-    ]
+    different = [n for n, v in wanted.items() if v.dtype is not found[n].dtype or not torch.equal(v, found[n])]
     assert different == []
     assert not torch.equal(wanted["0.weight"], make_model().state_dict()["0.weight"].to(wanted["0.weight"].dtype))

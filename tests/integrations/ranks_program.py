@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.integrations import loops
+from tests.integrations.loops import BATCH
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -19,8 +21,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 import mezzo
 from mezzo.integrations.accelerate import Accelerator
 from mezzo.integrations.lightning import MezzoPrecision
-from tests.integrations import loops
-from tests.integrations.loops import BATCH
 
 MAX_NORM = 0.1
 Batch = tuple[Tensor, Tensor]
@@ -52,9 +52,7 @@ def by_accelerate(policy: str) -> nn.Module:
     assert accelerator.num_processes == 2
     model = loops.make_model()
     optimizer = loops.make_optimizer(model, policy)[0]
-    wrapped, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(loops.make_data(), batch_size=BATCH)
-    )
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(loops.make_data(), batch_size=BATCH))
     assert isinstance(wrapped, DistributedDataParallel)
     for x, y in loader:
         accelerator.backward(F.cross_entropy(wrapped(x), y))

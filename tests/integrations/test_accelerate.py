@@ -8,14 +8,13 @@ import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.integrations import loops
+from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 from torch import nn
 from torch.utils.data import DataLoader
 
 import mezzo
 from mezzo.integrations.accelerate import Accelerator
-
-from tests.integrations import loops
-from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 
 
 def run(policy: str, case: Case, epochs: int = EPOCHS, load: Path | None = None, save: Path | None = None):
@@ -182,7 +181,7 @@ def test_a_compiled_model_trains() -> None:
 
 
 def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(mezzo.errors.PolicyError, match="mixed_precision=bf16.*beside policy=fp16"):
+    with pytest.raises(mezzo.errors.PolicyError, match=r"mixed_precision=bf16.*beside policy=fp16"):
         Accelerator(cpu=True, policy="fp16", mixed_precision="bf16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(mezzo.errors.PolicyError, match="ACCELERATE_MIXED_PRECISION"):
@@ -190,7 +189,7 @@ def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_scaler_of_its_own_is_refused() -> None:
-    with pytest.raises(mezzo.errors.PolicyError, match="GradScalerKwargs.*scaling.init_scale"):
+    with pytest.raises(mezzo.errors.PolicyError, match=r"GradScalerKwargs.*scaling.init_scale"):
         Accelerator(cpu=True, policy="fp16", kwargs_handlers=[accelerate.utils.GradScalerKwargs()])
 
 
@@ -198,7 +197,7 @@ def test_two_trained_models_are_refused_and_left_alone() -> None:
     accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
     models = [loops.make_model(), loops.make_model()]
     optimizers = [loops.make_optimizer(model)[0] for model in models]
-    with pytest.raises(mezzo.errors.StepError, match="belong to 2 of the models.*ModuleDict"):
+    with pytest.raises(mezzo.errors.StepError, match=r"belong to 2 of the models.*ModuleDict"):
         accelerator.prepare(*models, *optimizers)
     assert all(model(torch.ones(1, 6)).dtype is torch.float32 and type(model) is nn.Sequential for model in models)
     for optimizer in optimizers:
@@ -208,5 +207,5 @@ def test_two_trained_models_are_refused_and_left_alone() -> None:
 def test_backward_before_an_optimizer_is_refused() -> None:
     accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
     model = accelerator.prepare(loops.make_model())
-    with pytest.raises(mezzo.errors.StepError, match="accelerator.prepare\\(model, optimizer\\)"):
+    with pytest.raises(mezzo.errors.StepError, match=r"accelerator\.prepare\(model, optimizer\)"):
         accelerator.backward(model(torch.ones(1, 6)).sum())

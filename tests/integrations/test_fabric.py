@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
+from tests.integrations import loops
+from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 from torch.utils.data import DataLoader
 
 import mezzo
 from mezzo.integrations.lightning import MezzoPrecision
-from tests.integrations import loops
-from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 
 
 def run(policy: str, case: Case, epochs: int = EPOCHS, load: Path | None = None, save: Path | None = None):
@@ -114,5 +114,5 @@ def test_another_precision_is_refused() -> None:
 def test_backward_without_an_optimizer_says_what_to_call() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("bf16, output=fp32"))
     model = fabric.setup(loops.make_model())
-    with pytest.raises(mezzo.errors.StepError, match="fabric.setup\\(model, optimizer\\)"):
+    with pytest.raises(mezzo.errors.StepError, match=r"fabric\.setup\(model, optimizer\)"):
         fabric.backward(model(torch.ones(2, 6)).sum())

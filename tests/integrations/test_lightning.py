@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from tests.integrations import loops
+from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 from torch import nn
 from torch.utils.data import DataLoader
 
 import mezzo
 from mezzo.integrations.lightning import MezzoPrecision
-from tests.integrations import loops
-from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -186,7 +186,7 @@ def test_an_overridden_backward_is_refused(tmp_path: Path) -> None:
             loss.backward()
 
     module = Backward("bf16")
-    with pytest.raises(mezzo.errors.StepError, match="Backward overrides backward.*manual_backward"):
+    with pytest.raises(mezzo.errors.StepError, match=r"Backward overrides backward.*manual_backward"):
         trainer("bf16", tmp_path, max_steps=1, enable_checkpointing=False).fit(module, loader())
     assert module(torch.ones(1, 6)).dtype is torch.float32
 

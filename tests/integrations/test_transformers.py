@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.integrations import loops
+from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 import mezzo
 from mezzo.integrations.transformers import PolicyMixin, Trainer
-from tests.integrations import loops
-from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before.*optimizer.step")
 
@@ -74,9 +74,7 @@ def test_weights_are_those_of_prepare(policy: str, case: Case, tmp_path: Path) -
         model = Classifier()
         optimizers = loops.make_optimizer(model, policy)
         arguments_ = arguments(tmp_path, num_train_epochs=EPOCHS, max_grad_norm=case.max_norm, **args)
-        InOrder(
-            model, arguments_, train_dataset=rows(), optimizers=optimizers, callbacks=[stop], policy=policy
-        ).train()
+        InOrder(model, arguments_, train_dataset=rows(), optimizers=optimizers, callbacks=[stop], policy=policy).train()
     trainer = run(policy, case, tmp_path, load=case.is_resumed)
     loops.assert_same(trainer.model.net, trainer.lr_scheduler, policy, case)
 

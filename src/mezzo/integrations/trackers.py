@@ -180,7 +180,7 @@ def _writer(target: Any, own: ExitStack) -> Writer:
         target.define_metric("mezzo/*", step_metric="mezzo/step")
         return lambda values, step: target.log({**values, "mezzo/step": step})
     if callable(target):
-        return target  # type: ignore[no-any-return]  # the caller's function
+        return target
     raise ConfigError(
         f"monitor(to=...) was given {type(target).__name__}; it writes to a SummaryWriter of TensorBoard, a run of wandb.init(), "
         "a folder, or a function of (values, step)."
@@ -195,4 +195,4 @@ def _summary_writer(folder: str | os.PathLike[str]) -> Any:
             "monitor writes to TensorBoard, which is not installed: pip install 'mezzo[trackers]', or give to= a "
             "function of (values, step)."
         ) from error
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]  # torch's own
+    return SummaryWriter(str(folder))
