@@ -9,7 +9,7 @@ SRC = Path(__file__).parents[1] / "src" / "mezzo"
 RENAMED = ("dist", "scaling")  # raise an error that names the new word
 ORDER = [
     "errors", "formats", "_torch", "policy", "casting", "kernels", "loss_scale", "optim", "distributed", "binding", "step",
-    "diagnose", "train", "bench", "cli",
+    "diagnose", "integrations", "train", "bench", "cli",
 ]  # fmt: skip
 
 
