@@ -114,6 +114,6 @@ def _facts(rank: int, world: int) -> list[object]:
 def test_where_a_part_lies_in_the_whole() -> None:
     for rank, found in enumerate(run(4, _facts)):
         assert found[:6] == [4, True, 1, True, 2, True]
-        assert found[6:] == (["rounding by chance"] if rank < 2 else [])  # ranks 2 and 3 have no column
+        assert found[6:] == (["stochastic rounding"] if rank < 2 else [])  # ranks 2 and 3 have no column
     plain = nn.Parameter(torch.ones(2))
     assert (is_dtensor(plain), local(plain) is plain, num_shards(plain), global_offset(plain)) == (False, True, 1, 0)

@@ -45,7 +45,9 @@ def test_a_broken_block_is_found() -> None:
         exec(code, {})
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if name not in ("mezzo.dist", "mezzo.scaling")]
+)  # former names
 def test_docstring_examples(name: str) -> None:
     if "triton" in name:
         pytest.importorskip("triton", reason="Triton kernels need the optional package triton")

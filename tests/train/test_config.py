@@ -84,7 +84,7 @@ def test_a_batch_is_run_in_micro_batches(asked: int, ranks: int, found: int) -> 
     ("asked", "ranks", "words"),
     [
         (3, 2, "micro_batches=3 cannot be shared by 2 ranks; write a multiple of 2, or 0."),
-        (0, 3, "batch_size=8 is the batch of all 3 ranks together and is run in 3 pieces, which would not be equal. Write --batch-size 6 or 9."),
+        (0, 3, "batch_size=8 is the batch of all 3 ranks together and is run in 3 micro-batches, which would not be equal. Write --batch-size 6 or 9."),
         (0, 16, "Write --batch-size 16."),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ CHUNK = 2**18
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of the same pieces of tensors of one shape, in the order of their memory.
+    """Yield views of the same chunks of tensors of one shape, in the order of their memory.
 
     Args:
         tensors: of one shape. Where their elements do not lie in the same order without gaps, the only piece is the whole.

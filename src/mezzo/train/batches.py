@@ -62,7 +62,7 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: 
 
 
 def micro_batches(rows: Sequence[int], count: int) -> list[list[int]]:
-    """Return the rows of a batch in pieces that follow each other, as equal as can be; the last may be empty.
+    """Return the rows of a batch in micro-batches that follow each other, as equal as can be; the last may be empty.
 
     >>> micro_batches([5, 6, 7, 8, 9], 2), micro_batches([5], 2)
     ([[5, 6, 7], [8, 9]], [[5], []])

@@ -82,8 +82,8 @@ class Predictor:
         batch = collate(tokens, None, pad_id=pad_id, max_length=self._max_length).to(self._device)
         logits_BC = logits_of(self._model, batch)
         best_B = logits_BC.softmax(-1).max(-1)
-        for index, value, index in zip(indices, best_B.values.tolist(), best_B.indices.tolist(), strict=True):
-            found[index] = Prediction(label=self._names[index], probability=value)
+        for index, value, label in zip(indices, best_B.values.tolist(), best_B.indices.tolist(), strict=True):
+            found[index] = Prediction(label=self._names[label], probability=value)
         return found
 
 

@@ -138,22 +138,22 @@ class Trainer:
         progress.update(at.step, loss=value, scale=update.scale, skipped=at.skipped)
 
     def _loss(self, rows: list[int], index: int) -> Tensor:
-        """Return what one rows_here of a batch adds to its mean loss: shape (), fp32.
+        """Return what one micro-batch adds to its mean loss: shape (), fp32.
 
-        What is hidden and dropped is a function of seed, update and rows_here, whichever rank runs it.
+        What is hidden and dropped is a function of seed, update and micro-batch, whichever rank runs it.
         """
         marks, device = self._tokenizer, self._world.device
-        rows_here = micro_batches(rows, self._num_micro_batches)[index]
+        own_rows = micro_batches(rows, self._num_micro_batches)[index]
         seed_rounding(device, self._config.seed, self.position.step, index)
         # A rank without rows runs one that does not count: averaging waits for the gradients of all.
         batch = hide_tokens(
-            self._train.batch(rows_here or rows[:1]),
+            self._train.batch(own_rows or rows[:1]),
             self._config.token_dropout,
             marks.mask_token_id,
             marks.all_special_ids,
         ).to(device)
         mean = F.cross_entropy(logits_of(self._updater.model, batch), cast(Tensor, batch.labels_B))
-        return mean * (len(rows_here) / len(rows))
+        return mean * (len(own_rows) / len(rows))
 
     def _evaluate(self, progress: Progress) -> None:
         world = self._world
