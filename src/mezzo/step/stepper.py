@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -256,6 +256,11 @@ class Stepper:
         Syncs: no.
         """
         self._engine.drop(set_to_none)
+
+    @property
+    def agree(self) -> NoReturn:
+        """The former name of `consensus`."""
+        raise AttributeError("amp.agree is now called amp.consensus")
 
     @property
     def consensus(self) -> RankConsensus | None:
