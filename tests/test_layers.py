@@ -8,7 +8,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 RENAMED = ("dist", "scaling")  # raise an error that names the new word
 ORDER = [
-    "errors", "formats", "_torch", "policy", "casting", "kernels", "loss_scale", "optim", "distributed", "binding", "step",
+    "errors", "files", "formats", "_torch", "policy", "casting", "kernels", "loss_scale", "optim", "distributed", "binding", "step",
     "diagnose", "integrations", "train", "bench", "cli",
 ]  # fmt: skip
 

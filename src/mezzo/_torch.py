@@ -6,6 +6,7 @@ names it; nothing else in mezzo touches a name of torch that begins with an unde
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -201,6 +202,24 @@ def active_ddp() -> DistributedDataParallel | None:
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel._active_ddp_module
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Whether a wrapper runs inside `with ddp.join():`. Without it such a run ends in a collective that nobody answers."""
+    return bool(ddp._join_config.enable)
+
+
+def is_pipeline_dry_run() -> bool:
+    """Whether a pipeline stage is finding out shapes by a loss of uninitialised memory (2.13; older torch runs no loss there).
+
+    Without it that loss may be NaN, and void the first step.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_backward_metadata_inference":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], Any]]:

@@ -276,8 +276,8 @@ def test_a_rank_that_ends_in_backward_is_named() -> None:
     found = outcomes(3, _ends_in_backward)
     for rank in (0, 2):
         assert found[rank].value == (
-            f"rank 1 did not answer rank {rank}: ended, or stuck for 3 s. The output of rank 1 says why; start again "
-            "from the last checkpoint."
+            f"rank 1 ended, and rank {rank} waits for it. The output of rank 1 says why; if it holds no error, its batches ran "
+            "out: give each rank as many batches (DistributedSampler, drop_last=True). Start again from the last checkpoint."
         )
 
 

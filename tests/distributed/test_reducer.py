@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo import Policy
+from mezzo.distributed import RankConsensus
 from mezzo.distributed.ddp import around, comm_stats, connect
 from mezzo.errors import ConfigError, DistributedError, PolicyError
 
@@ -170,7 +171,7 @@ def test_micro_batches_that_were_dropped_stay_dropped(set_to_none: bool, count: 
 def _never_averaged(rank: int, world: int) -> str:
     model = nn.Linear(2, 1, dtype=torch.bfloat16)
     ddp = DistributedDataParallel(model)
-    consensus = connect(ddp, Policy.parse("bf16-master, grads=fp32"))
+    consensus = RankConsensus(wrapper=connect(ddp, Policy.parse("bf16-master, grads=fp32")))
     with ddp.no_sync():
         ddp(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum().backward()
     try:

@@ -54,7 +54,7 @@ def test_fp32_is_one_group_a_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "gathered"),
+    ("policy", "unsharded"),
     [
         ("bf16", BF16),
         ("fp16", FP16),
@@ -102,7 +102,7 @@ def test_a_plan_reads_as_a_table() -> None:
     model = Language()
     plan = plan_shards(model, Policy.parse("bf16, reduce=bf16"), model.layers)
     assert str(plan) == (
-        "gradients travel in bf16\n"
+        "gradients are reduced in bf16\n"
         "32 weights stored in fp32, gathered in fp32: layers.0.norm1, layers.0.norm2\n"
         "568 weights stored in fp32, gathered in bf16: layers.0\n"
         "32 weights stored in fp32, gathered in fp32: layers.1.norm1, layers.1.norm2\n"

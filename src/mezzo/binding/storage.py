@@ -14,7 +14,7 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..kernels.dtensor import is_dtensor
 from ..optim.base import MasterOptimizer
 from ..optim.master_store import check_whole
-from ..optim.master_weights import MasterWeights, keeps_masters, parameters
+from ..optim.master_weights import MasterWeights, keeps_masters, local_optimizer, parameters
 from ..policy import FP32_RULES, Policy, Rule
 from ..policy.feeds import is_matmul_like
 from .bind import class_names, record
@@ -43,7 +43,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Map
         MasterError: trainable weights are or will be 16 bit, and their optimizer keeps nothing beside them.
         PolicyError: master mode or moment dtype of an optimizer differ from the policy's.
     """
-    for optimizer in optimizers:
+    for optimizer in map(local_optimizer, optimizers):
         trainable = [p for p in parameters(optimizer) if p.requires_grad]
         low = [names[p] for p in trainable if p.dtype in LOW_DTYPES]
         if keeps_masters(optimizer):
@@ -129,7 +129,7 @@ def convert_(
             f"Write compute={dtype_name(policy.params)}, or params=fp32."
         )
     targets = storage_targets(model, policy, bool(optimizers))
-    owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
+    owners = {p: optimizer for optimizer in map(local_optimizer, optimizers) for p in parameters(optimizer)}
     changed = {name: p for name, p in model.named_parameters() if p in targets and p.dtype is not targets[p]}
     if changed and is_replicated:
         # A new dtype takes away the hooks by which gradients are averaged, and torch does not say so (2.13).

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .group import TIMEOUT, Group
+from .handshake import RankSetup, handshake
 from .rank_consistency import Number, audit
+from .wrapper import Wrapper
 
 _ALWAYS = 3
 """The first steps are all compared: a wrong start shows there."""
@@ -20,16 +22,21 @@ _ALWAYS = 3
 class RankConsensus:
     """Makes a training step decide the same on every rank of a group.
 
-    Every rank takes the same steps; each step sends one short vector. Loss scale, counters and whole parameters are
-    compared in the first three steps and in every `every`-th.
+    Every rank takes the same steps; each step sends one short vector. Before the first backward pass the ranks compare what
+    they were prepared with. Loss scale, counters and whole parameters are compared in the first three steps, in every
+    `every`-th, and in those whose gradients the wrapper did not average.
 
     Args:
         group: the process group of all ranks that hold any part of the model; None is the default group.
         timeout: how long to wait for the others before saying who is missing.
         every: steps from one comparison to the next; 0 compares nothing.
-        before: called before each agreement; raises if the step must not be taken.
-        before_backward: called before each backward pass; raises if it must not be run.
-        on_drop: called when the gradients of a step are dropped; drops what waits elsewhere.
+        wrapper: what spreads the model; left out, nothing does, or nothing yet.
+
+    Attributes:
+        group: of ranks; its `timeout` may be written.
+        every: as given.
+        num_steps: taken so far.
+        has_parts: whether the ranks hold different parts of a model, as the stages of a pipeline do, and not copies.
 
     Raises:
         DistributedError: torch.distributed is not initialised.
@@ -41,31 +48,53 @@ class RankConsensus:
         *,
         timeout: timedelta = TIMEOUT,
         every: int = 100,
-        before: Callable[[], None] | None = None,
-        before_backward: Callable[[], None] | None = None,
-        on_drop: Callable[[], None] | None = None,
+        wrapper: Wrapper | None = None,
     ) -> None:
         self.group = Group(group, timeout=timeout)
         self.every = every
         self.num_steps = 0
-        self._before = before
-        self._before_backward = before_backward
-        self._on_drop = on_drop
+        self.has_parts = False
+        self._wrapper = Wrapper() if wrapper is None else wrapper
+        self._is_checked = False
+
+    def attach(self, wrapper: Wrapper) -> RankConsensus:
+        """Take over the ranks of a wrapper that was found; the limit that was set stays. Returns: this."""
+        self.group = Group(wrapper.process_group, timeout=self.group.timeout)
+        self._wrapper = wrapper
+        wrapper.use(self.group)
+        return self
+
+    def handshake(self, describe_setup: Callable[[], RankSetup]) -> None:
+        """Compare, the first time, what the ranks were prepared with, and give all the first one's masters.
+
+        Args:
+            describe_setup: says what this rank was prepared with.
+
+        Raises:
+            DistributedError: ranks differ; says in what. Raised on all of them.
+
+        Writes: the first time, what lies beside 16-bit weights that the wrapper has copied from the first rank.
+        Syncs: the first time.
+        """
+        if not self._is_checked:
+            self.has_parts = handshake(self.group, describe_setup(), self._wrapper)
+            self._is_checked = True
+
+    def note_forward(self) -> None:
+        """Take note that the model runs forward, inside its wrapper or past it. Syncs: no."""
+        self._wrapper.note_forward()
 
     def check_backward(self) -> None:
         """Raise what speaks against a backward pass now, such as a PolicyError about how its sums would be kept."""
-        if self._before_backward is not None:
-            self._before_backward()
+        self._wrapper.check_backward()
 
     def check_step(self) -> None:
         """Raise what speaks against a step now, such as a DistributedError about gradients that were not averaged."""
-        if self._before is not None:
-            self._before()
+        self._wrapper.check_step()
 
     def drop(self) -> None:
         """Drop gradients that wait to be averaged. Syncs: no."""
-        if self._on_drop is not None:
-            self._on_drop()
+        self._wrapper.drop()
 
     def combine(self, flags: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         """Agree on what was found and add up what each rank holds a part of.
@@ -100,8 +129,10 @@ class RankConsensus:
 
         Syncs: yes, in a step that compares.
         """
-        if self.every and (self.num_steps <= _ALWAYS or self.num_steps % self.every == 0):
-            audit(self.group, self.num_steps, numbers, params())
+        is_due = self.num_steps <= _ALWAYS or self.num_steps % max(self.every, 1) == 0 or not self._wrapper.is_averaged
+        if self.every and is_due:
+            audit(self.group, self.num_steps, numbers, {} if self.has_parts else params(), self._wrapper.why_apart)
+        self._wrapper.end_step()
 
     def any(self, is_found: bool) -> bool:
         """Return whether any rank found something; called on all of them. Raises: DistributedError. Syncs: yes."""

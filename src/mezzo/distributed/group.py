@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,10 @@ _GRACE = timedelta(seconds=10)
 """How long a roll call waits for ranks that notice a loss later than others."""
 
 # gloo raises plain RuntimeErrors, so their text must tell them from errors of the model.
-_LOSS_MARKS = ("gloo", "nccl", "timed out", "connection closed", "connection reset", "broken pipe")
+_LOSS_MARKS = (
+    "gloo", "nccl", "timed out", "timeout caused pair closure", "connection closed", "connection reset", "broken pipe",
+)  # fmt: skip
+_EVEN = "give each rank as many batches (DistributedSampler, drop_last=True)"
 
 
 class Group:
@@ -79,6 +83,51 @@ class Group:
         """Take the largest of each element over the ranks, in place, and return it; in all else as `sum_`."""
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
 
+    def differing(self, values: Tensor) -> list[bool]:
+        """Return for each whole number whether the ranks hold different ones; the same answer on all.
+
+        Args:
+            values: shape (N,), int64, on the CPU; N equal on all ranks.
+
+        Raises:
+            DistributedError: a rank is lost.
+
+        Syncs: yes.
+        """
+        # The largest and, negated, the smallest: they agree only if all consensus.
+        extremes = self.max_(self.to_device(torch.cat([values, -values]))).cpu()
+        found: list[bool] = (extremes[: len(values)] != -extremes[len(values) :]).tolist()
+        return found
+
+    def gather_text(self, text: str) -> list[str]:
+        """Return the text of each rank, in the order of `ranks`; in all else as `gather`."""
+        encoded = text.encode()
+        sizes = [int(size) for size in self.gather(self.to_device(torch.tensor([len(encoded)])))]
+        padded = encoded.ljust(max(*sizes, 1), b"\0")
+        rows = self.gather(self.to_device(torch.frombuffer(bytearray(padded), dtype=torch.uint8)))
+        return [bytes(row.tolist()[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Write the first rank's tensor over that of the others.
+
+        Raises:
+            DistributedError: a rank is lost.
+
+        Writes: `tensor`, contiguous. Syncs: on the CPU, with the slowest rank; else no.
+        """
+        sent = self.to_device(tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8))
+        with self.watching():
+            self._wait(dist.broadcast(sent, src=self.ranks[0], group=self.handle, async_op=True))
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
+
+    def average(self, tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
+        """Begin to add a tensor up over the ranks, in place, and return what waits for it; within `timeout` on the CPU."""
+        options = dist.distributed_c10d.AllreduceOptions()
+        if "cpu" in self._devices:
+            options.timeout = self.timeout
+        return self.handle.allreduce([tensor], options).get_future()
+
     def _all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         with self.watching():
             self._wait(dist.all_reduce(tensor, op=op, group=self.handle, async_op=True))
@@ -114,16 +163,26 @@ class Group:
         Raises:
             DistributedError: a rank ended, or did not answer in time.
         """
+        started = time.monotonic()
         try:
             yield
         except RuntimeError as error:
             text = str(error).casefold()
             if isinstance(error, MezzoError) or not any(mark in text for mark in _LOSS_MARKS):
                 raise
-            raise DistributedError(self._spell_loss()) from error
+            raise DistributedError(self._spell_loss(text, time.monotonic() - started)) from error
 
-    def _spell_loss(self) -> str:
-        own, seconds = dist.get_rank(), self.timeout.total_seconds()
+    def _spell_loss(self, text: str, seconds: float) -> str:
+        """Say which rank is lost.
+
+        Args:
+            text: of torch's error.
+            seconds: from the beginning of what was interrupted.
+        """
+        own, limit = dist.get_rank(), self.timeout.total_seconds()
+        # A rank that gives up closes its connections too, but only once its own time is over.
+        has_ended = "closed" in text or "reset" in text or "broken" in text
+        has_ended = has_ended and seconds < limit / 2
         try:
             missing = self.missing()
         except RuntimeError:
@@ -131,14 +190,26 @@ class Group:
                 f"rank {own} lost the others of {spell(self.ranks)}, and the store they meet at is gone too: the process "
                 "that kept it has ended. Its output says why; start again from the last checkpoint."
             )
+        told = re.search(
+            r"timed out waiting (\d+)ms", text
+        )  # which is exact: before it waited, a rank may have computed
+        seconds = seconds if told is None else int(told[1]) / 1000
+        waited = f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1f} s"
         if not missing:
             return (
-                f"rank {own} waited {seconds:g} s for the others of {spell(self.ranks)}, and all are there now: they do "
-                "not take part in the same collectives in the same order. Call forward, backward and step on every rank."
+                f"rank {own} waited {waited} for the others of {spell(self.ranks)}, and all are there now: they do "
+                "not take part in the same collectives in the same order. Call forward, backward and step on every rank, "
+                f"and {_EVEN}."
+            )
+        lost = spell(missing)
+        if has_ended:
+            return (
+                f"{lost} ended, and rank {own} waits for it. The output of {lost} says why; if it holds no error, its batches "
+                f"ran out: {_EVEN}. Start again from the last checkpoint."
             )
         return (
-            f"{spell(missing)} did not answer rank {own}: ended, or stuck for {seconds:g} s. "
-            f"The output of {spell(missing)} says why; start again from the last checkpoint."
+            f"{lost} did not answer rank {own} in {waited}: ended, or stuck. "
+            f"The output of {lost} says why; start again from the last checkpoint."
         )
 
     def missing(self) -> list[int]:

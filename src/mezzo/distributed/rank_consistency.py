@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -27,7 +27,13 @@ def checksum(tensor: Tensor) -> Tensor:
     return torch.stack(sums).sum()
 
 
-def audit(group: Group, step: int, numbers: Mapping[str, Number], params: Mapping[str, Tensor]) -> None:
+def audit(
+    group: Group,
+    step: int,
+    numbers: Mapping[str, Number],
+    params: Mapping[str, Tensor],
+    why_apart: Callable[[], str],
+) -> None:
     """Compare numbers and tensors over the ranks.
 
     Args:
@@ -35,6 +41,7 @@ def audit(group: Group, step: int, numbers: Mapping[str, Number], params: Mappin
         step: which, for messages.
         numbers: by what they are called in a message.
         params: tensors that each rank has a whole copy of, by name.
+        why_apart: says why parameters may differ, and what to do.
 
     Raises:
         DistributedError: ranks differ. Raised on all of them, since all see the same comparison.
@@ -45,9 +52,7 @@ def audit(group: Group, step: int, numbers: Mapping[str, Number], params: Mappin
     # Odd factors are invertible modulo 2^64, so a change in one tensor always shows.
     whole = (sums * (2 * torch.arange(len(sums)) + 1)).sum()
     values = torch.stack([*map(_bits_of, numbers.values()), torch.tensor(step), torch.tensor(len(sums)), whole])
-    # The largest and, negated, the smallest: they agree only if all agree.
-    extremes = group.max_(group.to_device(torch.cat([values, -values]))).cpu()
-    differing = (extremes[: len(values)] != -extremes[len(values) :]).tolist()
+    differing = group.differing(values)
     if not any(differing):
         return
     names = [*numbers, "the number of steps", "the number of parameters"]
@@ -66,11 +71,8 @@ def audit(group: Group, step: int, numbers: Mapping[str, Number], params: Mappin
     apart = (rows != rows[0]).any(dim=0)
     first = int(apart.nonzero()[0])
     more = f" (one of {int(apart.sum())} that differ)" if int(apart.sum()) > 1 else ""
-    _refuse(
-        group, step, f"the checksum of parameter '{list(params)[first]}'{more} is", [f"{row & 0xFFFFFFFF:08x}" for row in rows[:, first].tolist()],
-        "Their gradients were not averaged: end each no_sync() block before the step's last backward, and do not write "
-        "weights on one rank only.",
-    )  # fmt: skip
+    what = f"the checksum of parameter '{list(params)[first]}'{more} is"
+    _refuse(group, step, what, [f"{row & 0xFFFFFFFF:08x}" for row in rows[:, first].tolist()], why_apart())
 
 
 def _checksums(params: Mapping[str, Tensor]) -> Tensor:
@@ -90,8 +92,12 @@ def _number(bits: int, is_float: bool) -> str:
 
 
 def _refuse(group: Group, step: int, what: str, shown: Sequence[str], hint: str) -> NoReturn:
-    sides: dict[str, list[int]] = {}
+    raise DistributedError(f"ranks disagree after step {step}: {what} {sides(group, shown)}. {hint}")
+
+
+def sides(group: Group, shown: Sequence[str]) -> str:
+    """Return in words which ranks stand against which: what each shows, in the order of the group."""
+    found: dict[str, list[int]] = {}
     for rank, value in zip(group.ranks, shown, strict=True):
-        sides.setdefault(value, []).append(rank)
-    spelled = "; ".join(f"{value} on {spell(ranks)}" for value, ranks in sides.items())
-    raise DistributedError(f"ranks disagree after step {step}: {what} {spelled}. {hint}")
+        found.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {spell(ranks)}" for value, ranks in found.items())

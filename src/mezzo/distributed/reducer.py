@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
@@ -53,6 +52,9 @@ class GradientReducer:
         group: the ranks.
         dtype: of what is sent; fp64 gradients are reduced as they are.
         accumulator: of earlier micro-batches; None if gradients accumulate where they are.
+
+    Attributes:
+        averaged: ids of the parameters whose gradients were averaged; for others to empty.
     """
 
     def __init__(self, group: Group, dtype: torch.dtype, accumulator: Accumulator | None) -> None:
@@ -60,6 +62,7 @@ class GradientReducer:
         self.dtype = dtype
         self.accumulator = accumulator
         self.comm_stats = CommStats(num_ranks=group.size)
+        self.averaged: set[int] = set()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket of gradients. Writes: the bucket. Syncs: no."""
@@ -68,14 +71,13 @@ class GradientReducer:
         sent = total.to(self.dtype) if total.dtype is torch.float32 or total.dtype in LOW_DTYPES else total
         self.comm_stats.num_by_dtype[sent.dtype] += 1
         self.comm_stats.payload_bytes += sent.numel() * sent.element_size()
-        work = dist.all_reduce(sent, group=self.group.handle, async_op=True)
-        assert work is not None  # it is None outside the group only
+        self.averaged.update(map(id, bucket.parameters()))
 
         def finish(done: torch.futures.Future[list[Tensor]]) -> Tensor:
             mean: Tensor = done.value()[0]
             return buffer if mean.data_ptr() == buffer.data_ptr() else buffer.copy_(mean)
 
-        averaged: torch.futures.Future[Tensor] = work.get_future().then(finish)
+        averaged: torch.futures.Future[Tensor] = self.group.average(sent).then(finish)
         return averaged
 
     def _with_earlier(self, bucket: GradBucket) -> Tensor:

@@ -10,6 +10,33 @@ from ..errors import DistributedError, PolicyError
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import Policy
 from .fsdp import sharded_modules
+from .wrapper import Wrapper
+
+
+class ShardWrapper(Wrapper):
+    """A model whose weights lie in parts on the ranks.
+
+    Args:
+        model: sharded.
+        policy: with its compute dtype decided.
+    """
+
+    compares_models = True
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self._model, self._policy = model, policy
+
+    def check_backward(self) -> None:
+        """Refuse to sum in 16 bit what the policy accumulates in fp32. Raises: PolicyError."""
+        check_sums(self._model, self._policy)
+
+    def check_step(self) -> None:
+        """Refuse a step on gradients that were never averaged. Raises: DistributedError."""
+        check_averaged(self._model)
+
+    def drop(self) -> None:
+        """Drop gradients that wait where no optimizer sees them. Writes: gradients."""
+        drop_waiting(self._model)
 
 
 def check_storage(model: nn.Module, policy: Policy) -> None:

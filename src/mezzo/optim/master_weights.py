@@ -350,3 +350,10 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def keeps_masters(optimizer: torch.optim.Optimizer) -> TypeGuard[MasterOptimizer | MasterWeights]:
     """Whether an optimizer is one of mezzo's, which read scale, clipping and skipping and leave gradients alone."""
     return isinstance(optimizer, (MasterOptimizer, MasterWeights))
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that steps on this rank: of a ZeroRedundancyOptimizer the one of its part, else itself."""
+    is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+    inner = getattr(optimizer, "optim", optimizer) if is_divided else optimizer
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer

@@ -111,9 +111,9 @@ def decide(
     loss = pending.loss_bad if pending.penalty_bad is None else pending.loss_bad & ~pending.penalty_bad
     buffers = move(norm_and_finite(written).found_nonfinite, home) != 0 if written else no
     found = torch.stack([move(share.check.found_nonfinite, home) for share in shares]) != 0
-    squares = None
+    squares, has_parts = None, consensus is not None and consensus.has_parts
     if consensus is not None or any(any_dtensor(share.params) for share in shares):
-        squares = _squares(shares, home, num_optimizers)
+        squares = _squares(shares, home, num_optimizers, has_parts)
         everywhere = torch.zeros(num_optimizers, device=home)
         for share, flag in zip(shares, found.unbind(), strict=True):
             everywhere[share.index] = flag
@@ -133,7 +133,7 @@ def decide(
     else:
         # A bad loss belongs to the optimizers whose gradients it spoilt; if it spoilt none, to all.
         skips = either(found, *early, buffers, loss & ~gradients)
-    norms, norm = _norms(shares, squares, home)
+    norms, norm = _norms(shares, squares, home, has_parts)
     return Decision(
         gradients_bad=gradients,
         loss_bad=loss,
@@ -145,7 +145,7 @@ def decide(
     )
 
 
-def _squares(shares: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int) -> Tensor:
+def _squares(shares: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int, has_parts: bool) -> Tensor:
     """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
 
     A part that several ranks have counts once over all of them.
@@ -154,23 +154,27 @@ def _squares(shares: Sequence[OptimizerGrads], home: torch.device, num_optimizer
     seen: set[Tensor] = set()
     for share in shares:
         for p, norm in zip(share.params, share.check.tensor_norms.unbind(), strict=True):
-            if is_dtensor(p):
-                square = move(norm.square(), home) * (num_shards(p) / p.device_mesh.size())
+            if has_parts or is_dtensor(p):
+                copies = p.device_mesh.size() / num_shards(p) if is_dtensor(p) else 1.0
+                square = move(norm.square(), home) / copies
                 squares[share.index] += square
                 squares[num_optimizers] += 0 if p in seen else square
                 seen.add(p)
     return squares
 
 
-def _norms(shares: Sequence[OptimizerGrads], squares: Tensor | None, home: torch.device) -> tuple[Tensor, Tensor]:
+def _norms(
+    shares: Sequence[OptimizerGrads], squares: Tensor | None, home: torch.device, has_parts: bool
+) -> tuple[Tensor, Tensor]:
     """Return the norm of each share's true gradients, and of all, each gradient counted once.
 
     Args:
         shares: the parts of the optimizers.
         squares: of what lies in parts, for each optimizer and for all; None where everything is whole.
         home: where to.
+        has_parts: the ranks hold different weights, so that every gradient is a part of all.
     """
-    if len(shares) == 1 and (squares is None or not any_dtensor(shares[0].params)):
+    if len(shares) == 1 and (squares is None or not (has_parts or any_dtensor(shares[0].params))):
         norm = move(shares[0].check.norm, home)
         return norm.unsqueeze(0), norm
     whole: dict[Tensor, Tensor] = {}
@@ -179,7 +183,7 @@ def _norms(shares: Sequence[OptimizerGrads], squares: Tensor | None, home: torch
         own = {
             p: move(norm, home)
             for p, norm in zip(share.params, share.check.tensor_norms.unbind(), strict=True)
-            if not is_dtensor(p)
+            if not (has_parts or is_dtensor(p))
         }
         whole.update(own)
         is_whole = len(own) == len(share.params)

@@ -9,11 +9,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding.bind import AfterForward, Binding, bind, innermost
 from ..distributed.consensus import RankConsensus
+from ..distributed.group import is_running
+from ..distributed.wrapper import Wrapper
 from ..errors import NonFiniteStep
 from ..kernels.dtensor import any_dtensor, is_dtensor, local
 from ..kernels.ops.gradients import norm_and_finite
@@ -26,7 +29,7 @@ from .flags import StepFlags
 from .gradients import Gradients
 from .guard import Guard, SkipInfo, Stop
 from .invariants import ALWAYS, Invariants, look
-from .ranks import consensus_around, consensus_of, waits_for_ranks
+from .ranks import setup_of, waits_for_ranks, warn_alone, wrapper_around, wrapper_of
 from .replay import Diagnosis, Replay
 from .report import Report, make_report
 from .result import StepResult
@@ -83,7 +86,10 @@ class Engine:
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
         )
         self.callbacks: list[Callback] = []
-        self.consensus: RankConsensus | None = consensus_of(model, policy)
+        self.consensus: RankConsensus | None = None
+        self.not_yet: RankConsensus | None = None
+        self._is_alone = False
+        self._join(wrapper_of(model, policy))
         check_demotion(policy, self.consensus)
         self.is_stepping = False
         self._root = innermost(model)
@@ -114,14 +120,37 @@ class Engine:
             return None
         if module is self._root:
             if self.consensus is None:
-                found = consensus_around(self.model, self.policy)
-                check_demotion(self.policy, found)
-                self.consensus = found
+                self._join(wrapper_around(self.model, self.policy, is_calling=True))
+            if self.consensus is not None:
+                self.consensus.note_forward()
             self.buffers.begin()
         if not self.guard.may_stop or not torch.is_grad_enabled():
             return None
         follow = self.replay.keep(module, args, kwargs)
         return follow if follow is None or not self._watches_loss else lambda out: self._follow_loss(follow, out)
+
+    def _join(self, wrapper: Wrapper | None) -> None:
+        """Take steps together with the ranks of a wrapper, if there is one."""
+        if wrapper is not None:
+            consensus = (self.not_yet or RankConsensus(wrapper.process_group)).attach(wrapper)
+            check_demotion(self.policy, consensus)
+            self.consensus, self.not_yet = consensus, None
+
+    def find_ranks(self) -> None:
+        """Look for ranks that nothing has led to yet, and compare with them, once, what this one was prepared with.
+
+        Raises:
+            DistributedError: ranks were prepared differently.
+
+        Writes: masters, once, where the first rank's weights were copied. Syncs: once.
+        """
+        if self.consensus is None and not self._is_alone and is_running() and dist.get_world_size() > 1:
+            self._join(wrapper_around(self.model, self.policy, is_calling=False))
+            self._is_alone = self.consensus is None
+            if self._is_alone:
+                warn_alone(self._root)
+        if self.consensus is not None:
+            self.consensus.handshake(lambda: setup_of(self._root, self.optimizers, self.policy))
 
     @property
     def _watches_loss(self) -> bool:
@@ -161,6 +190,7 @@ class Engine:
 
     def take(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there; see `Stepper.step`."""
+        self.find_ranks()
         if self.consensus is not None:
             self.consensus.check_step()
         shares = self.gradients.shares(optimizer)
@@ -168,6 +198,8 @@ class Engine:
         by_host = bool(self.callbacks) or not all(decides_on_device(share.optimizer) for share in shares)
         skipped = verdict.facts().skipped if by_host else None
         before = look(shares) if self._is_due() else None
+        if before is not None and self.consensus is not None and self.consensus.has_parts:
+            before.raw_norm = None  # the norm of the step is that of all ranks
         self._update(shares, decision, skipped, clip)
         result = self.settle(shares, decision, verdict, skipped)
         if before is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch import is_pipeline_dry_run
 from ..errors import StepError, listed
 from ..kernels.ops.gradients import norm_and_finite
 from ..optim.master_weights import parameters
@@ -60,6 +61,17 @@ class Gradients:
         """Add the gradients of a loss times the scale that the first loss captured; see `Stepper.backward`."""
         self._refuse_while_shown("backward(loss)")
         check_loss(loss, self._loss_dtype)
+        pending = self._begin(scale, "backward(loss)")
+        scaled = pending.take(loss)
+        pending.is_broken = True
+        scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
+            retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+        pending.is_broken = False
+        self._marks.note(self.parameters())
+
+    def _begin(self, scale: Tensor | None, call: str) -> AccumulationState:
+        """Return the step that a backward pass adds to, opened if there is none."""
         params = self.parameters()
         pending = self._pending
         if pending is not None and all(p.grad is None for p in params):
@@ -68,15 +80,31 @@ class Gradients:
             self._marks.check_fresh(params)
             pending = self._pending = self._open(scale)
         else:
-            self._refuse_broken(pending, "backward(loss)")
+            self._refuse_broken(pending, call)
             self._refuse_edits(params)
-        scaled = pending.take(loss)
+        return pending
+
+    @contextmanager
+    def external(self, scale: Tensor | None) -> Iterator[None]:
+        """Take what somebody else's backward passes leave for the gradients of this step; see `Stepper`."""
+        self._refuse_while_shown("external_backward()")
+        pending = self._begin(scale, "external_backward()")
         pending.is_broken = True
-        scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
-            retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-        )
+        yield
         pending.is_broken = False
-        self._marks.note(params)
+        if pending.loss_bad is None:  # the loss is another rank's
+            pending.loss_bad = torch.zeros((), dtype=torch.bool, device=self.home)
+        self._marks.note(self.parameters())
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss times the scale of the step that somebody else's backward adds to; see `Stepper.scaled`."""
+        if self._pending is None or not self._pending.is_broken:
+            raise StepError(
+                "scaled(loss) was called outside of `with amp.external_backward():`, whose backward passes it is for. "
+                "Write amp.backward(loss) for a loss of your own, which needs no scaling."
+            )
+        check_loss(loss, self._loss_dtype)
+        return loss if is_pipeline_dry_run() else self._pending.take(loss)
 
     def grad(
         self,
@@ -146,9 +174,19 @@ class Gradients:
                 "Write mezzo.prepare(model, optimizer, policy)."
             )
         if self._pending is None:
-            raise StepError(f"{call} was called before backward(loss). Write amp.backward(loss), then amp.step().")
+            raise StepError(
+                f"{call} was called before backward(loss). Write amp.backward(loss), then amp.step().{self._elsewhere()}"
+            )
         self._refuse_broken(self._pending, call)
         return self._pending
+
+    def _elsewhere(self) -> str:
+        if not self._marks.edited(self.parameters()):
+            return ""
+        return (
+            " Gradients are there, made elsewhere: if a schedule runs backward itself, write "
+            "`with amp.external_backward(): schedule.step(...)`."
+        )
 
     def shares(self, optimizer: Optimizer | None) -> list[OptimizerGrads]:
         """Return the parts of the optimizers, or of one of them, that have gradients. Syncs: no.

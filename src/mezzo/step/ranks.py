@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+import logging
+from collections.abc import Iterator, Sequence
 
-from ..distributed.consensus import RankConsensus
-from ..distributed.ddp import around, connect
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..distributed.ddp import around, connect, holding
 from ..distributed.fsdp import check_sharded, sharded_modules
-from ..distributed.sums import check_averaged, check_storage, check_sums, drop_waiting
+from ..distributed.group import is_running
+from ..distributed.handshake import RankSetup
+from ..distributed.sums import ShardWrapper, check_storage
+from ..distributed.wrapper import Wrapper
+from ..formats import describe
 from ..kernels.dtensor import is_dtensor
+from ..kernels.weights import AUX_STATE
+from ..optim.base import MasterOptimizer
+from ..optim.master_weights import keeps_masters, parameters
 from ..policy import Policy
 
+_log = logging.getLogger("mezzo.step")
 
-def consensus_of(model: nn.Module, policy: Policy) -> RankConsensus | None:
-    """Return what makes the ranks of a model agree; None if it is not sharded over several.
+
+def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
+    """Return what spreads a model over ranks; None if nothing does yet.
 
     Args:
         model: as it was prepared.
         policy: with its compute dtype decided.
 
     Raises:
-        PolicyError: gradients are reduced or weights are gathered in another dtype than the policy says.
+        PolicyError: gradients travel or weights are gathered in another dtype than the policy says.
 
     Writes: the communication hook of a DistributedDataParallel model.
     """
@@ -31,20 +43,63 @@ def consensus_of(model: nn.Module, policy: Policy) -> RankConsensus | None:
     if sharded_modules(model):
         check_sharded(model, policy)
         check_storage(model, policy)
-        return RankConsensus(
-            before=lambda: check_averaged(model),
-            before_backward=lambda: check_sums(model, policy),
-            on_drop=lambda: drop_waiting(model),
-        )
+        return ShardWrapper(model, policy)
     return None
 
 
-def consensus_around(model: nn.Module, policy: Policy) -> RankConsensus | None:
-    """Return the agreement of a DistributedDataParallel wrapper that is calling a model just now; None if none is."""
-    if not dist.is_available() or not dist.is_initialized():
+def wrapper_around(model: nn.Module, policy: Policy, *, is_calling: bool) -> Wrapper | None:
+    """Return the DistributedDataParallel wrapper that is calling a model, or that holds it; None if none does.
+
+    Writes: the wrapper's communication hook.
+    """
+    if not is_running():
         return None
-    wrapper = around(model)
-    return None if wrapper is None else connect(wrapper, policy)
+    ddp = around(model) if is_calling else holding(model)
+    return None if ddp is None else connect(ddp, policy)
+
+
+def warn_alone(model: nn.Module) -> None:
+    """Log that other ranks are there and that the steps of this one will not be theirs."""
+    if dist.get_rank() == 0:
+        _log.warning(
+            "%d ranks run, and nothing averages the gradients of this %s: each rank trains a model of its own. Call "
+            "DistributedDataParallel(model), or shard it with fully_shard; if its gradients are averaged elsewhere, or ranks "
+            "hold parts of one model, write amp.consensus = mezzo.distributed.RankConsensus()",
+            dist.get_world_size(), type(model).__name__,
+        )  # fmt: skip
+
+
+def setup_of(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -> RankSetup:
+    """Return what this rank was prepared with. Syncs: no."""
+    masters = ((p, o.aux_state(p)[1]) for o in optimizers if keeps_masters(o) for p in parameters(o))
+    return RankSetup(
+        policy=str(policy),
+        model=[f"'{name}' {describe(value)}" for name, value in (*model.named_parameters(), *model.named_buffers())],
+        optimizers=[line for optimizer in optimizers for line in _lines(optimizer)],
+        masters={p: beside for p, beside in masters if beside is not None and not is_dtensor(p)},
+        moments=[tensor for optimizer in optimizers for tensor in _moments(optimizer)],
+    )
+
+
+def _lines(optimizer: Optimizer) -> Iterator[str]:
+    name = type(optimizer).__name__
+    for index, group in enumerate(optimizer.param_groups):
+        yield f"{name}, group {index}: {len(group['params'])} parameters"
+        plain = {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple | None)}
+        yield from (f"{name}, group {index}: {key}={value}" for key, value in sorted(plain.items()))
+
+
+def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what is equal on all ranks that hold copies; optimizers that divide their state among ranks keep theirs."""
+    if not isinstance(optimizer, MasterOptimizer) and not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    for p in parameters(optimizer):
+        entry = optimizer.state.get(p, {})
+        yield from (
+            v
+            for k, v in sorted(entry.items())
+            if isinstance(v, Tensor) and k not in AUX_STATE.values() and not is_dtensor(v)
+        )
 
 
 def waits_for_ranks(model: nn.Module) -> bool:

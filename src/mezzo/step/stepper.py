@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding.bind import AfterForward, BeforeForward, Binding
 from ..distributed.consensus import RankConsensus
+from ..distributed.group import is_running
 from ..errors import StepError
 from ..optim.master_weights import parameters
 from ..policy import Policy
@@ -86,9 +88,10 @@ class Stepper:
 
         Writes: gradients. Syncs: no.
         """
-        if self._engine.consensus is not None:
-            self._engine.consensus.check_backward()
         engine = self._engine
+        engine.find_ranks()
+        if engine.consensus is not None:
+            engine.consensus.check_backward()
         try:
             with engine.watching():
                 engine.gradients.backward(
@@ -135,6 +138,34 @@ class Stepper:
             retain_graph=retain_graph,
             allow_unused=allow_unused,
         )
+
+    def external_backward(self) -> AbstractContextManager[None]:
+        """Let something else run backward inside the block, such as a schedule of torch.distributed.pipelining.
+
+        What it leaves in `.grad` counts as the gradients of this step, as after `backward(loss)`. Its loss function hands
+        over `amp.scaled(loss)`, where there is one.
+
+        Raises:
+            StepError: gradients of the last step were not dropped, or somebody else changed gradients.
+
+        Syncs: no.
+        """
+        engine = self._engine
+        engine.find_ranks()
+        return engine.gradients.external(engine.scale)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss times the scale of this step; called inside `external_backward()`, for each micro-batch.
+
+        Args:
+            loss: one number, at least as wide as the policy's loss dtype.
+
+        Raises:
+            StepError: outside of the block, or a loss without graph or in a narrow dtype.
+
+        Syncs: no.
+        """
+        return self._engine.gradients.scaled(loss)
 
     def unscaled_grads(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Show the true gradients of this step inside a `with` block, to look at or to edit.
@@ -266,9 +297,13 @@ class Stepper:
     def consensus(self) -> RankConsensus | None:
         """What makes decisions equal on all ranks, found by itself for DistributedDataParallel and `fully_shard`.
 
-        None on one rank. Assign a `mezzo.distributed.RankConsensus` for ranks that nothing wraps, or to choose group and timeout.
+        None on one rank. Before a wrapper has called the model it decides nothing yet, and its `group.timeout` may be set.
+        Assign a `mezzo.distributed.RankConsensus` for ranks that nothing wraps, or to choose group and timeout.
         """
-        return self._engine.consensus
+        engine = self._engine
+        if engine.consensus is None and engine.not_yet is None and is_running() and dist.get_world_size() > 1:
+            engine.not_yet = RankConsensus()
+        return engine.consensus or engine.not_yet
 
     @consensus.setter
     def consensus(self, consensus: RankConsensus | None) -> None:

@@ -1,0 +1,58 @@
+"""What spreads a model over ranks, as far as its steps must know: this one, the base, spreads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .group import Group
+
+UNKNOWN = (
+    "Their gradients were not averaged: end each no_sync() block before the step's last backward, and do not write "
+    "weights on one rank only."
+)
+
+
+class Wrapper:
+    """Answers for a model that nothing spreads: whatever the ranks do with it is their own.
+
+    Attributes:
+        process_group: of the ranks; None is the default one.
+        compares_models: whether all ranks hold the same modules and parameters.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    compares_models = False
+
+    def use(self, group: Group) -> None:
+        """Take part in a group, whose `timeout` holds."""
+
+    def note_forward(self) -> None:
+        """Take note that the model runs forward. Syncs: no."""
+
+    def check_backward(self) -> None:
+        """Refuse a backward pass that could not be averaged as the policy says."""
+
+    def check_step(self) -> None:
+        """Refuse a step on gradients that were never averaged."""
+
+    def drop(self) -> None:
+        """Drop gradients that wait where no optimizer sees them."""
+
+    def end_step(self) -> None:
+        """Take note that the gradients so far are spent."""
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether all gradients of this step were averaged, as far as can be seen."""
+        return True
+
+    def copied(self, tensors: Mapping[Tensor, Tensor]) -> list[Tensor]:
+        """Return those tensors whose keys are parameters that the first rank's were written over, in one order on all."""
+        return []
+
+    def why_apart(self) -> str:
+        """Say why weights may differ after a step, and what to do."""
+        return UNKNOWN

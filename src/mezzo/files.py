@@ -1,0 +1,58 @@
+"""Files that are whole or not there: a kill or a full disk in the middle of a write leaves what was there before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+def flush_to_disk(path: Path) -> None:
+    """Bring what was written to a file, or the names in a folder, to the disk. Raises: OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Return the path of a file to write inside the block; when the block ends it takes the place of another in one move.
+
+    Args:
+        path: the file to replace, or to make.
+
+    Raises:
+        OSError: it could not be written; the file is what it was.
+
+    Writes: the file; meanwhile one beside it that ends in ".partial".
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        yield partial
+        flush_to_disk(partial)
+        os.replace(partial, path)
+        flush_to_disk(path.parent)
+    except BaseException:
+        if not partial.is_dir():
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file, whole or not at all.
+
+    Args:
+        path: the file.
+        write: writes the content.
+
+    Raises:
+        OSError: it could not be written; the file is what it was.
+
+    Writes: the file; meanwhile one beside it that ends in ".partial".
+    """
+    with replacing(path) as partial, open(partial, "wb") as file:
+        write(file)

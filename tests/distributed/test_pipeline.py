@@ -1,0 +1,112 @@
+"""Stages of a pipeline: a schedule of torch's runs backward, and the stages step as one rank that holds them all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.distributed.ranks import run
+from tests.tolerance import relative
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.distributed import RankConsensus
+from mezzo.errors import StepError
+
+pytestmark = pytest.mark.distributed
+
+Result = tuple[dict[str, Tensor], list[bool], list[float]]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _batch(step: int, bad_step: int | None) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    return x, x.sum(1, keepdim=True) * (torch.inf if step == bad_step else 1.0)
+
+
+def _loss(found: Tensor, wanted: Tensor) -> Tensor:
+    return (found.float() - wanted).square().mean()
+
+
+def _optimizer(net: nn.Module, policy: str) -> torch.optim.Optimizer:
+    return mezzo.optim.AdamW(net.parameters(), lr=0.05, master=mezzo.Policy.parse(policy).master)
+
+
+def _whole(rank: int, world: int, policy: str, max_norm: float | None, bad_step: int | None) -> Result:
+    net = _net()
+    amp, applied, norms = mezzo.prepare(net, _optimizer(net, policy), policy), [], []
+    for step in range(4):
+        amp.zero_grad()
+        for x, y in zip(*(part.chunk(2) for part in _batch(step, bad_step)), strict=True):
+            amp.backward(_loss(net(x), y) / 2)
+        result = amp.step(max_norm=max_norm)
+        applied.append(result.applied)
+        norms.append(result.grad_norm)
+    return {name: p.detach().clone() for name, p in net.named_parameters()}, applied, norms
+
+
+def _staged(rank: int, world: int, policy: str, max_norm: float | None, bad_step: int | None) -> Result:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    net = _net()
+    part = net[:2] if rank == 0 else net[2:]
+    amp, applied, norms = mezzo.prepare(part, _optimizer(part, policy), policy), [], []
+    amp.consensus = RankConsensus()
+    stage = PipelineStage(part, rank, world, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda found, wanted: amp.scaled(_loss(found, wanted)))
+    for step in range(4):
+        amp.zero_grad()
+        x, y = _batch(step, bad_step)
+        with amp.external_backward():
+            schedule.step(x) if rank == 0 else schedule.step(target=y)
+        result = amp.step(max_norm=max_norm)
+        applied.append(result.applied)
+        norms.append(result.grad_norm)
+    return {name: p.detach().clone() for name, p in part.named_parameters()}, applied, norms
+
+
+@pytest.mark.parametrize(("max_norm", "bad_step"), [(None, None), (0.1, None), (None, 2)])
+@pytest.mark.parametrize("policy", ["fp32", "bf16, output=fp32", "bf16-master, output=fp32", "fp16, output=fp32, scaling.init_scale=1024"])  # fmt: skip
+def test_two_stages_go_the_way_of_one_rank(policy: str, max_norm: float | None, bad_step: int | None) -> None:
+    ((wanted, applied, norms),) = run(1, _whole, policy, max_norm, bad_step)
+    found: dict[str, Tensor] = {}
+    for stage, stage_applied, stage_norms in run(2, _staged, policy, max_norm, bad_step):
+        found |= stage
+        assert stage_applied == applied == [step != bad_step for step in range(4)]
+        finite = [(one, other) for one, other in zip(stage_norms, norms, strict=True) if abs(other) < torch.inf]
+        # Each stage sums its own squares in fp32; an fp16 clip moves weights by a rounding of 16 bit.
+        assert all(abs(one - other) <= relative(torch.bfloat16, 8) * other for one, other in finite)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(found[name].float(), value.float(), rtol=0.0, atol=relative(torch.bfloat16, 4) * 1.0)
+
+
+def test_a_step_behind_a_schedule_says_how() -> None:
+    net = nn.Linear(2, 1)
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32")
+    net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(StepError, match=r"with amp\.external_backward\(\): schedule\.step"):
+        amp.step()
+
+
+def test_a_loss_is_scaled_inside_the_block_only() -> None:
+    net = nn.Linear(2, 1)
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32")
+    with pytest.raises(StepError, match=r"outside of `with amp\.external_backward"):
+        amp.scaled(net(torch.ones(1, 2)).sum())
+
+
+def test_an_error_inside_the_block_voids_the_step() -> None:
+    net = nn.Linear(2, 1)
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32")
+    with pytest.raises(KeyError), amp.external_backward():
+        net(torch.ones(1, 2)).sum().backward()
+        raise KeyError
+    with pytest.raises(StepError, match="failed halfway"):
+        amp.step()
+    amp.zero_grad()
+    amp.backward(net(torch.ones(1, 2)).sum())
+    assert amp.step()

@@ -1,0 +1,52 @@
+"""ZeroRedundancyOptimizer around an optimizer with masters: each rank steps its part, and the weights are those of one rank."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tests.distributed.ranks import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mezzo
+
+with warnings.catch_warnings():  # it still goes through torch.jit.script (2.13)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+pytestmark = pytest.mark.distributed
+
+
+def _train(rank: int, world: int, policy: str, is_divided: bool, seed: int) -> list[Tensor]:
+    torch.manual_seed(seed * rank)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    master = mezzo.Policy.parse(policy).master
+    options = {"lr": 0.05, "master": master}
+    optimizer: torch.optim.Optimizer
+    if is_divided:
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=mezzo.optim.AdamW, **options)
+    else:
+        optimizer = mezzo.optim.AdamW(net.parameters(), **options)
+    amp = mezzo.prepare(net, optimizer, policy)
+    ddp = DistributedDataParallel(net)
+    for step in range(4):
+        amp.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (ddp(x).float() - x.sum(1, keepdim=True)).square().mean()
+        amp.backward(loss * (torch.inf if step == 2 and rank == 1 else 1.0))
+        assert amp.step().applied is (step != 2)
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "bf16-master, master=fp32"])
+def test_divided_state_and_masters_step_as_whole_ones(policy: str) -> None:
+    wanted = run(2, _train, policy, False, 0)[0]
+    for found in run(2, _train, policy, True, 0):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_ranks_that_were_seeded_differently_stay_together() -> None:
+    first, second = run(2, _train, "bf16-master", True, 7)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
