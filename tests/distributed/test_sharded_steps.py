@@ -290,7 +290,7 @@ def _asks_for_what_cannot_be(rank: int, world: int, policy: str, optimizer: str,
 @pytest.mark.parametrize(
     ("policy", "optimizer", "waits", "sentence"),
     [
-        ("bf16, reduce=bf16", "adamw", True, "set_requires_gradient_sync(False) was called on 'the root', whose weights are fp32, and torch sums gradients that wait in the dtype of the traffic, reduce=bf16. Average every micro-batch, which is then summed in fp32, or write reduce=fp32 in the policy."),
+        ("bf16, reduce=bf16", "adamw", True, "set_requires_gradient_sync(False) was called on 'the root', whose weights are fp32, and torch sums gradients that wait in the dtype of what is sent, reduce=bf16. Average every micro-batch, which is then summed in fp32, or write reduce=fp32 in the policy."),
         ("bf16", "adamw", True, "step() was called while gradients of 'the root' wait on their own rank: every backward of this step ran under set_requires_gradient_sync(False). Write set_requires_gradient_sync(True) before the last one."),
         ("fp32", "adamw", True, "step() was called while gradients of 'the root' wait"),
         ("bf16-master, grads=fp32", "adamw", False, "the policy declares grads=fp32, and torch gives the 2 sharded parameters that are stored in 16 bit (weight, ...) gradients of their own dtype. Leave grads out, and sum micro-batches in fp32 before they are rounded: model.set_requires_gradient_sync(False) for all but the last of a step."),
