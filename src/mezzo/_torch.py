@@ -45,6 +45,14 @@ def view_base(tensor: Tensor) -> Tensor | None:
     return tensor._base if tensor._is_view() else None
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return what lies here of a DTensor, without the autograd of `to_local`; a plain tensor is its own part.
+
+    Without it the optimizers look at every sharded tensor anew in every step.
+    """
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def sparse_values(grad: Tensor) -> Tensor:
     """Return the values of a sparse tensor, to be written; `.values()` wants it coalesced and refuses to be written."""
     return grad._values()

@@ -60,6 +60,10 @@ class MasterError(MezzoError, ValueError):
     """16-bit trainable weights without a way to keep their small updates."""
 
 
+class OperandError(MezzoError, RuntimeError):
+    """A gradient, moment or master that does not fit its parameter; names both."""
+
+
 class CheckpointError(MezzoError, RuntimeError):
     """A checkpoint that cannot be read, or does not fit what it is loaded into."""
 

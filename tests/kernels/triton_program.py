@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.kernels.test_cpu_kernels import HOW, STORED, copy, grads_of, same, weights_of
+from tests.kernels.test_cpu_kernels import HOW, STORED, copy, counts, grads_of, moments_of, same, sums_of, weights_of
 from torch import Tensor
 
 from mezzo.kernels import registry
-from mezzo.kernels.ops.adamw import AdamWRule, Moments, adamw_scalars
+from mezzo.kernels.operands import operands
+from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.gradients import ScaledGradients
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
@@ -46,23 +47,22 @@ def rounded_alone(root: Any) -> Any:
     return lambda x: root(x.double()).to(x.dtype)
 
 
-def check(step_: Any, reference_: Any, weights: Any, grads: ScaledGradients, means: Any, rest: tuple[Any, ...]) -> None:
-    one, other = (copy(weights), copy(means)), (copy(weights), copy(means))
-    skip = ScaledGradients(values=grads.values, found_inf=torch.ones(()))
-    step_(other[0], skip, other[1], *rest)
-    assert_same(other, (weights, means))
-    reference_(one[0], grads, one[1], *rest)
-    step_(other[0], grads, other[1], *rest)
+def check(
+    step_: Any, reference_: Any, weights: Any, moments: Any, grads: ScaledGradients, rest: tuple[Any, ...]
+) -> None:
+    one, other = (copy(weights), copy(moments)), (copy(weights), copy(moments))
+    step_(operands(*other, ScaledGradients(values=grads.values, found_inf=torch.ones(()))), *rest)
+    assert_same(other, (weights, moments))
+    reference_(operands(*one, grads), *rest)
+    step_(operands(*other, grads), *rest)
     assert_same(other, one)
 
 
 def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
-    for a, b in zip(got, want, strict=True):
-        names = a.__dataclass_fields__ if hasattr(a, "__dataclass_fields__") else [None]
-        for name in names:
-            x, y = (a, b) if name is None else (getattr(a, name), getattr(b, name))
-            if x and isinstance(x[0], Tensor):
-                assert same(list(x), list(y)), name
+    for name in ("values", "aux"):
+        assert same(getattr(got[0], name), getattr(want[0], name)), name
+    for name in want[1]:
+        assert same(got[1][name], want[1][name]), name
 
 
 def main(every: bool) -> None:
@@ -76,7 +76,7 @@ def main(every: bool) -> None:
     Tensor.sqrt = rounded_alone(Tensor.sqrt)  # type: ignore[method-assign]  # a process of its own
     adamw_rules = (
         AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8),
-        AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True),
+        AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True, l2=0.1),
     )
     sgd_rules = (
         SGDRule(weight_decay=0.0, momentum=0.9),
@@ -92,18 +92,13 @@ def main(every: bool) -> None:
             if way:  # parts of larger tensors take the noise of the whole
                 weights = replace(weights, offsets=[1000 * place for place in range(len(weights.values))])
             grads = trim(grads_of(torch.float32 if way else dtype, **HOW[way]))
-            step = torch.tensor(7.0)
-            made = [torch.randn(x.shape).to(state) for x in weights.values]
-            positive = [torch.rand(x.shape).to(state) for x in weights.values]
-            moments = Moments(
-                means=made, squares=positive, peaks=[x / 2 for x in positive] if way else [], seeds=weights.seeds
-            )
-            rule = adamw_rules[way]
+            step = counts(weights, 7)
+            moments, rule = moments_of(weights, state, bool(way)), adamw_rules[way]
             rest = (rule, adamw_scalars(step, rule, 0.01, 0.1), step)
-            check(adamw.step_, adamw_reference.step_, weights, grads, moments, rest)
+            check(adamw.step_, adamw_reference.step_, weights, moments, grads, rest)
             turn = next(turns)
-            sums = made if turn.momentum else []
-            check(sgd.step_, sgd_reference.step_, weights, grads, sums, (turn, sgd_scalars(step, turn, 0.1, 0.2), step))
+            sums = sums_of(weights, lambda shape, state=state: torch.randn(shape).to(state)) if turn.momentum else {}
+            check(sgd.step_, sgd_reference.step_, weights, sums, grads, (turn, sgd_scalars(step, turn, 0.1, 0.2), step))
         print("equal", mode, dtype, flush=True)
 
 

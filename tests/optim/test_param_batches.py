@@ -72,9 +72,10 @@ def climb(optimizer: MasterOptimizer, params: list[torch.nn.Parameter]) -> None:
 
 
 def cut_weight(optimizer: MasterOptimizer, params: list[torch.nn.Parameter]) -> None:
-    name = tensor_names(type(optimizer))
     params[5].data = params[5].data[:2]
-    optimizer.state[params[5]][name].data = optimizer.state[params[5]][name].data[:2]
+    for name, held in optimizer.state[params[5]].items():
+        if name != "step":
+            held.data = held.data[:2]
 
 
 def reseed(optimizer: MasterOptimizer, params: list[torch.nn.Parameter]) -> None:
@@ -140,10 +141,10 @@ def test_an_undisturbed_run_plans_once() -> None:
     optimizer, params = build(AdamW)
     feed(optimizer, params, 0, set())
     feed(optimizer, params, 1, set())
-    kinds = [plan.kinds for plan in optimizer._plans.values()]
+    kinds = [plan.batches for plan in optimizer._plans.values()]
     feed(optimizer, params, 2, set())
     assert len(kinds) == 2
-    assert all(plan.kinds is known for plan, known in zip(optimizer._plans.values(), kinds, strict=True))
+    assert all(plan.batches is known for plan, known in zip(optimizer._plans.values(), kinds, strict=True))
 
 
 def test_a_copy_plans_for_itself() -> None:

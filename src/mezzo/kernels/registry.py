@@ -28,6 +28,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "sgd": ("cpu", "triton", "reference"),
 }
 _log = logging.getLogger("mezzo.kernels")
+_warned: list[str] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +67,20 @@ def _missing(backend: str, op: str) -> str:
         try:
             library(Path(__file__).parent / "ops" / op / "cpu.cpp")
         except NativeBuildError as error:
-            return str(error)
+            return _said(error)
     return ""
+
+
+def _said(error: NativeBuildError) -> str:
+    """Return why there is no compiled kernel, after a warning, once in a process: plain torch is several times slower."""
+    if not _warned:
+        _warned.append(str(error))
+        _log.warning(
+            "optimizer steps and gradient checks on the CPU run in plain torch, not in compiled kernels: %s. %s",
+            error,
+            error.remedy,
+        )
+    return str(error)
 
 
 @functools.cache

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,14 +19,9 @@ WEIGHT_STREAM, MOMENT_STREAM = 0, 1
 """Streams of random bits, so that a weight and its moments do not share bits."""
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Weights:
     """Weights of one dtype and device that keep small updates in one way.
-
-    As long as this object lives its tensors stay where they are, with their aux state in the optimizer's state.
 
     Attributes:
         mode: the master mode; "none" for weights of fp32 or fp64, which are their own master.
@@ -37,7 +31,7 @@ class Weights:
         seeds: of the random bits of each, in [0, 2**32); any where nothing is rounded stochastically.
         offsets: of each, the index of its first element in the whole tensor of which it is a part, for the random bits; empty
             if each is whole.
-        made: what kernels made of them, by name; see `once`.
+        labels: what errors call each; empty for its number.
     """
 
     mode: Master
@@ -45,24 +39,11 @@ class Weights:
     aux: Sequence[Tensor]
     seeds: Sequence[int]
     offsets: Sequence[int] = ()
-    made: dict[str, object] = field(default_factory=dict, repr=False)
+    labels: Sequence[str] = ()
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what a kernel makes of these weights under a name, such as a table of addresses; made on first use."""
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]  # type: ignore[return-value]  # what `make` of this name made
-
-    def at(self, indices: Sequence[int]) -> Weights:
-        """Return the weights at some indices."""
-        return replace(
-            self,
-            values=[self.values[i] for i in indices],
-            aux=[self.aux[i] for i in indices if self.aux],
-            seeds=[self.seeds[i] for i in indices],
-            offsets=[self.offsets[i] for i in indices if self.offsets],
-            made={},
-        )
+    def label(self, index: int) -> str:
+        """Return what errors call a weight."""
+        return self.labels[index] if self.labels else f"parameter {index}"
 
     def offset(self, index: int) -> int:
         """Return the index of a weight's first element in the whole of which it is a part; 0 if it is one itself."""

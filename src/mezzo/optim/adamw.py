@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import registry
-from ..kernels.ops.adamw import AdamWRule, Moments, adamw_scalars, reference
+from ..kernels.ops.adamw import AdamWRule, adamw_scalars, reference
 from ..kernels.registry import Backend
 from ..policy import Master
-from .base import Batch, MasterOptimizer, Params
+from .base import MasterOptimizer, Params
 from .checks import check_differentiable, check_range, check_rate
 
 
@@ -46,6 +45,9 @@ class AdamW(MasterOptimizer):
 
     Source: Loshchilov and Hutter 2019.
     """
+
+    op = "adamw"
+    definition = reference
 
     def __init__(
         self,
@@ -86,34 +88,15 @@ class AdamW(MasterOptimizer):
         }
         super().__init__(params, defaults)
 
-    @property
-    def op(self) -> str:
-        """Name of the step's arithmetic in the kernel registry."""
-        return "adamw"
-
     def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the running means in a parameter's state, which are those of torch.optim.AdamW."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
+    def rule(self, group: Mapping[str, Any]) -> AdamWRule:
+        """Return the numbers of a group that stay the same from step to step."""
+        beta1, beta2 = group["betas"]
+        return AdamWRule(beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=group["amsgrad"])
+
     def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of one step, shape (3,), as `adamw_scalars` explains them. Syncs: no."""
-        return adamw_scalars(step, _rule(group), group["lr"], group["weight_decay"], dtype)
-
-    def update_(self, group: Mapping[str, Any], batch: Batch) -> None:
-        """Take the step of one batch. Writes: weights and state, unless the step is blocked. Syncs: no."""
-        weights, rule = batch.weights, _rule(group)
-        moments = Moments(
-            means=batch.means["exp_avg"],
-            squares=batch.means["exp_avg_sq"],
-            peaks=batch.means["max_exp_avg_sq"] if rule.amsgrad else [],
-            seeds=weights.seeds,
-        )
-        compiling = torch.compiler.is_compiling()
-        index = batch.step.device, weights.values[0].dtype
-        kernel = reference if compiling else registry.kernel(self.op, *index, group["backend"])
-        kernel.step_(weights, batch.grads, moments, rule, batch.scalars, batch.step)
-
-
-def _rule(group: Mapping[str, Any]) -> AdamWRule:
-    beta1, beta2 = group["betas"]
-    return AdamWRule(beta1=beta1, beta2=beta2, eps=group["eps"], amsgrad=group["amsgrad"])
+        """Return the numbers of one step, shape (n, 3), as `adamw_scalars` explains them. Syncs: no."""
+        return adamw_scalars(step, self.rule(group), group["lr"], group["weight_decay"], dtype)

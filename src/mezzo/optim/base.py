@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from operator import is_
+from types import ModuleType
 from typing import Any, overload
 
 import torch
@@ -15,34 +16,16 @@ from ..errors import ConfigError, MasterError
 from ..formats import describe
 from ..kernels import registry
 from ..kernels.dtensor import like_dtensor, local
+from ..kernels.operands import Operands, check_apart, check_shape, operands
 from ..kernels.ops.gradients import ScaledGradients
-from ..kernels.weights import AUX_STATE, Weights, give_master_, read_master, store_master
+from ..kernels.weights import AUX_STATE, give_master_, read_master, store_master
 from ..policy import Master
 from .checks import check_dense, check_masters
 from .layout import aligned
-from .optimizer_state import Exact, mode_of, moment_dtype, report, seal_loaded, share_counts, take_master_
-from .param_batches import Active, ParamBatch, Plan, param_batches_of
+from .optimizer_state import Exact, mode_of, moment_dtype, report, seal_loaded, take_master_
+from .param_batches import Active, GroupStep, ParamBatch, Plan, batches_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Batch:
-    """Parameters of one step that a kernel takes together: one step count, device, and set of dtypes.
-
-    Attributes:
-        weights: the parameters as a kernel sees them.
-        means: the running means of each by name, laid out as the weights are.
-        grads: their gradients and how to read them.
-        scalars: shape (3,): the numbers of this step, from `MasterOptimizer.scalars`.
-        step: shape (), fp32: steps taken, this one included.
-    """
-
-    weights: Weights
-    means: Mapping[str, Sequence[Tensor]]
-    grads: ScaledGradients
-    scalars: Tensor
-    step: Tensor
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -54,7 +37,13 @@ class MasterOptimizer(torch.optim.Optimizer):
     the protocol of torch's fused optimizers, so torch.amp.GradScaler drives these too.
     """
 
+    op: str
+    """Name of the step's arithmetic in the kernel registry."""
+    definition: ModuleType
+    """What defines it; torch.compile makes a kernel of that itself."""
     _step_supports_amp_scaling = True
+    counts_moments: bool = False
+    """Whether a step count is that of the moments, and begins when they do."""
     moves_versions = True
     """Each kernel gives the weights it wrote a new version, as caches of casts need it; torch's fused ones do not."""
 
@@ -66,14 +55,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._plans: dict[int, Plan] = {}
         self._entries: list[dict[str, Any]] = []
 
-    @property
-    @abstractmethod
-    def op(self) -> str:
-        """Name of the step's arithmetic in the kernel registry."""
-
     @abstractmethod
     def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the running means that a parameter of this group has in its state."""
+
+    @abstractmethod
+    def rule(self, group: Mapping[str, Any]) -> Any:
+        """Return the numbers of a group that stay the same from step to step, as its kernels take them."""
 
     @abstractmethod
     def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,16 +69,12 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Args:
             group: with its options.
-            step: shape (), fp32: steps taken, this one included.
+            step: shape (n,), fp32: steps taken by each parameter, this one included.
             dtype: that of the computation.
 
         Returns:
-            Shape (3,), `dtype`, the device of `step`. Syncs: no.
+            Shape (n, 3), `dtype`, the device of `step`. Syncs: no.
         """
-
-    @abstractmethod
-    def update_(self, group: Mapping[str, Any], batch: Batch) -> None:
-        """Take the step of one batch. Writes: weights and state, unless the step is blocked. Syncs: no."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -123,6 +107,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         Raises:
             MasterError: a 16-bit parameter became trainable and has no master mode.
             ConfigError: a sparse gradient.
+            OperandError: a gradient, or something in the state, that does not fit its parameter. Nothing was changed.
 
         Writes: weights and state; nothing if `found_inf` is set. Syncs: no.
         """
@@ -130,26 +115,21 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale = getattr(self, "grad_scale", None)
-        inv_scale = None if scale is None else scale.to(torch.float32).reciprocal()
+        batches = [(step, batch) for step, batches in self._param_batches() for batch in batches]
+        held = [self._operands(step, batch) for step, batch in batches]
         found = getattr(self, "found_inf", None)
-        taken = None if found is None else found.reshape(()) == 0
-        self._drop_stale_plans()
-        offset = 0
-        for number, group in enumerate(self.param_groups):
-            for batch in self._batches(group, number, offset, inv_scale, taken):
-                self.update_(group, batch)
-            offset += len(group["params"])
+        taken = 1 if found is None else found.reshape(()) == 0
+        for (step, batch), given in zip(batches, held, strict=True):
+            batch.step.add_(taken.to(batch.step.device) if isinstance(taken, Tensor) else taken)
+            self._update(step.group, given, batch.step)
         return loss
 
-    def _drop_stale_plans(self) -> None:
-        """Forget what was planned if the state of any parameter is another object than in the last step."""
-        if torch.compiler.is_compiling():
-            return
-        entries = list(self.state.values())
-        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
-            self._plans.clear()
-            self._entries = entries
+    def _update(self, group: Mapping[str, Any], operands: Operands, step: Tensor) -> None:
+        dtype = operands.weights.values[0].dtype
+        compiling = torch.compiler.is_compiling()
+        kernel = self.definition if compiling else registry.kernel(self.op, step.device, dtype, group["backend"])
+        scalars = self.scalars(group, step, torch.promote_types(dtype, torch.float32))
+        kernel.step_(operands, self.rule(group), scalars, step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, as torch's optimizers do. Writes: gradients. Syncs: no."""
@@ -185,9 +165,12 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: not a parameter of this optimizer.
+            OperandError: a master of another shape than its parameter.
 
         Writes: the parameters, and their aux state. Syncs: no.
         """
+        for param, master in masters.items():
+            check_shape(self._label(param), "master", master, param)
         for param, master in masters.items():
             mode = mode_of(param, self._group_of(param))
             aux = give_master_(mode, local(param), local(master.to(param.device)))
@@ -198,6 +181,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does."""
         mode = mode_of(param, self._group_of(param))
         return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
+
+    def _label(self, param: Tensor) -> str:
+        params = [p for group in self.param_groups for p in group["params"]]
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        number = next((number for number, p in enumerate(params) if p is param), 0)
+        return names[number] if names else f"parameter {number}"
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
@@ -210,82 +199,82 @@ class MasterOptimizer(torch.optim.Optimizer):
         kinds = {(p.device, p.dtype, group["backend"]): None for group in self.param_groups for p in group["params"]}
         return [registry.why(self.op, *kind) for kind in kinds]
 
-    def _batches(
-        self, group: dict[str, Any], number: int, offset: int, inv_scale: Tensor | None, taken: Tensor | None
-    ) -> Iterator[Batch]:
-        grads = [p.grad for p in group["params"]]
-        kinds = self._kinds(group, number, offset, grads)
-        for count in {id(kind.step): kind.step for kind in kinds}.values():
-            count.add_(1 if taken is None else taken.to(count.device))
-        scalars: dict[tuple[int, torch.dtype], Tensor] = {}
-        for kind in kinds:
-            dtype = torch.promote_types(kind.weights.values[0].dtype, torch.float32)
-            key = id(kind.step), dtype
-            if key not in scalars:
-                scalars[key] = self.scalars(group, kind.step, dtype)
-            yield self._batch(group, kind, grads, scalars[key], inv_scale)
+    def _param_batches(self) -> list[tuple[GroupStep, Sequence[ParamBatch]]]:
+        """Return the batches of each group: those of the last step where nothing has moved.
 
-    def _kinds(
-        self, group: dict[str, Any], number: int, offset: int, grads: list[Tensor | None]
-    ) -> Sequence[ParamBatch]:
-        """Return the kinds of a group: those of the last step, if everything is where it was."""
-        names, is_eager = self.moment_names(group), not torch.compiler.is_compiling()
-        options = (offset, names, group["master"], group["state_dtype"], group["rounding_seed"])
-        plan = self._plans.get(number) if is_eager else None
-        if plan is not None and plan.fits(options, group["params"], grads):
-            return plan.kinds
-        active = [
-            Active(index, p, grad, self.state[p])
-            for index, (p, grad) in enumerate(zip(group["params"], grads, strict=True))
-            if grad is not None
+        Everything that is there is looked at before anything is made or written.
+        """
+        offsets = accumulate((len(group["params"]) for group in self.param_groups), initial=0)
+        steps = [
+            GroupStep(group, self.moment_names(group), offset, [p.grad for p in group["params"]])
+            for group, offset in zip(self.param_groups, offsets, strict=False)
         ]
-        self._init_states(group, names, active)
-        self._leave_behind(group, {id(one.state["step"]) for one in active})
-        kinds = param_batches_of(group, names, offset, active)
-        if is_eager:
-            self._plans[number] = Plan(kinds, options, grads, active)
-        return kinds
+        if torch.compiler.is_compiling():
+            return [(step, self._made(step, self._checked(step))) for step in steps]
+        self._drop_stale_plans()
+        stale = {
+            number: self._checked(step)
+            for number, step in enumerate(steps)
+            if number not in self._plans or not self._plans[number].fits(step)
+        }
+        plans = {number: plan for number, plan in self._plans.items() if number not in stale}
+        for number, active in stale.items():
+            plans[number] = Plan(self._made(steps[number], active), steps[number], active)
+        if stale:
+            check_apart([batch.layout for plan in plans.values() for batch in plan.batches if batch.layout is not None])
+        self._plans = plans
+        return [(step, plans[number].batches) for number, step in enumerate(steps)]
 
-    def _batch(
-        self,
-        group: Mapping[str, Any],
-        kind: ParamBatch,
-        grads: Sequence[Tensor | None],
-        scalars: Tensor,
-        inv_scale: Tensor | None,
-    ) -> Batch:
-        home = kind.step.device
-        clip, found = getattr(self, "clip_coef", None), getattr(self, "found_inf", None)
-        given: Any = [grads[index] for index in kind.indices]
-        return Batch(
-            weights=kind.weights,
-            means=kind.means,
-            grads=ScaledGradients(
-                values=aligned(given, kind.orders),
-                inv_scale=None if inv_scale is None else inv_scale.to(home),
-                clip_coef=None if clip is None else clip.to(home, torch.float32),
-                found_inf=None if found is None else found.to(home),
-                maximize=group["maximize"],
-            ),
-            scalars=scalars,
-            step=kind.step,
+    def _drop_stale_plans(self) -> None:
+        """Forget what was planned if the state of any parameter is another object than in the last step."""
+        entries = list(self.state.values())
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            self._plans = {}
+            self._entries = entries
+
+    def _checked(self, step: GroupStep) -> list[Active]:
+        """Return the parameters of a group that have a gradient, after a look at what is there of each."""
+        active = step.active(self.state)
+        for one in active:
+            if one.grad.layout is not torch.strided:
+                check_dense(self, one.param, one.grad)
+            one.check()
+        return active
+
+    def _made(self, step: GroupStep, active: list[Active]) -> Sequence[ParamBatch]:
+        for one in active:
+            one.state = self.state[one.param]
+        self._init_states(step.group, step.names, active)
+        return batches_of(step, active)
+
+    def _operands(self, step: GroupStep, batch: ParamBatch) -> Operands:
+        """Return what a kernel takes, checked. Syncs: no."""
+        home = batch.step.device
+        scale, clip, found = (getattr(self, name, None) for name in ("grad_scale", "clip_coef", "found_inf"))
+        given: Any = [step.grads[index] for index in batch.indices]
+        grads = ScaledGradients(
+            values=aligned(given, batch.orders),
+            inv_scale=None if scale is None else scale.to(home, torch.float32).reciprocal(),
+            clip_coef=None if clip is None else clip.to(home, torch.float32),
+            found_inf=None if found is None else found.to(home),
+            maximize=step.group["maximize"],
         )
+        if batch.layout is None:
+            return Operands(weights=batch.weights, moments=batch.moments, grads=grads)
+        return operands(batch.weights, batch.moments, grads, batch.layout)
 
     def _init_states(self, group: Mapping[str, Any], names: Sequence[str], active: list[Active]) -> None:
-        counts: dict[torch.device, Tensor] = {}
         wanted = {
             mode: {"step", *names, *([AUX_STATE[mode]] if mode in AUX_STATE else [])}
             for mode in (group["master"], "none")
         }
         for one in active:
-            if one.grad.layout is not torch.strided:
-                check_dense(self, one.param, one.grad)
             p, state, mode = one.param, one.state, mode_of(one.param, group)
             if wanted[mode] <= state.keys():
                 continue
-            if "step" not in state:
+            if "step" not in state or (self.counts_moments and not state.keys() >= set(names)):
                 check_masters(group)
-                state["step"] = counts.setdefault(p.device, torch.zeros((), dtype=torch.float32, device=p.device))
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             for name in names:
                 if name not in state:
                     state[name] = torch.zeros_like(p, dtype=moment_dtype(p, group), memory_format=torch.preserve_format)
@@ -293,18 +282,6 @@ class MasterOptimizer(torch.optim.Optimizer):
                 aux = store_master(mode, local(p.detach()).to(torch.float32), p.dtype, None)[1]
                 assert aux is not None
                 state[AUX_STATE[mode]] = like_dtensor(aux, p)
-
-    def _leave_behind(self, group: Mapping[str, Any], counts: set[int]) -> None:
-        """Give parameters without a gradient a step count of their own, where they shared one that now moves on."""
-        left: dict[int, Tensor] = {}
-        for p in group["params"]:
-            if (
-                p.grad is None
-                and p in self.state
-                and (count := self.state[p].get("step")) is not None
-                and id(count) in counts
-            ):
-                self.state[p]["step"] = left.setdefault(id(count), count.clone())
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options as torch's optimizers do; `torch.load(weights_only=True)` reads them back.
@@ -355,8 +332,6 @@ class MasterOptimizer(torch.optim.Optimizer):
             if any(isinstance(item, Exact) for item in self.state.get(p, {}).values())
         ]
         report(clauses)
-        for group in self.param_groups:
-            share_counts(self.state[p] for p in group["params"] if "step" in self.state.get(p, {}))
 
     def _unseal(self, param: Tensor, group: Mapping[str, Any]) -> str:
         entry = {name: item.tensor for name, item in self.state[param].items() if isinstance(item, Exact)}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES
 from ..kernels.dtensor import like_dtensor, local
+from ..kernels.operands import check_shape
 from ..kernels.weights import AUX_STATE, read_master, store_master
 from ..policy import Master
 
@@ -109,19 +110,13 @@ def report(clauses: Iterable[str]) -> None:
         _log.warning("optimizer state of %d parameters converted from %s", count, clause)
 
 
-def share_counts(states: Iterable[dict[str, Any]]) -> None:
-    """Let parameters that took equally many steps share one step count, so that a step counts once for all.
-
-    Writes: the entry "step" of each state. Syncs: yes, one read for each parameter.
-    """
-    shared: dict[tuple[torch.device, float], Tensor] = {}
-    for state in states:
-        count = state["step"]
-        state["step"] = shared.setdefault((count.device, float(count)), count)
-
-
 def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Keep torch from casting the state, and the groups from taking over another master mode."""
+    """Keep torch from casting the state, and the groups from taking over another master mode.
+
+    Raises:
+        OperandError: state of another shape than its parameter.
+    """
+    _check_shapes(optimizer, state_dict)
     own = ("master", "state_dtype", "backend")
     groups = [
         {**now, **saved, **{name: now[name] for name in own}}
@@ -130,3 +125,13 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     # A different number of groups is torch's to refuse.
     groups += state_dict["param_groups"][len(groups) :]
     return {**state_dict, "state": sealed(state_dict["state"]), "param_groups": groups}
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    labels = [label for group in optimizer.param_groups for label in group.get("param_names", ())]
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for number, (p, index) in enumerate(zip(params, saved, strict=False)):
+        for name, item in state_dict["state"].get(index, {}).items():
+            if isinstance(item, Tensor) and item.dim() > 0:
+                check_shape(labels[number] if labels else f"parameter {number}", name, item, p)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import local_tensor
 from ..kernels.dtensor import PLAIN, any_dtensor, global_offset
+from ..kernels.operands import Layout, check_shape, layout_of
 from ..kernels.ops.rounding import mix
 from ..kernels.weights import AUX_STATE, Weights
 from .layout import Order, aligned, memory_orders
@@ -19,71 +21,137 @@ from .optimizer_state import mode_of, moment_dtype
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParamBatch:
-    """Parameters of a group that a kernel takes together: one step count, device, and set of dtypes.
+    """Parameters of a group that a kernel takes together: one device and dtype.
 
     Attributes:
         indices: of each in its group.
         orders: of each, the order of dimensions that walks its memory; None if that is the order it has.
         weights: the parameters as a kernel sees them.
-        means: the running means of each by name, laid out as the weights are.
-        step: shape (), fp32: steps taken; the one under way is counted before a kernel sees it.
+        moments: the running means of each by name, laid out as the weights are.
+        step: shape (n,), fp32: steps taken by each; "step" in a parameter's state is its element. The one under way is
+            counted before a kernel sees it.
+        layout: where weights and moments lie; None while torch.compile traces.
     """
 
     indices: Sequence[int]
     orders: Sequence[Order]
     weights: Weights
-    means: Mapping[str, Sequence[Tensor]]
+    moments: Mapping[str, Sequence[Tensor]]
     step: Tensor
+    layout: Layout | None
 
 
 @dataclass(slots=True, eq=False)
 class Active:
-    """A parameter with a gradient, and its place in its group."""
+    """A parameter with a gradient, and its index in its group."""
 
     index: int
+    label: str
     param: Tensor
     grad: Tensor
-    state: dict[str, Tensor]
+    state: dict[str, Any]
+
+    def check(self) -> None:
+        """Refuse a gradient, or state that is there already, of another shape than the parameter.
+
+        Raises:
+            OperandError: the first of them.
+        """
+        check_shape(self.label, "gradient", self.grad, self.param)
+        for name, held in self.state.items():
+            if name != "step" and isinstance(held, Tensor):
+                check_shape(self.label, name, held, self.param)
 
 
-def param_batches_of(
-    group: Mapping[str, Any], names: Sequence[str], offset: int, active: Sequence[Active]
-) -> list[ParamBatch]:
-    """Return the kinds of a group.
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupStep:
+    """One group as a step meets it.
 
-    Args:
+    Attributes:
         group: with its options.
         names: of the running means in a parameter's state.
         offset: number of the group's first parameter among all parameters.
+        grads: of each parameter; None for one that has none.
+    """
+
+    group: dict[str, Any]
+    names: tuple[str, ...]
+    offset: int
+    grads: Sequence[Tensor | None]
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters of the group."""
+        params: Sequence[Tensor] = self.group["params"]
+        return params
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """What of the group decides over its batches."""
+        group = self.group
+        return self.offset, self.names, group["master"], group["state_dtype"], group["rounding_seed"]
+
+    def active(self, states: Mapping[Tensor, dict[str, Any]]) -> list[Active]:
+        """Return the parameters that have a gradient, with the state that is there."""
+        labels = self.group.get("param_names")
+        return [
+            Active(index, labels[index] if labels else f"parameter {self.offset + index}", p, grad, states.get(p, {}))
+            for index, (p, grad) in enumerate(zip(self.params, self.grads, strict=True))
+            if grad is not None
+        ]
+
+
+def batches_of(step: GroupStep, active: Sequence[Active]) -> list[ParamBatch]:
+    """Return what the kernels take together of a group.
+
+    Args:
+        step: the group.
         active: its parameters with a gradient, their states complete.
 
     Raises:
-        ConfigError: stochastic rounding was asked for a weight that is sharded in a way that hides where its elements belong.
+        OperandError: something that does not fit its parameter.
+        ConfigError: stochastic rounding was asked for a weight that is sharded in a way that hides where its elements
+            belong.
     """
-    kinds: dict[tuple[int, torch.dtype, torch.dtype], list[Active]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[Active]] = {}
     for one in active:
-        kinds.setdefault((id(one.state["step"]), one.param.dtype, one.grad.dtype), []).append(one)
-    return [_kind(group, names, offset, alike) for alike in kinds.values()]
+        kinds.setdefault((one.param.device, one.param.dtype), []).append(one)
+    return [_batch(step, alike) for alike in kinds.values()]
 
 
-def _kind(group: Mapping[str, Any], names: Sequence[str], offset: int, active: Sequence[Active]) -> ParamBatch:
-    states, params = [one.state for one in active], [one.param for one in active]
-    orders = memory_orders(params)
-    mode = mode_of(params[0], group)
-    chance = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
+def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
+    group, states, params = step.group, [one.state for one in active], [one.param for one in active]
+    orders, mode = memory_orders(params), mode_of(params[0], group)
+    is_random = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
+    weights = Weights(
+        mode=mode,
+        values=aligned(params, orders),
+        aux=aligned([state[AUX_STATE[mode]] for state in states], orders) if mode in AUX_STATE else [],
+        seeds=[_seed(group["rounding_seed"], step.offset + one.index) if is_random else 0 for one in active],
+        offsets=[global_offset(p) for p in params] if is_random and any_dtensor(params) else [],
+        labels=[one.label for one in active],
+    )
+    moments = {name: aligned([state[name] for state in states], orders) for name in step.names}
     return ParamBatch(
         indices=[one.index for one in active],
         orders=orders,
-        weights=Weights(
-            mode=mode,
-            values=aligned(params, orders),
-            aux=aligned([state[AUX_STATE[mode]] for state in states], orders) if mode in AUX_STATE else [],
-            seeds=[_seed(group["rounding_seed"], offset + one.index) if chance else 0 for one in active],
-            offsets=[global_offset(p) for p in params] if chance and any_dtensor(params) else [],
-        ),
-        means={name: aligned([state[name] for state in states], orders) for name in names},
-        step=states[0]["step"],
+        weights=weights,
+        moments=moments,
+        step=_bind_counts(states, params[0].device),
+        layout=None if torch.compiler.is_compiling() else layout_of(weights, moments),
     )
+
+
+def _bind_counts(states: Sequence[dict[str, Any]], device: torch.device) -> Tensor:
+    """Return the step counts of some parameters as one vector, so that one addition counts a step for all.
+
+    Writes: the entry "step" of each state, which becomes an element of the vector. Syncs: no.
+    """
+    counts = [torch.as_tensor(state["step"], dtype=torch.float32, device=device).reshape(()) for state in states]
+    whole = torch.stack(counts)
+    for state, count in zip(states, whole.unbind(), strict=True):
+        state["step"] = count
+    return whole
 
 
 def _seed(rounding_seed: int, number: int) -> int:
@@ -92,60 +160,69 @@ def _seed(rounding_seed: int, number: int) -> int:
 
 
 class Plan:
-    """The kinds of a group, and what they were made of.
+    """The batches of a group, and what they were made of.
 
     Args:
-        kinds: of all its parameters with a gradient.
-        options: of the group, as far as they decide over kinds.
-        grads: of each parameter; None for one that has none.
+        batches: of all its parameters with a gradient.
+        step: the group.
         active: the parameters that have one.
 
     Attributes:
-        kinds: as given.
+        batches: as given.
     """
 
-    def __init__(
-        self,
-        kinds: Sequence[ParamBatch],
-        options: tuple[object, ...],
-        grads: Sequence[Tensor | None],
-        active: Sequence[Active],
-    ) -> None:
+    def __init__(self, batches: Sequence[ParamBatch], step: GroupStep, active: Sequence[Active]) -> None:
+        self.batches = batches
         params = [one.param for one in active]
-        self.kinds = kinds
-        self._options, self._entries = options, [one.state for one in active]
-        self._dtypes = [None if grad is None else grad.dtype for grad in grads]
-        self._sizes = [p.numel() for p in params]
-        self._held = self._all(params)
-        self._can_last = all(type(t) in PLAIN and t.is_contiguous() and not t.is_complex() for t in self._held)
-        self._addresses = [t.data_ptr() for t in self._held] if self._can_last else []
+        self._options, self._states = step.options, [one.state for one in active]
+        self._has_grad = [grad is not None for grad in step.grads]
+        self._dtypes = [p.dtype for p in params]
+        self._is_sharded = any_dtensor(params)
+        tensors = self._all(params)
+        self._can_last = all(type(t) in PLAIN for t in tensors)
+        if self._can_last:
+            # Memory that is held is nobody else's: what lies at an address later is what lay there.
+            self._held = [t.detach() for t in tensors[len(params) :]]
+            self._addresses, self._numels = self._where(tensors)
+            self._strides = [t.stride() for t in tensors if not t.is_contiguous()]
 
     def _all(self, params: Sequence[Tensor]) -> list[Any]:
-        return [*params, *chain.from_iterable(map(dict.values, self._entries))]
+        tensors: list[Any] = [*params, *chain.from_iterable(map(dict.values, self._states))]
+        return [local_tensor(t) for t in tensors] if self._is_sharded else tensors
 
-    def fits(self, options: tuple[object, ...], params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-        """Whether the kinds are what they would be if they were made anew.
+    @staticmethod
+    def _where(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
 
-        Parameters and states must lie where they did, in memory that is held and so is nobody else's: somebody may have
-        loaded, moved or replaced them. Plain loops over methods of tensors, since this runs in every step. Syncs: no.
+    def fits(self, step: GroupStep) -> bool:
+        """Whether the batches are what they would be if they were made anew.
+
+        Parameters and states must lie where they did: somebody may have loaded, moved or replaced them. Plain loops over
+        methods of tensors, since this runs in every step. Syncs: no.
 
         Args:
-            options: of the group, as far as they decide over kinds.
-            params: of the group.
-            grads: of each parameter.
+            step: the group.
         """
-        if not self._can_last or options != self._options:
+        if not self._can_last or step.options != self._options:
             return False
-        if [None if grad is None else grad.dtype for grad in grads] != self._dtypes:
+        if [grad is not None for grad in step.grads] != self._has_grad:
             return False
-        given = [grad for grad in grads if grad is not None]
-        if not all([type(grad) is Tensor and grad.layout is torch.strided for grad in given]):
+        given = [grad for grad in step.grads if grad is not None]
+        if not self._is_sharded and not all([type(grad) is Tensor and grad.layout is torch.strided for grad in given]):
             return False
-        active = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+        active = [p for p, grad in zip(step.params, step.grads, strict=True) if grad is not None]
         tensors = self._all(active)
+        try:
+            found = self._where(tensors)
+        except (TypeError, RuntimeError):  # no tensors, or none that lie anywhere
+            return False
         return (
-            len(tensors) == len(self._addresses)
-            and [t.data_ptr() for t in tensors] == self._addresses
-            and [p.numel() for p in active] == self._sizes
-            and all([p.is_contiguous() for p in active])
+            found == (self._addresses, self._numels)
+            and [p.dtype for p in active] == self._dtypes
+            and self._lie_as_before(tensors[: len(active)] if not self._strides else tensors)
         )
+
+    def _lie_as_before(self, tensors: Sequence[Tensor]) -> bool:
+        if not self._strides:
+            return all(map(Tensor.is_contiguous, tensors))
+        return [t.stride() for t in tensors if not t.is_contiguous()] == self._strides

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels import registry
 from ..kernels.ops.sgd import SGDRule, reference, sgd_scalars
 from ..kernels.registry import Backend
 from ..policy import Master
-from .base import Batch, MasterOptimizer, Params
+from .base import MasterOptimizer, Params
 from .checks import check_differentiable, check_range, check_rate
 
 
@@ -46,6 +45,10 @@ class SGD(MasterOptimizer):
 
     Source: Sutskever et al. 2013, in torch's form.
     """
+
+    op = "sgd"
+    definition = reference
+    counts_moments = True
 
     def __init__(
         self,
@@ -88,28 +91,14 @@ class SGD(MasterOptimizer):
         }
         super().__init__(params, defaults)
 
-    @property
-    def op(self) -> str:
-        """Name of the step's arithmetic in the kernel registry."""
-        return "sgd"
-
     def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name of the running sum in a parameter's state, which is that of torch.optim.SGD."""
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
+    def rule(self, group: Mapping[str, Any]) -> SGDRule:
+        """Return the numbers of a group that stay the same from step to step."""
+        return SGDRule(weight_decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
+
     def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of one step, shape (3,), as `sgd_scalars` explains them. Syncs: no."""
-        return sgd_scalars(step, _rule(group), group["lr"], group["dampening"], dtype)
-
-    def update_(self, group: Mapping[str, Any], batch: Batch) -> None:
-        """Take the step of one batch. Writes: weights and state, unless the step is blocked. Syncs: no."""
-        weights, rule = batch.weights, _rule(group)
-        sums = batch.means["momentum_buffer"] if rule.momentum != 0 else []
-        compiling = torch.compiler.is_compiling()
-        index = batch.step.device, weights.values[0].dtype
-        kernel = reference if compiling else registry.kernel(self.op, *index, group["backend"])
-        kernel.step_(weights, batch.grads, sums, rule, batch.scalars, batch.step)
-
-
-def _rule(group: Mapping[str, Any]) -> SGDRule:
-    return SGDRule(weight_decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
+        """Return the numbers of one step, shape (n, 3), as `sgd_scalars` explains them. Syncs: no."""
+        return sgd_scalars(step, self.rule(group), group["lr"], group["dampening"], dtype)

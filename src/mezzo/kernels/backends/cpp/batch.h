@@ -5,6 +5,10 @@
 // product and the sum after it once, so that masters equal the reference to the last bit.
 #pragma once
 
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
 #include <vector>
 
 #include "masters.h"
@@ -30,12 +34,36 @@ struct Batch {
   void* const* peaks;
   const uint32_t* seeds;
   const uint32_t* offsets;  // index of each tensor's first element in the whole of which it is a part, for the random_bits
-  const float* scalars;
-  const float* step;
+  const int32_t* grad_formats;
+  const float* scalars;  // 3 for each tensor
+  const float* step;     // of each tensor
   const float* inv_scale;  // this and the next two may be null
   const float* clip_coef;
   const float* found_inf;
-  int32_t mode, value_format, grad_format, mean_format, maximize, threads;
+  int32_t mode, value_format, mean_format, maximize, threads;
+};
+
+// Subnormals are kept while this lives, whatever torch.set_flush_denormal told the calling thread, and only that one.
+class KeepSubnormals {
+#if defined(__SSE__)
+  const unsigned before = _mm_getcsr();
+
+ public:
+  KeepSubnormals() { _mm_setcsr(before & ~0x8040u); }
+  ~KeepSubnormals() { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+  uint64_t before;
+
+ public:
+  KeepSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before));
+    asm volatile("msr fpcr, %0" : : "r"(before & ~(uint64_t(1) << 24)));
+  }
+  ~KeepSubnormals() { asm volatile("msr fpcr, %0" : : "r"(before)); }
+#else
+ public:
+  KeepSubnormals() {}
+#endif
 };
 
 struct Part {
@@ -71,8 +99,8 @@ template <int M, int F, int G> struct Slice {
         inv_scale(b.inv_scale ? *b.inv_scale : 1.0f),
         clip_coef(b.clip_coef ? *b.clip_coef : 1.0f),
         sign(b.maximize ? -1.0f : 1.0f),
-        key(random_key(b.seeds[p.tensor], *b.step, 0)),
-        mean_key(random_key(b.seeds[p.tensor], *b.step, 1)),
+        key(random_key(b.seeds[p.tensor], b.step[p.tensor], 0)),
+        mean_key(random_key(b.seeds[p.tensor], b.step[p.tensor], 1)),
         start(b.offsets[p.tensor] + uint32_t(p.start)) {}
 
   float read_grad(int64_t i) const { return load<G>(grad, i) * inv_scale * clip_coef * sign; }
@@ -91,26 +119,36 @@ template <class Step, int M, int F, int G> Loop<Step> loop_for(const Batch& b, b
   if (b.mean_format == kFp32) return more ? Step::template run<M, F, G, kFp32, true> : Step::template run<M, F, G, kFp32, false>;
   return more ? Step::template run<M, F, G, kBf16, true> : Step::template run<M, F, G, kBf16, false>;
 }
-template <class Step, int M, int F> Loop<Step> loop_for(const Batch& b, bool more) {
-  return b.grad_format == kFp32 ? loop_for<Step, M, F, kFp32>(b, more) : loop_for<Step, M, F, F>(b, more);
+template <class Step, int M, int F> Loop<Step> loop_for(const Batch& b, int grad, bool more) {
+  if (grad == kFp32) return loop_for<Step, M, F, kFp32>(b, more);
+  if constexpr (F != kFp32) return grad == F ? loop_for<Step, M, F, F>(b, more) : nullptr;
+  return grad == kBf16 ? loop_for<Step, M, F, kBf16>(b, more) : loop_for<Step, M, F, kFp16>(b, more);
 }
-template <class Step, int M> Loop<Step> loop_for(const Batch& b, bool more) {
-  return b.value_format == kBf16 ? loop_for<Step, M, kBf16>(b, more) : loop_for<Step, M, kFp16>(b, more);
+template <class Step, int M> Loop<Step> loop_for(const Batch& b, int grad, bool more) {
+  return b.value_format == kBf16 ? loop_for<Step, M, kBf16>(b, grad, more) : loop_for<Step, M, kFp16>(b, grad, more);
 }
-template <class Step> Loop<Step> loop_for(const Batch& b, bool more) {
+template <class Step> Loop<Step> loop_for(const Batch& b, int grad, bool more) {
   switch (b.mode) {
-    case kOwn: return loop_for<Step, kOwn, kFp32>(b, more);
-    case kSplit: return loop_for<Step, kSplit, kBf16>(b, more);
-    case kMaster: return loop_for<Step, kMaster>(b, more);
-    case kKahan: return loop_for<Step, kKahan>(b, more);
-    default: return loop_for<Step, kChance>(b, more);
+    case kOwn: return loop_for<Step, kOwn, kFp32>(b, grad, more);
+    case kSplit: return loop_for<Step, kSplit, kBf16>(b, grad, more);
+    case kMaster: return loop_for<Step, kMaster>(b, grad, more);
+    case kKahan: return loop_for<Step, kKahan>(b, grad, more);
+    default: return loop_for<Step, kChance>(b, grad, more);
   }
 }
 
-template <class Step> void take(const Batch& b, const typename Step::Rule& rule, bool more) {
-  if (b.found_inf && *b.found_inf != 0) return;
-  const auto loop = loop_for<Step>(b, more);
+// Returns 1, with nothing written, if a gradient has a format that no loop reads; else 0.
+template <class Step> int32_t take(const Batch& b, const typename Step::Rule& rule, bool more) {
+  if (b.found_inf && *b.found_inf != 0) return 0;
+  const Loop<Step> loops[] = {loop_for<Step>(b, kFp32, more), loop_for<Step>(b, kBf16, more), loop_for<Step>(b, kFp16, more)};
+  for (int64_t t = 0; t < b.tensors; t++)
+    if (b.grad_formats[t] < kFp32 || b.grad_formats[t] > kFp16 || !loops[b.grad_formats[t]]) return 1;
   const auto parts = parts_of(b.tensors, b.sizes);
-#pragma omp parallel for schedule(dynamic) num_threads(threads_for(parts, b.threads))
-  for (int64_t i = 0; i < int64_t(parts.size()); i++) loop(b, parts[i], rule);
+#pragma omp parallel num_threads(threads_for(parts, b.threads))
+  {
+    const KeepSubnormals mode;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < int64_t(parts.size()); i++) loops[b.grad_formats[parts[i].tensor]](b, parts[i], rule);
+  }
+  return 0;
 }

@@ -15,17 +15,29 @@ from pathlib import Path
 
 import torch
 
+from . import cache
+
 _FLAGS = (
     "-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-march=native",
     # no product and sum are joined, and no operation dropped or reordered, except where the source says so
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
 _HEADERS = Path(__file__).parent
+_REMEDY = "Set CXX to a compiler that works, and XDG_CACHE_HOME to a folder of your own with 10 MB free."
 _log = logging.getLogger("mezzo.kernels")
 
 
 class NativeBuildError(Exception):
-    """No compiler, or one that does not compile the kernels; the message is a clause that says which."""
+    """No compiled kernel; the message is a clause that says why.
+
+    Args:
+        reason: the clause.
+        remedy: a sentence about what mends it.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 def compiler() -> str:
@@ -37,7 +49,9 @@ def compiler() -> str:
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
-    raise NativeBuildError("no C++ compiler (g++, clang++, or the one that CXX names)")
+    raise NativeBuildError(
+        "no C++ compiler (g++, clang++, or the one that CXX names)", "Install g++ or clang++, or set CXX."
+    )
 
 
 def torch_fuses() -> bool:
@@ -45,63 +59,91 @@ def torch_fuses() -> bool:
 
     1 + 2^-12 squared is 1 + 2^-11 + 2^-24, and fp32 drops the last term unless the sum with -1 - 2^-11 comes first.
     """
-    x = torch.full((64,), 1 + 2.0**-12)
-    return bool(torch.addcmul(torch.full((64,), -1 - 2.0**-11), x, x).ne(0).all())
-
-
-def cache_folder() -> Path:
-    """Return the folder that compiled kernels are kept in, made if missing; a fresh one if that cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mezzo"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        _log.debug("%s cannot be written", folder)
-    return Path(tempfile.mkdtemp(prefix="mezzo-"))
+    x, y = (torch.full((64,), value, dtype=torch.float32, device="cpu") for value in (1 + 2.0**-12, -1 - 2.0**-11))
+    return bool(torch.addcmul(y, x, x).ne(0).all())
 
 
 def _machine() -> str:
     """Return what -march=native depends on."""
-    cpu = Path("/proc/cpuinfo")
-    flags = (
-        [line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features", "model name"))]
-        if cpu.exists()
-        else []
-    )
-    return "\n".join([platform.machine(), platform.processor(), *flags[:2]])
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    flags = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    return "\n".join([platform.system(), platform.machine(), platform.processor(), *flags[:2]])
 
 
-@functools.cache
+def _flags() -> list[str]:
+    """Return the compiler's flags; MEZZO_CXXFLAGS adds some, as the sanitizer runs do."""
+    return [*_FLAGS, f"-DMEZZO_FMA={int(torch_fuses())}", *os.environ.get("MEZZO_CXXFLAGS", "").split()]
+
+
 def library(source: Path) -> ctypes.CDLL:
     """Return a kernel's compiled code, compiling it if this machine has not yet; seconds, then never again.
+
+    The file's name holds everything the result depends on: sources, flags and processor, and the compiler where CXX
+    names one. So what was compiled once is found where there is no compiler.
 
     Args:
         source: a C++ file; may include the headers beside this module.
 
     Raises:
-        NativeBuildError: no compiler, or it failed; its first complaint is in the message.
-
-    Source: the cache key is everything the result depends on: sources, flags, compiler, processor.
+        NativeBuildError: no compiler, or it failed, or nowhere to keep what it made; with the first complaint.
     """
-    cxx = compiler()
-    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
-    flags = [*_FLAGS, f"-DMEZZO_FMA={int(torch_fuses())}", f"-I{_HEADERS}"]
-    texts = [path.read_text() for path in (source, *sorted(_HEADERS.glob("*.h")))]
-    key = hashlib.sha256("\0".join([cxx, version, _machine(), *flags, *texts]).encode()).hexdigest()[:16]
-    built = cache_folder() / f"{source.parent.name}-{key}.so"
-    if not built.exists():
-        _log.info("compiling %s with %s, once", source.name, cxx)
-        # Under another name first: ranks that start together never load half a file.
-        handle, partial = tempfile.mkstemp(suffix=".so", dir=built.parent)
-        os.close(handle)
-        done = subprocess.run([cxx, *flags, str(source), "-o", partial], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            Path(partial).unlink()
-            complaint = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise NativeBuildError(f"{cxx} does not compile it: {complaint.strip()}")
-        Path(partial).replace(built)
+    found = _library(source)
+    if isinstance(found, NativeBuildError):
+        raise found
+    return found
+
+
+@functools.cache
+def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(_HEADERS.glob("*.h")))]
+    parts = [os.environ.get("CXX", ""), _machine(), *_flags(), *texts]
+    name = f"{source.parent.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    for folder in cache.candidates():
+        if (found := cache.load(folder, name)) is not None:
+            return found
     try:
-        return ctypes.CDLL(str(built))
-    except OSError as error:
-        raise NativeBuildError(f"what {cxx} built does not load: {error}") from None
+        cxx = compiler()
+    except NativeBuildError as error:
+        return error
+    _log.info("compiling %s with %s, once", source.name, cxx)
+    complaints = []
+    for folder in cache.candidates():
+        try:
+            return _built(cxx, source, folder, name)
+        except (OSError, NativeBuildError) as error:
+            complaints.append(str(error))
+    try:
+        return _built(cxx, source, cache.fresh(), name)
+    except (OSError, NativeBuildError) as error:
+        complaints.append(str(error))
+    return NativeBuildError(complaints[0], _REMEDY)
+
+
+def _built(cxx: str, source: Path, folder: Path, name: str) -> ctypes.CDLL:
+    """Compile into a folder and load from there."""
+    with cache.opened(folder, make=True):
+        code = _compiled(cxx, source, folder)
+    cache.store(folder, name, code)
+    found = cache.load(folder, name)
+    if found is None:
+        raise NativeBuildError(f"what {cxx} built does not load from {folder}", _REMEDY)
+    return found
+
+
+def _compiled(cxx: str, source: Path, folder: Path) -> bytes:
+    """Return the code that a compiler makes of a source; what lies around meanwhile lies in `folder`."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-", ignore_cleanup_errors=True) as scratch:
+        target = Path(scratch) / "kernel.so"
+        done = subprocess.run(
+            [cxx, *_flags(), f"-I{_HEADERS}", str(source), "-o", str(target)],
+            env={**os.environ, "LC_ALL": "C", "TMPDIR": scratch},
+            stdin=subprocess.DEVNULL, capture_output=True, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            said = done.stderr.decode(errors="replace")
+            complaint = next((line for line in said.splitlines() if "error" in line), said[:200])
+            raise NativeBuildError(f"{cxx} does not compile it: {complaint.strip()}", _REMEDY)
+        return target.read_bytes()

@@ -22,10 +22,11 @@ inline uint16_t narrow_bf16(float x) {
 }
 
 inline float widen_fp16(uint16_t x) {
-  uint32_t rest = uint32_t(x & 0x7fff) << 13;
-  float moved = from_bits(rest) * from_bits(0x77800000);  // 2^112: the difference of the exponents, subnormals too
-  uint32_t bits = (x & 0x7c00) == 0x7c00 ? rest | 0x7f800000 : to_bits(moved);
-  return from_bits(bits | uint32_t(x & 0x8000) << 16);
+  uint32_t rest = uint32_t(x & 0x7fff) << 13, exponent = x & 0x7c00;
+  // a subnormal is a whole number of 2^-24; no fp32 subnormal is met on the way, which some threads take for 0
+  uint32_t small = to_bits(float(int32_t(x & 0x3ff)) * from_bits(0x33800000));
+  uint32_t bits = exponent == 0x7c00 ? rest | 0x7f800000 : rest + 0x38000000;  // exponent plus 112
+  return from_bits((exponent == 0 ? small : bits) | uint32_t(x & 0x8000) << 16);
 }
 
 inline uint16_t narrow_fp16(float x) {

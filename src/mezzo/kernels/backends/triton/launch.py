@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from ...operands import FORMATS, Operands
 from ...ops.gradients.scaled import ScaledGradients
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Constants FP32, BF16 and FP16 of tiles.py."""
-MODES = {"none": 0, "split": 1, "fp32": 2, "kahan": 3, "stochastic": 4}
-"""Constants OWN to CHANCE of tiles.py."""
 BLOCK = 1024
 """Elements a program takes."""
 
@@ -37,9 +37,51 @@ def blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return on_device([index for index, _ in pairs] + [start for _, start in pairs], device).view(2, -1)
 
 
-def addresses(lists: Sequence[Sequence[Tensor]], count: int) -> tuple[int, ...]:
-    """Return the addresses of lists of tensors one after the other; an empty list is as many zeros."""
-    return tuple(address for tensors in lists for address in ([t.data_ptr() for t in tensors] or [0] * count))
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tables:
+    """What a launch reads of its operands, on the device.
+
+    Attributes:
+        addresses: of weights, aux state, gradients and three lists of moments, one list after the other.
+        sizes: of each weight; 0 for one that is left to the reference.
+        seeds: of each weight's random bits.
+        offsets: index of each weight's first element in its whole.
+        blocks: as `blocks` returns them.
+        grad_format: of all gradients, as in `FORMATS`.
+        mean_format: of all moments.
+    """
+
+    addresses: Tensor
+    sizes: Tensor
+    seeds: Tensor
+    offsets: Tensor
+    blocks: Tensor
+    grad_format: int
+    mean_format: int
+
+
+def tables(operands: Operands, device: torch.device) -> Tables | None:
+    """Return the tables of a launch; None if there is nothing to walk. Syncs: no."""
+    where = operands.layout
+    if where is None or operands.grad_addresses is None or operands.grad_formats is None:
+        return None
+    count = len(where.sizes)
+    lists = (where.values, where.aux, operands.grad_addresses, *where.moments, *[()] * (3 - len(where.moments)))
+    (grad_format,) = set(operands.grad_formats)
+    return Tables(
+        addresses=table(tuple(chain.from_iterable(held or [0] * count for held in lists)), device),
+        sizes=table(tuple(where.sizes), device),
+        seeds=table(tuple(where.seeds), device),
+        offsets=table(tuple(where.offsets), device),
+        blocks=blocks(tuple(where.sizes), device),
+        grad_format=grad_format,
+        mean_format=FORMATS[where.moment_dtype],
+    )
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which Triton launches on a device: by itself it takes the current one, whatever the pointers."""
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def factors_of(grads: ScaledGradients, device: torch.device) -> tuple[Tensor, bool, Tensor, bool]:

@@ -1,5 +1,4 @@
 """The AdamW step."""
 
-from .operands import AdamWRule as AdamWRule
-from .operands import Moments as Moments
-from .operands import adamw_scalars as adamw_scalars
+from .rule import AdamWRule as AdamWRule
+from .rule import adamw_scalars as adamw_scalars

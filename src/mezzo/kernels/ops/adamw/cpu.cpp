@@ -3,7 +3,7 @@
 #include "batch.h"
 
 struct AdamW {
-  float lerp1, keep2, add2, eps;
+  float lerp1, keep2, add2, eps, l2;
   int32_t amsgrad;
 };
 
@@ -13,13 +13,15 @@ struct AdamWStep {
   template <int M, int F, int G, int S, bool Peaks> static void run(const Batch& b, const Part& p, const Rule& rule) {
     const Slice<M, F, G> slice(b, p);
     void *means = at<S>(b.means, p), *squares = at<S>(b.squares, p), *peaks = Peaks ? at<S>(b.peaks, p) : nullptr;
-    const float decay = b.scalars[0], size = b.scalars[1], unbias = b.scalars[2];
+    const float* scalars = b.scalars + 3 * p.tensor;
+    const float decay = scalars[0], size = scalars[1], unbias = scalars[2], l2 = rule.l2;
     const float keep2 = rule.keep2, add2 = rule.add2, eps = rule.eps;
     const bool near = rule.lerp1 < 0.5f;  // torch's lerp starts from the nearer end
     const float lerp1 = near ? rule.lerp1 : rule.lerp1 - 1.0f;
 #pragma GCC ivdep
     for (int64_t i = 0; i < p.size; i++) {
       float master = slice.read(i) * decay, grad = slice.read_grad(i), mean = load<S>(means, i);
+      grad = l2 != 0 ? fused(master, l2, grad) : grad;
       mean = fused(lerp1, grad - mean, near ? mean : grad);
       float square = fused(add2 * grad, grad, load<S>(squares, i) * keep2), peak = square;
       if constexpr (Peaks) {
@@ -37,4 +39,6 @@ struct AdamWStep {
   }
 };
 
-extern "C" void mezzo_adamw(const Batch* batch, const AdamW* rule) { take<AdamWStep>(*batch, *rule, rule->amsgrad); }
+extern "C" int32_t mezzo_adamw(const Batch* batch, const AdamW* rule) {
+  return take<AdamWStep>(*batch, *rule, rule->amsgrad);
+}

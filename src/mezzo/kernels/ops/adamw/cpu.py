@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from ...backends.cpp.batch import layout, pack
+from ...backends.cpp.batch import run
 from ...backends.cpp.build import library
-from ...weights import Weights
-from ..gradients import ScaledGradients
+from ...operands import Operands
 from . import reference
-from .operands import AdamWRule, Moments
+from .rule import AdamWRule
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -22,29 +20,20 @@ class _Rule(ctypes.Structure):
     """struct AdamW of cpu.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_float) for name in ("lerp1", "keep2", "add2", "eps")),
+        *((name, ctypes.c_float) for name in ("lerp1", "keep2", "add2", "eps", "l2")),
         ("amsgrad", ctypes.c_int32),
     )
 
 
-def step_(
-    weights: Weights, grads: ScaledGradients, moments: Moments, rule: AdamWRule, scalars: Tensor, step: Tensor
-) -> None:
+def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) -> None:
     """Take one AdamW step; arguments, writes and results are those of `reference.step_`, to the last bit.
 
-    Weights that are not contiguous, slices of something larger, take the reference's way.
+    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
 
-    Writes: weights, their aux state, moments; none of them if `grads.found_inf` is set.
+    Writes: weights, their aux state, moments; none of them if `found_inf` is set.
     Syncs: no.
     """
-    where = layout(weights, moments.lists)
-    if where.other:
-        straight, other = where.straight, where.other
-        reference.step_(weights.at(other), grads.at(other), moments.at(other), rule, scalars, step)
-        if not straight:
-            return
-        weights, grads, moments = weights.at(straight), grads.at(straight), moments.at(straight)
-    packed = pack(weights, grads, moments.lists, scalars, step)
-    numbers = _Rule(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.amsgrad)
-    library(SOURCE).mezzo_adamw(ctypes.byref(packed.batch), ctypes.byref(numbers))
-    torch.autograd.graph.increment_version(list(weights.values))
+    if operands.other:
+        reference.step_(operands, rule, scalars, step, operands.other)
+    numbers = _Rule(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2, rule.amsgrad)
+    run(library(SOURCE).mezzo_adamw, operands, numbers, scalars, step)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ...weights import MOMENT_STREAM, Weights, read_master, write_, write_master_
-from ..gradients import ScaledGradients
+from ...operands import Operands
+from ...weights import MOMENT_STREAM, read_master, write_, write_master_
 from ..rounding import random_bits, random_key, stochastic_round
-from .operands import AdamWRule, Moments
+from .rule import AdamWRule
 
 
 def step_(
-    weights: Weights, grads: ScaledGradients, moments: Moments, rule: AdamWRule, scalars: Tensor, step: Tensor
+    operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor, indices: Sequence[int] | None = None
 ) -> None:
     """Take one AdamW step.
 
@@ -20,36 +22,37 @@ def step_(
     means the masters go the way of torch.optim.AdamW on fp32 parameters, bit for bit.
 
     Args:
-        weights: what to update.
-        grads: as many, in the same shapes.
-        moments: as many, in the same shapes.
+        operands: weights, gradients and the moments exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
         rule: the constant numbers.
-        scalars: shape (3,) from `adamw_scalars`.
-        step: shape (), fp32: steps taken, this one included; decides the random bits.
+        scalars: shape (n, 3) from `adamw_scalars`.
+        step: shape (n,), fp32: steps taken by each, this one included; decides the random bits.
+        indices: of the weights to step; None: all.
 
-    Writes: weights, their aux state, moments; none of them if `grads.found_inf` is set.
+    Writes: weights, their aux state, moments; none of them if `found_inf` is set.
     Syncs: no.
     Source: Loshchilov and Hutter 2019, algorithm 2; README.md of this folder.
     """
-    decay, size, unbias = scalars.unbind()
-    skip = grads.skip
-    for index, value in enumerate(weights.values):
+    weights, skip = operands.weights, operands.grads.skip
+    for index in range(len(weights.values)) if indices is None else indices:
+        decay, size, unbias = scalars[index].unbind()
+        mean_, square_, *peak_ = [held[index] for held in operands.moments.values()]
         aux = weights.aux[index] if weights.aux else None
-        master = read_master(weights.mode, value, aux) * decay
-        grad = grads.read(index, master.dtype)
-        mean = moments.means[index].to(master.dtype).lerp(grad, 1 - rule.beta1)
-        square = moments.squares[index].to(master.dtype) * rule.beta2
+        master = read_master(weights.mode, weights.values[index], aux) * decay
+        grad = operands.grads.read(index, master.dtype)
+        if rule.l2 != 0:
+            grad = grad.add(master, alpha=rule.l2)
+        mean = mean_.to(master.dtype).lerp(grad, 1 - rule.beta1)
+        square = square_.to(master.dtype) * rule.beta2
         square.addcmul_(grad, grad, value=1 - rule.beta2)
-        peak = torch.maximum(moments.peaks[index].to(master.dtype), square) if rule.amsgrad else square
+        peak = torch.maximum(peak_[0].to(master.dtype), square) if rule.amsgrad else square
         spread = (peak.sqrt() / unbias).add_(rule.eps)
         master.addcdiv_(mean * size, spread)
 
-        write_master_(weights, index, master, step, skip)
-        key = random_key(moments.seeds[index], step, MOMENT_STREAM)
-        offset = weights.offset(index)
-        store_means_((moments.means[index], moments.squares[index]), (mean, square), key, skip, offset)
+        write_master_(weights, index, master, step[index], skip)
+        key = random_key(weights.seeds[index], step[index], MOMENT_STREAM)
+        store_means_((mean_, square_), (mean, square), key, skip, weights.offset(index))
         if rule.amsgrad:
-            write_(moments.peaks[index], peak.to(moments.peaks[index].dtype), skip)
+            write_(peak_[0], peak.to(peak_[0].dtype), skip)
 
 
 def store_means_(
@@ -69,10 +72,11 @@ def store_means_(
 
     Writes: `targets`. Syncs: no.
     """
-    if targets[0].dtype is not torch.bfloat16:
+    if all(target.dtype is not torch.bfloat16 for target in targets):
         for target, mean in zip(targets, means, strict=True):
             write_(target, mean, skip)
         return
     bits = random_bits(key, means[0], offset)
     for index, (target, mean) in enumerate(zip(targets, means, strict=True)):
-        write_(target, stochastic_round(mean, torch.bfloat16, bits >> (16 * index)), skip)
+        is_rounded = target.dtype is torch.bfloat16
+        write_(target, stochastic_round(mean, target.dtype, bits >> (16 * index)) if is_rounded else mean, skip)

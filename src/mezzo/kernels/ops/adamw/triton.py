@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.cpp.batch import contiguous_indices
-from ...backends.triton.launch import BLOCK, FORMATS, MODES, addresses, blocks, factors_of, table
+from ...backends.triton.launch import BLOCK, factors_of, on, tables
 from ...backends.triton.tiles import (
     FP32,
     is_nan,
@@ -23,18 +22,17 @@ from ...backends.triton.tiles import (
     write_master,
     write_mean,
 )
-from ...weights import Weights
-from ..gradients import ScaledGradients
+from ...operands import FORMATS, MODES, Operands
 from . import reference
-from .operands import AdamWRule, Moments
+from .rule import AdamWRule
 
 
 @triton.jit
 def adamw_step_kernel(
     p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_factors, p_found,
-    tensors, count, lerp1, keep2, add2, eps,
+    tensors, count, lerp1, keep2, add2, eps, l2,
     MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
-    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
+    AMSGRAD: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
     NEAR: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Step one block. Loads widen to fp32, fp32 arithmetic, IEEE division and root, stores as tiles.py says."""
@@ -50,12 +48,15 @@ def adamw_step_kernel(
     means = tl.load(p_addresses + 3 * tensors + tensor)
     squares = tl.load(p_addresses + 4 * tensors + tensor)
     peaks = tl.load(p_addresses + 5 * tensors + tensor)
-    seed, step = tl.load(p_seeds + tensor), tl.load(p_step)
+    seed, step = tl.load(p_seeds + tensor), tl.load(p_step + tensor)
     b_whole = (indices + tl.load(p_firsts + tensor)).to(tl.uint32)  # places in the tensor this one is a part of
+    p_scalars += 3 * tensor
     decay, size, unbias = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
 
     b_master = read_master(value, aux, indices, mask, MODE, VALUE) * decay
     b_grad = read_grad(tl.load(p_addresses + 2 * tensors + tensor), indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
+    if L2:
+        b_grad = tl.fma(b_master, l2, b_grad)
     b_mean = load(means, indices, mask, MEAN)
     b_mean = tl.fma(b_grad - b_mean, lerp1, b_mean if NEAR else b_grad)
     b_square = tl.fma(b_grad * add2, b_grad, load(squares, indices, mask, MEAN) * keep2)
@@ -77,40 +78,33 @@ def adamw_step_kernel(
             store_low(peaks, indices, mask, narrow(b_peak, MEAN))
 
 
-def step_(
-    weights: Weights, grads: ScaledGradients, moments: Moments, rule: AdamWRule, scalars: Tensor, step: Tensor
-) -> None:
+def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) -> None:
     """Take one AdamW step; arguments and writes are those of `reference.step_`.
 
     Every operation is IEEE's and products are fused only where `tl.fma` says so, as in the compiled CPU step.
     Under the interpreter the results are the reference's bits, with the nearest square root.
 
-    Weights that are not contiguous, slices of something larger, take the reference's way.
+    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
 
-    Writes: weights, their aux state, moments; none of them if `grads.found_inf` is set.
+    Writes: weights, their aux state, moments; none of them if `found_inf` is set.
     Syncs: no.
     """
-    straight, other = contiguous_indices(weights.values, weights.aux, *moments.lists)
-    if other:
-        reference.step_(weights.at(other), grads.at(other), moments.at(other), rule, scalars, step)
-        weights, grads, moments = weights.at(straight), grads.at(straight), moments.at(straight)
-    if not any(value.numel() for value in weights.values):
+    if operands.other:
+        reference.step_(operands, rule, scalars, step, operands.other)
+    device, weights, grads = step.device, operands.weights, operands.grads
+    held = tables(operands, device)
+    if held is None:
         return
-    device, count = step.device, len(weights.values)
-    held = [grad.contiguous() for grad in grads.values]
-    lists = (weights.values, weights.aux, held, *moments.lists)
-    sizes = tuple(value.numel() for value in weights.values)
-    chunks = blocks(sizes, device)
-    offsets = table(tuple(weights.offsets) or (0,) * count, device)
     factors, scaled, found, guarded = factors_of(grads, device)
     weight = ctypes.c_float(1 - rule.beta1).value
     near = weight < 0.5  # torch's lerp starts from the nearer end
-    adamw_step_kernel[(chunks.shape[1],)](
-        table(addresses(lists, count), device), table(sizes, device), table(tuple(weights.seeds), device), offsets, chunks,
-        scalars, step, factors, found,
-        count, chunks.shape[1], weight if near else weight - 1, rule.beta2, 1 - rule.beta2, rule.eps,
-        MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=FORMATS[held[0].dtype],
-        MEAN=FORMATS[moments.means[0].dtype], AMSGRAD=rule.amsgrad, MAXIMIZE=grads.maximize, SCALED=scaled,
-        GUARDED=guarded, NEAR=near, SIZE=BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
+    with on(device):
+        adamw_step_kernel[(held.blocks.shape[1],)](
+            held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
+            len(weights.values), held.blocks.shape[1],
+            weight if near else weight - 1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2,
+            MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
+            MEAN=held.mean_format, AMSGRAD=rule.amsgrad, L2=rule.l2 != 0, MAXIMIZE=grads.maximize, SCALED=scaled,
+            GUARDED=guarded, NEAR=near, SIZE=BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))

@@ -14,14 +14,26 @@ template <int G> double sum_of_squares(const void* grad, int64_t size) {
   return sum;
 }
 
-extern "C" void mezzo_norms(int64_t tensors, const int64_t* sizes, void* const* grads, int32_t format, int32_t threads, float* norms) {
-  const auto sum = format == kFp32 ? sum_of_squares<kFp32> : format == kBf16 ? sum_of_squares<kBf16> : sum_of_squares<kFp16>;
+inline double sum_of_squares(int format, const void* grad, int64_t size) {
+  switch (format) {
+    case kFp32: return sum_of_squares<kFp32>(grad, size);
+    case kBf16: return sum_of_squares<kBf16>(grad, size);
+    default: return sum_of_squares<kFp16>(grad, size);
+  }
+}
+
+extern "C" void mezzo_norms(int64_t tensors, const int64_t* sizes, void* const* grads, const int32_t* formats, int32_t threads, float* norms) {
   const auto parts = parts_of(tensors, sizes);
   std::vector<double> sums(parts.size()), totals(tensors);
-#pragma omp parallel for schedule(dynamic) num_threads(threads_for(parts, threads))
-  for (int64_t i = 0; i < int64_t(parts.size()); i++) {
-    const Part& p = parts[i];
-    sums[i] = sum(static_cast<const char*>(grads[p.tensor]) + p.start * width(format), p.size);
+#pragma omp parallel num_threads(threads_for(parts, threads))
+  {
+    const KeepSubnormals mode;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < int64_t(parts.size()); i++) {
+      const Part& p = parts[i];
+      const int format = formats[p.tensor];
+      sums[i] = sum_of_squares(format, static_cast<const char*>(grads[p.tensor]) + p.start * width(format), p.size);
+    }
   }
   for (size_t i = 0; i < parts.size(); i++) totals[parts[i].tensor] += sums[i];
   for (int64_t t = 0; t < tensors; t++) norms[t] = float(std::sqrt(totals[t]));

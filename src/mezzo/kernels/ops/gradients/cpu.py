@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...backends.cpp.batch import FORMATS, address, pointers, sizes
+from ...backends.cpp.batch import address
 from ...backends.cpp.build import library
+from ...operands import batch_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -21,23 +22,22 @@ def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
     Returns:
         Shape (len(grads),), fp32; within a few ulp of the reference. Gradients that are not dense are copied.
 
+    Raises:
+        OperandError: one that lies outside its storage, or not on the CPU.
+
     Syncs: no.
     """
-    is_straight = all([grad.is_contiguous() for grad in grads])
-    dense = grads if is_straight else [grad if dense_in_memory(grad) else grad.contiguous() for grad in grads]
-    norms = torch.empty(len(dense), dtype=torch.float32)
-    lengths, indices = sizes(dense), pointers(dense)
+    dense = grads if all(map(Tensor.is_contiguous, grads)) else [_dense(grad) for grad in grads]
+    norms = torch.empty(len(dense), dtype=torch.float32, device="cpu")
+    numbers = batch_of(dense)
     library(SOURCE).mezzo_norms(
         ctypes.c_int64(len(dense)),
-        ctypes.c_void_p(address(lengths)),
-        ctypes.c_void_p(address(indices)),
-        ctypes.c_int32(FORMATS[grads[0].dtype]),
+        *[ctypes.c_void_p(address(held)) for held in numbers],
         ctypes.c_int32(torch.get_num_threads()),
         ctypes.c_void_p(norms.data_ptr()),
     )
     return norms
 
 
-def dense_in_memory(tensor: Tensor) -> bool:
-    """Say whether a tensor's elements fill a stretch of memory, in any order."""
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+def _dense(grad: Tensor) -> Tensor:
+    return grad if torch.ops.aten.is_non_overlapping_and_dense(grad) else grad.contiguous()

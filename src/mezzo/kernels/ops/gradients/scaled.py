@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScaledGradients:
-    """Gradients of one dtype and device, and how a step must read them.
+    """Gradients of one device, and how a step must read them.
 
     Attributes:
-        values: any shapes, one floating dtype.
+        values: any shapes and floating dtypes, each in its own.
         inv_scale: shape (), fp32: multiplies every gradient first; None: not scaled.
         clip_coef: shape (), fp32: multiplies after that; None: not clipped.
         found_inf: shape () or (1,), fp32: anything but 0 leaves everything as it is; None: the step is taken.
@@ -26,10 +26,6 @@ class ScaledGradients:
     clip_coef: Tensor | None = None
     found_inf: Tensor | None = None
     maximize: bool = False
-
-    def at(self, indices: Sequence[int]) -> ScaledGradients:
-        """Return the gradients at some places."""
-        return replace(self, values=[self.values[i] for i in indices])
 
     @property
     def skip(self) -> Tensor | None:

@@ -13,7 +13,8 @@ struct SGDStep {
   template <int M, int F, int G, int S, bool Sums> static void run(const Batch& b, const Part& p, const Rule& rule) {
     const Slice<M, F, G> slice(b, p);
     void* sums = Sums ? at<S>(b.means, p) : nullptr;
-    const float rate = b.scalars[0], keep = b.scalars[1], add = b.scalars[2];
+    const float* scalars = b.scalars + 3 * p.tensor;
+    const float rate = scalars[0], keep = scalars[1], add = scalars[2];
     const float weight_decay = rule.weight_decay, momentum = rule.momentum;
     const bool decays = weight_decay != 0, nesterov = rule.nesterov;
 #pragma GCC ivdep
@@ -30,4 +31,6 @@ struct SGDStep {
   }
 };
 
-extern "C" void mezzo_sgd(const Batch* batch, const SGD* rule) { take<SGDStep>(*batch, *rule, rule->momentum != 0); }
+extern "C" int32_t mezzo_sgd(const Batch* batch, const SGD* rule) {
+  return take<SGDStep>(*batch, *rule, rule->momentum != 0);
+}

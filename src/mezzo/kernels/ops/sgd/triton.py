@@ -1,19 +1,15 @@
 """The SGD step on CUDA: one launch over all tensors; `reference.py` defines it."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.cpp.batch import contiguous_indices
-from ...backends.triton.launch import BLOCK, FORMATS, MODES, addresses, blocks, factors_of, table
+from ...backends.triton.launch import BLOCK, factors_of, on, tables
 from ...backends.triton.tiles import load, mix, random_key, read_grad, read_master, write_master, write_mean
-from ...weights import Weights
-from ..gradients import ScaledGradients
+from ...operands import FORMATS, MODES, Operands
 from . import reference
-from .operands import SGDRule
+from .rule import SGDRule
 
 
 @triton.jit
@@ -34,8 +30,9 @@ def sgd_step_kernel(
     mask = indices < tl.load(p_sizes + tensor)
     value = tl.load(p_addresses + tensor)
     aux = tl.load(p_addresses + tensors + tensor)
-    seed, step = tl.load(p_seeds + tensor), tl.load(p_step)
+    seed, step = tl.load(p_seeds + tensor), tl.load(p_step + tensor)
     b_whole = (indices + tl.load(p_firsts + tensor)).to(tl.uint32)  # places in the tensor this one is a part of
+    p_scalars += 3 * tensor
     rate, keep, add = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
 
     b_master = read_master(value, aux, indices, mask, MODE, VALUE)
@@ -51,38 +48,30 @@ def sgd_step_kernel(
     write_master(value, aux, indices, mask, b_master, mix(b_whole ^ random_key(seed, step, 0)), MODE, VALUE)
 
 
-def step_(
-    weights: Weights, grads: ScaledGradients, sums: Sequence[Tensor], rule: SGDRule, scalars: Tensor, step: Tensor
-) -> None:
+def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> None:
     """Take one SGD step; arguments and writes are those of `reference.step_`.
 
     Products are fused only where `tl.fma` says so, as in the compiled CPU step; under the interpreter the results are
     the reference's bits.
 
-    Weights that are not contiguous, slices of something larger, take the reference's way.
+    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
 
-    Writes: weights, their aux state, sums; none of them if `grads.found_inf` is set.
+    Writes: weights, their aux state, sums; none of them if `found_inf` is set.
     Syncs: no.
     """
-    straight, other = contiguous_indices(weights.values, weights.aux, sums)
-    if other:
-        reference.step_(weights.at(other), grads.at(other), [sums[i] for i in other if sums], rule, scalars, step)
-        weights, grads, sums = weights.at(straight), grads.at(straight), [sums[i] for i in straight if sums]
-    if not any(value.numel() for value in weights.values):
+    if operands.other:
+        reference.step_(operands, rule, scalars, step, operands.other)
+    device, weights, grads = step.device, operands.weights, operands.grads
+    held = tables(operands, device)
+    if held is None:
         return
-    device, count = step.device, len(weights.values)
-    held = [grad.contiguous() for grad in grads.values]
-    sizes = tuple(value.numel() for value in weights.values)
-    chunks = blocks(sizes, device)
-    offsets = table(tuple(weights.offsets) or (0,) * count, device)
     factors, scaled, found, guarded = factors_of(grads, device)
-    sgd_step_kernel[(chunks.shape[1],)](
-        table(addresses((weights.values, weights.aux, held, sums), count), device), table(sizes, device),
-        table(tuple(weights.seeds), device), offsets, chunks, scalars, step, factors, found,
-        count, chunks.shape[1], rule.weight_decay, rule.momentum,
-        MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=FORMATS[held[0].dtype],
-        MEAN=FORMATS[sums[0].dtype] if sums else FORMATS[torch.float32], DECAYS=rule.weight_decay != 0,
-        SUMS=rule.momentum != 0, NESTEROV=rule.nesterov, MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded,
-        SIZE=BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
+    with on(device):
+        sgd_step_kernel[(held.blocks.shape[1],)](
+            held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
+            len(weights.values), held.blocks.shape[1], rule.weight_decay, rule.momentum,
+            MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
+            MEAN=held.mean_format, DECAYS=rule.weight_decay != 0, SUMS=rule.momentum != 0, NESTEROV=rule.nesterov,
+            MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded, SIZE=BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))

@@ -1,4 +1,4 @@
-"""What an SGD step works with besides weights and gradients."""
+"""The numbers of an SGD step."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class SGDRule:
 def sgd_scalars(
     step: Tensor, rule: SGDRule, lr: float | Tensor, dampening: float, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the three numbers of one step, computed where the step count lies.
+    """Return three numbers for each parameter, computed where the step counts lie.
 
     Args:
-        step: shape (), fp32: steps taken, this one included.
+        step: shape (n,), fp32: steps taken by each, this one included.
         rule: the momentum.
         lr: learning rate; a tensor has shape () or (1,) and lies on the device of `step` or on the CPU.
         dampening: taken from the weight of new gradients, from the second step on.
         dtype: of the result: that of the computation.
 
     Returns:
-        Shape (3,), `dtype`, the device of `step`: -lr, the factor of the running sum, which is 0 in the first step
+        Shape (n, 3), `dtype`, the device of `step`: -lr, the factor of the running sum, which is 0 in the first step
         and then the momentum, and the factor of the gradient, which is 1 in the first step and then 1 - dampening. Without
         momentum the last two mean nothing.
 
     Syncs: no.
     """
     if rule.momentum == 0 and not isinstance(lr, Tensor):
-        return torch.full((3,), -lr, dtype=dtype, device=step.device)
-    one = torch.ones((), dtype=dtype, device=step.device)
-    rate = lr.detach().reshape(()).to(step.device, dtype) if isinstance(lr, Tensor) else one * lr
+        return torch.full((*step.shape, 3), -lr, dtype=dtype, device=step.device)
+    one = torch.ones_like(step, dtype=dtype)
+    rate = lr.detach().reshape(()).to(step.device, dtype) * one if isinstance(lr, Tensor) else one * lr
     keep = torch.where(step == 1, 0 * one, one * rule.momentum)
     add = torch.where(step == 1, one, one * (1 - dampening))
-    return torch.stack([-rate, keep, add])
+    return torch.stack([-rate, keep, add], dim=-1)

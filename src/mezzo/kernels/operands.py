@@ -1,0 +1,348 @@
+"""The door to the kernels: everything a step reads or writes, checked against its weight before a byte is written."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import OperandError
+from ..formats import LOW_DTYPES, describe, dtype_name
+from .dtensor import PLAIN
+from .ops.gradients.scaled import ScaledGradients
+from .weights import AUX_STATE, Weights
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What kernels read and write; enum Format of formats.h and constants of tiles.py."""
+MODES = {"none": 0, "split": 1, "fp32": 2, "kahan": 3, "stochastic": 4}
+"""enum Mode of masters.h and constants of tiles.py."""
+_FLOATS = (*FORMATS, torch.float64)
+_KNOWN = 1 << 16
+_ADVICE = {
+    "gradient": "Call zero_grad() and backward() again after a weight was replaced.",
+    "weight": "Give the optimizer parameters that own their memory.",
+}
+_STATE_ADVICE = "Load the state dict of these parameters in their order, or delete optimizer.state[parameter]."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """One tensor of a step, and what an error calls it.
+
+    Attributes:
+        owner: the name of the parameter.
+        name: "weight", "gradient", or its name in the optimizer's state.
+        tensor: as a kernel meets it.
+    """
+
+    owner: str
+    name: str
+    tensor: Tensor
+
+    def refuse(self, weight: Tensor, reason: str) -> OperandError:
+        """Return the error that says why this operand does not fit its weight."""
+        what = "it is" if self.name == "weight" else f"its {self.name} is {describe(self.tensor)},"
+        advice = _ADVICE.get(self.name, _STATE_ADVICE)
+        return OperandError(f"{self.owner} {describe(weight)} cannot be stepped: {what} {reason}. {advice}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Layout:
+    """Where weights, their aux state and their moments lie, checked; it holds as long as they stay there.
+
+    Attributes:
+        other: indices of the weights that no kernel can walk, left to the reference.
+        numels: elements of each weight.
+        sizes: elements of each that a kernel walks: 0 for `other`.
+        values: addresses of the weights.
+        aux: addresses of their aux state; empty where there is none.
+        moments: addresses of each list of moments.
+        moment_dtype: of the moments that a kernel walks.
+        seeds: of each weight's random bits.
+        offsets: index of each weight's first element in the whole of which it is a part, for the random bits.
+        spans: first and last address of everything that a step writes.
+        storages: addresses of the storages that a step writes to.
+        sound: addresses of gradients that were looked at before.
+    """
+
+    other: Sequence[int]
+    numels: array[int]
+    sizes: array[int]
+    values: array[int]
+    aux: array[int]
+    moments: Sequence[array[int]]
+    moment_dtype: torch.dtype
+    seeds: array[int]
+    offsets: array[int]
+    spans: Sequence[tuple[int, int, Operand]]
+    storages: frozenset[int]
+    sound: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Operands:
+    """What one step reads and writes: the only thing a kernel takes. `operands` checks and makes it.
+
+    Attributes:
+        weights: what to update.
+        moments: running means of each by name, in the shapes of the weights.
+        grads: as many, in the same shapes.
+        layout: where the first two lie; None while torch.compile traces, which knows no addresses.
+        grad_addresses: where the gradients lie; None where there is nothing for a kernel to walk.
+        grad_formats: what each of them is stored in, as in `FORMATS`.
+    """
+
+    weights: Weights
+    moments: Mapping[str, Sequence[Tensor]]
+    grads: ScaledGradients
+    layout: Layout | None = None
+    grad_addresses: array[int] | None = None
+    grad_formats: array[int] | None = None
+
+    @property
+    def other(self) -> Sequence[int] | None:
+        """Indices of the weights that no kernel can walk."""
+        return None if self.layout is None else self.layout.other
+
+
+def operands(
+    weights: Weights, moments: Mapping[str, Sequence[Tensor]], grads: ScaledGradients, layout: Layout | None = None
+) -> Operands:
+    """Return what a step reads and writes, checked.
+
+    Args:
+        weights: what to update.
+        moments: of each by name, in its shape; any floating dtype.
+        grads: of each, in its shape; any floating dtype, each in its own. Those that no kernel reads as they are, and
+            those that share memory with what is written, are copied.
+        layout: of weights and moments, if it was made before and nothing has moved; else it is made.
+
+    Raises:
+        OperandError: one that does not fit its weight in shape, dtype, device or layout, lies outside its storage, or
+            shares memory with another.
+
+    Syncs: no.
+    """
+    if layout is None:
+        layout = layout_of(weights, moments)
+        check_apart([layout])
+    values = grads.values
+    _check_numels(layout, weights, values)
+    if not any(layout.sizes):
+        return Operands(weights=weights, moments=moments, grads=grads, layout=layout)
+    formats = [FORMATS.get(grad.dtype, -1) for grad in values]
+    own = FORMATS[weights.values[0].dtype]
+    readable = set(FORMATS.values()) if own == 0 else {0, own}
+    if weights.values[0].device.type != "cpu" and len(set(formats)) > 1:  # one launch reads one format
+        readable = {0}
+    if not (readable.issuperset(formats) and all(map(Tensor.is_contiguous, values))):
+        values = [_readable(grad, code in readable) for grad, code in zip(values, formats, strict=True)]
+        formats = [FORMATS[grad.dtype] for grad in values]
+    addresses = array("Q", map(Tensor.data_ptr, values))
+    if not layout.sound.issuperset(addresses):
+        values = _sound(layout, weights, values, addresses)
+        addresses = array("Q", map(Tensor.data_ptr, values))
+    return Operands(
+        weights=weights, moments=moments, grads=grads if values is grads.values else replace(grads, values=values),
+        layout=layout, grad_addresses=addresses, grad_formats=array("i", formats),
+    )  # fmt: skip
+
+
+def _check_numels(layout: Layout, weights: Weights, grads: Sequence[Tensor]) -> None:
+    fits = array("q", map(Tensor.numel, grads)) == layout.numels
+    for index in layout.other if fits else range(len(weights.values)):  # equally many elements are enough for a kernel
+        check_shape(weights.label(index), "gradient", grads[index], weights.values[index])
+
+
+def _readable(grad: Tensor, is_readable: bool) -> Tensor:
+    return grad.contiguous() if is_readable else grad.to(torch.float32).contiguous()
+
+
+def _sound(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses: Sequence[int]) -> Sequence[Tensor]:
+    """Look at gradients at addresses that were not met before; return them, copied where a step would write them."""
+    if len(layout.sound) > _KNOWN:
+        layout.sound.clear()
+    values = list(grads)
+    for index, (grad, weight) in enumerate(zip(grads, weights.values, strict=True)):
+        if addresses[index] in layout.sound:
+            continue
+        if reason := _misplaced(grad, weight):
+            raise Operand(weights.label(index), "gradient", grad).refuse(weight, reason)
+        if grad.numel() and _memory(grad)[0] in layout.storages:
+            values[index] = grad.clone()
+        else:
+            layout.sound.add(addresses[index])
+    return values
+
+
+def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layout:
+    """Return where weights, aux state and moments lie, after a look at each of them.
+
+    Args:
+        weights: what to update.
+        moments: of each by name.
+
+    Raises:
+        OperandError: as `operands`, but for overlaps; see `check_apart`.
+
+    Syncs: no.
+    """
+    rows = list(_rows(weights, moments))
+    for row in rows:
+        _check_row(row, weights)
+    kinds = [{one.tensor.dtype for one in row if one.name in moments} for row in rows]
+    dtype = next((one.tensor.dtype for row in rows for one in row if one.name in moments), torch.float32)
+    twins = _twins([row[0] for row in rows])
+    walks = [
+        index not in twins and kind <= {dtype} and dtype in (torch.float32, torch.bfloat16) and _is_walkable(row)
+        for index, (row, kind) in enumerate(zip(rows, kinds, strict=True))
+    ]
+    numels = [row[0].tensor.numel() for row in rows]
+    written = [one for row in rows for one in row if type(one.tensor) in PLAIN]
+    lists = (weights.values, weights.aux, *moments.values())
+    values, aux, *rest = [array("Q", map(Tensor.data_ptr, tensors) if any(walks) else ()) for tensors in lists]
+    return Layout(
+        other=[index for index, walk in enumerate(walks) if not walk],
+        numels=array("q", numels),
+        sizes=array("q", [numel if walk else 0 for numel, walk in zip(numels, walks, strict=True)]),
+        values=values,
+        aux=aux,
+        moments=rest,
+        moment_dtype=dtype,
+        seeds=array("I", weights.seeds),
+        offsets=array("I", [offset & 0xFFFFFFFF for offset in weights.offsets] or bytes(4 * len(rows))),
+        spans=[(*_span(one.tensor), one) for one in written if _is_dense(one.tensor)],
+        storages=frozenset(_memory(one.tensor)[0] for one in written),
+    )
+
+
+def batch_of(tensors: Sequence[Tensor]) -> tuple[array[int], array[int], array[int]]:
+    """Return sizes, addresses and formats of dense tensors that are only read.
+
+    Raises:
+        OperandError: one whose storage was freed.
+    """
+    addresses = array("Q", map(Tensor.data_ptr, tensors))
+    if 0 in addresses:
+        for index, tensor in enumerate(tensors):
+            if reason := _misplaced(tensor, tensor):
+                raise Operand(f"gradient {index}", "gradient", tensor).refuse(tensor, reason)
+    return array("q", map(Tensor.numel, tensors)), addresses, array("i", [FORMATS[x.dtype] for x in tensors])
+
+
+def check_apart(layouts: Iterable[Layout]) -> None:
+    """Refuse tensors of which one step would write the same memory twice, but for weights that are one another.
+
+    Args:
+        layouts: of everything that is stepped together.
+
+    Raises:
+        OperandError: two share memory.
+    """
+    spans = sorted((span for layout in layouts for span in layout.spans), key=lambda span: span[:2])
+    end, last = 0, None
+    for start, stop, one in spans:
+        if start < end and last is not None and not one.name == last.name == "weight":
+            raise one.refuse(one.tensor, f"in the memory of {last.name} of {last.owner}")
+        if stop > end:
+            end, last = stop, one
+
+
+def check_shape(owner: str, name: str, tensor: Tensor, weight: Tensor) -> None:
+    """Refuse an operand that has not its weight's shape.
+
+    Args:
+        owner: what the parameter is called.
+        name: what the operand is called.
+        tensor: the operand.
+        weight: the parameter.
+
+    Raises:
+        OperandError: it has not.
+    """
+    if tensor.shape != weight.shape:
+        raise Operand(owner, name, tensor).refuse(weight, "of another shape")
+
+
+def _rows(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Iterator[list[Operand]]:
+    """Yield everything that a step writes, for each weight: itself, its aux state, its moments."""
+    named = {AUX_STATE[weights.mode]: weights.aux, **moments} if weights.mode in AUX_STATE else moments
+    for index, value in enumerate(weights.values):
+        owner = weights.label(index)
+        yield [Operand(owner, "weight", value), *(Operand(owner, name, held[index]) for name, held in named.items())]
+
+
+def _check_row(row: Sequence[Operand], weights: Weights) -> None:
+    weight = row[0].tensor
+    for one in row:
+        dtypes = _dtypes(one.name, weights.mode, weight.dtype)
+        if one.tensor.shape != weight.shape:
+            raise one.refuse(weight, "of another shape")
+        if one.tensor.dtype not in dtypes:
+            wanted = " or ".join(map(dtype_name, dtypes))
+            raise one.refuse(weight, f"and has to be {wanted} with master={weights.mode}")
+        if reason := _misplaced(one.tensor, weight):
+            raise one.refuse(weight, reason)
+        if any(stride == 0 and size > 1 for size, stride in zip(one.tensor.shape, one.tensor.stride(), strict=True)):
+            raise one.refuse(weight, "expanded: several of its elements are one in memory")
+
+
+def _dtypes(name: str, mode: str, weight: torch.dtype) -> tuple[torch.dtype, ...]:
+    if name == "weight":
+        low: tuple[torch.dtype, ...] = (torch.bfloat16,) if mode == "split" else tuple(LOW_DTYPES)
+        return (torch.float32, torch.float64) if mode == "none" else low
+    if name == AUX_STATE.get(mode):
+        return ({"split": torch.int16, "fp32": torch.float32}.get(mode, weight),)
+    return _FLOATS
+
+
+def _misplaced(tensor: Tensor, weight: Tensor) -> str:
+    """Say why a tensor cannot be read beside its weight; empty if it can."""
+    if tensor.device != weight.device:
+        return "on another device"
+    if tensor.layout is not torch.strided:
+        return "not strided"
+    if type(tensor) in PLAIN and (there := _memory(tensor)[1]) < _span(tensor, 0)[1]:
+        return f"and ends beyond its storage of {there} bytes"
+    return ""
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's storage begins, and its bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _span(tensor: Tensor, storage: int | None = None) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and beyond its last one, its storage lying where it does."""
+    begin = tensor.data_ptr() if storage is None else storage + int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.numel() == 0:
+        return begin, 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + int(reach + 1) * tensor.element_size()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.data_ptr() != 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _twins(weights: Sequence[Operand]) -> set[int]:
+    """Return the indices of weights that share memory with another; they are stepped one after the other, as by torch."""
+    spans = sorted((*_span(one.tensor), index) for index, one in enumerate(weights) if type(one.tensor) in PLAIN)
+    found: set[int] = set()
+    end, last = 0, -1
+    for start, stop, index in spans:
+        if start < end and stop > start:
+            found |= {last, index}
+        if stop > end:
+            end, last = stop, index
+    return found
+
+
+def _is_walkable(row: Sequence[Operand]) -> bool:
+    return row[0].tensor.dtype in FORMATS and all(
+        type(one.tensor) in PLAIN and one.tensor.is_contiguous() for one in row
+    )
