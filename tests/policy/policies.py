@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from mezzo.policy import GuardConfig, ModuleRule, OpRules, Policy, Rule, ScalingConfig
-from mezzo.policy.parts import MODULE_RULES
-from mezzo.policy.presets import PRESETS
+from mezzo.policy import PRESETS, GuardConfig, ModuleRule, OpRules, Policy, Rule, ScalingConfig
+from mezzo.policy.fields import MODULE_RULES
 from mezzo.policy.table import known_ops
 
 LOW = (torch.float16, torch.bfloat16)
@@ -47,6 +46,7 @@ def scalings(draw: Any) -> ScalingConfig:
         backoff_factor=draw(st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)),
         growth_interval=draw(st.integers(1, 10**20)),
         hysteresis=draw(st.integers(1, 100)),
+        dynamic=draw(st.booleans()),
     )
 
 
@@ -93,7 +93,7 @@ NO_DEFAULTS = Policy(
     modules=(ModuleRule(pattern="encoder", precision=torch.bfloat16, required=False),),
     scaling=ScalingConfig(
         init_scale=1024.5, growth_factor=3.0, backoff_factor=0.1, growth_interval=7, min_scale=0.25, max_scale=1e30,
-        hysteresis=2,
+        hysteresis=2, dynamic=False,
     ),
     guard=GuardConfig(enabled=False, on_overflow="retry", patience=3, restore_buffers=False, check_every=9),
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 from tests.policy.policies import NASTY, NO_DEFAULTS, policies
 
 from mezzo.errors import PolicyError
+from mezzo.formats import parse_dtype
 from mezzo.policy import PRESETS, GuardConfig, ModuleRule, OpRules, Policy, Rule, ScalingConfig, as_policy
-from mezzo.policy.written import written
+from mezzo.policy.text import written
 
 
 @settings(max_examples=400)
@@ -24,7 +27,7 @@ def test_no_field_is_lost() -> None:
     text = (
         "fp16, params=bf16, master=kahan, grads=fp32, reduce=bf16, state=bf16, output=fp16, loss=bf16, "
         "ops=mezzo, op:cumsum=low, op:cumsum=forbid, modules=none, ?module:encoder=bf16, "
-        "scaling.init_scale=1024.5, scaling.growth_factor=3, scaling.backoff_factor=0.1, scaling.growth_interval=7, "
+        "scaling=1024.5, scaling.growth_factor=3, scaling.backoff_factor=0.1, scaling.growth_interval=7, "
         "scaling.min_scale=0.25, scaling.max_scale=1e+30, scaling.hysteresis=2, guard.enabled=false, "
         "guard.on_overflow=retry, guard.patience=3, guard.restore_buffers=false, guard.check_every=9"
     )
@@ -220,9 +223,52 @@ class TestAsPolicy:
         NO_DEFAULTS.save(path)
         assert as_policy(path) == as_policy(str(path)) == NO_DEFAULTS
 
-    @pytest.mark.parametrize("value", [None, 16, torch.float16, ["fp16"]])
+    def test_a_plain_dict_is_read(self) -> None:
+        assert as_policy(NO_DEFAULTS.to_dict()) == NO_DEFAULTS
+        assert as_policy({"compute": "bf16"}) == Policy(compute=torch.bfloat16)
+
+    @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+    def test_a_dtype_is_the_preset_that_computes_in_it(self, name: str) -> None:
+        assert as_policy(parse_dtype(name)) == PRESETS[name]
+
+    @pytest.mark.parametrize("value", [None, 16, ["fp16"]])
     def test_anything_else_is_refused(self, value: object) -> None:
         with pytest.raises(
-            PolicyError, match=r"a policy is a Policy, a text such as 'bf16, output=fp32', or a \.toml path; got"
+            PolicyError, match=r"a policy is a Policy, a text such as 'bf16, output=fp32', a \.toml path, .* got"
         ):
             as_policy(value)  # type: ignore[arg-type]
+
+    def test_a_dtype_that_no_preset_computes_in_is_refused(self) -> None:
+        with pytest.raises(PolicyError, match="unknown preset 'fp64'"):
+            as_policy(torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("bf16-mixed", "bf16"), ("16-mixed", "fp16"), ("bf16-true", "bf16-master"), ("16-True", "fp16-master"),
+     ("32-true", "fp32")],
+)  # fmt: skip
+def test_the_names_of_lightning_are_understood(name: str, preset: str) -> None:
+    assert Policy.parse(name) == PRESETS[preset]
+    assert Policy.parse(f"{name}, output=fp16") == PRESETS[preset].replace(output=torch.float16)
+
+
+class TestFixedScale:
+    """`scaling=1024`: a loss scale that does not move."""
+
+    def test_the_text_is_a_number(self) -> None:
+        policy = Policy.parse("fp16, scaling=1024")
+        assert policy.scaling == ScalingConfig(init_scale=1024.0, dynamic=False)
+        assert str(policy) == "fp16, scaling=1024"
+        assert Policy.parse(str(policy)) == policy
+
+    def test_a_toml_file_may_have_the_number(self, tmp_path: Path) -> None:
+        (tmp_path / "p.toml").write_text('compute = "fp16"\nscaling = 1024')
+        assert Policy.load(tmp_path / "p.toml").scaling == ScalingConfig(init_scale=1024.0, dynamic=False)
+        Policy.parse("fp16, scaling=0.5").save(tmp_path / "q.toml")
+        assert Policy.load(tmp_path / "q.toml") == Policy.parse("fp16, scaling=0.5")
+
+    @pytest.mark.parametrize("word", ["0", "-1", "inf", "nan"])
+    def test_a_number_that_is_no_scale_is_refused(self, word: str) -> None:
+        with pytest.raises(PolicyError, match=r"init_scale=.* must be finite and positive"):
+            Policy.parse(f"fp16, scaling={word}")

@@ -133,7 +133,7 @@ def test_auto_resolves_to_scaled_fp16_where_only_fp16_has_units(
     def only_fp16(device: object, dtype: torch.dtype) -> NativeSupport:
         return NativeSupport(native=dtype is torch.float16, reason="as a T4 reports")
 
-    monkeypatch.setattr("mezzo.policy.policy.native_support", only_fp16)
+    monkeypatch.setattr("mezzo.policy.fields.native_support", only_fp16)
     resolved = PRESETS["auto"].replace(scaling=scaling).resolve("cpu")
     assert resolved.compute is torch.float16
     assert resolved.scaling == (scaling or ScalingConfig())

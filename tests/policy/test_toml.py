@@ -92,6 +92,7 @@ growth_interval = 2000
 min_scale = 1.0
 max_scale = "none"
 hysteresis = 1
+dynamic = true
 
 [guard]
 enabled = true
@@ -141,7 +142,7 @@ def test_what_a_person_may_write(text: str, policy: Policy, tmp_path: Path) -> N
                                 "a quote goes in double quotes.")),
         ('modules = ["a=fp32", "b=lwo"]', "'modules', entry 2: unknown module precision 'lwo'. Did you mean 'low'?"),
         ('scaling = "dynamc"', "unknown scaling 'dynamc'. Did you mean 'dynamic'?"),
-        ("scaling = 3", "'scaling': a table of settings is wanted, not 3."),
+        ("scaling = true", "'scaling': a table of settings is wanted, not True."),
         ("[scaling]\ninit_scal = 1", "unknown key 'scaling.init_scal'. Did you mean 'scaling.init_scale'?"),
         ('[scaling]\ninit_scale = "big"', "'scaling': init_scale='big' must be a number."),
         ("[scaling]\nbackoff_factor = 2", "'scaling': backoff_factor=2 must be in (0, 1)."),

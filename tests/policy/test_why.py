@@ -11,9 +11,9 @@ from tests.policy.policies import NO_DEFAULTS, policies
 from mezzo.errors import PolicyError
 from mezzo.formats import dtype_name
 from mezzo.policy import PRESETS, ModuleRule, OpRules, Policy, Reason, Rule
-from mezzo.policy.rule_text import write_module_rule
+from mezzo.policy.spelling import write_module_rule
 from mezzo.policy.table import table
-from mezzo.policy.written import written
+from mezzo.policy.text import written
 
 NAMED = Policy.parse("bf16, op:softmax=low, *.norm*=fp32, op:softmax=fp32, module:head=fp16, *.mlp=low")
 

@@ -15,8 +15,7 @@ from ..casting import autocast
 from ..errors import BenchError
 from ..formats import dtype_name
 from ..loss_scale import GradScaler
-from ..policy import Policy
-from ..policy.parts import CacheName
+from ..policy import CacheName, Policy
 from ..step import prepare
 from .variant import Variant
 from .workload import Setting

@@ -18,8 +18,7 @@ from .._torch import dynamo_skip_frame, functorch_level, graph_task_id
 from ..casting import autocast
 from ..casting.frame import bind_frame
 from ..errors import PolicyError
-from ..policy import FP32_RULES, Policy
-from ..policy.parts import CacheName
+from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, run_ruled
 
 RECORD = "_mezzo_bound"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Literal
 
@@ -13,11 +13,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..policy import PRESETS, Policy, as_policy
-from ..policy.rule_text import CONFIGS, FIELDS, write_module_rule, write_op_rule
-from ..policy.spelling import kinds, spell
-from ..policy.table import table as op_table
-from ..policy.written import Written, written
+from ..policy import PRESETS, as_policy, rules, settings, written
+from ..policy import table as op_table
 
 PolicyText = Annotated[str, tyro.conf.arg(metavar="POLICY", help="a policy's text, or the path of a .toml file")]
 ModuleName = Annotated[
@@ -43,25 +40,6 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
-def _settings(policy: Policy) -> Iterator[tuple[str, str]]:
-    """Yield every setting of a policy with its word: "compute", "scaling.init_scale", "guard.patience"."""
-    for name in FIELDS:
-        yield name, spell(name, getattr(policy, name))
-    yield "ops", policy.op_rules.table
-    yield "scaling", "none" if policy.scaling is None else "dynamic"
-    for name in CONFIGS:
-        config = getattr(policy, name)
-        if config is not None:
-            yield from ((f"{name}.{option}", spell(option, getattr(config, option))) for option in kinds(type(config)))
-
-
-def _rules(policy: Policy, text: Written) -> Iterator[tuple[str, str, str]]:
-    for i, (op, op_rule) in enumerate(policy.op_rules.edits):
-        yield "op rule", write_op_rule(op, op_rule), text.where(("op", i))
-    for i, module_rule in enumerate(policy.modules):
-        yield "module rule", write_module_rule(module_rule), text.where(("module", i))
-
-
 def show(policy: tyro.conf.Positional[PolicyText] = "", /, *, device: Device = "cpu", as_json: Json = False) -> int:
     """Show every setting and rule of a policy and where it is written; without POLICY, the presets."""
     if not policy:
@@ -72,11 +50,11 @@ def show(policy: tyro.conf.Positional[PolicyText] = "", /, *, device: Device = "
         _print_json({"text": str(text), **value.to_dict()})
         return 0
     print(f"policy: {text}\n")
-    _print_table(("setting", "value", "written"), [(key, word, text.where((key, 0))) for key, word in _settings(value)])
-    rules = list(_rules(value, text))
-    if rules:
+    _print_table(("setting", "value", "written"), [(key, word, text.where((key, 0))) for key, word in settings(value)])
+    ruled = list(rules(value, text))
+    if ruled:
         print()
-        _print_table(("kind", "rule", "written"), rules)
+        _print_table(("kind", "rule", "written"), ruled)
     if value.compute is None:
         absent = device == "cuda" and not torch.cuda.is_available()
         print(f"\non {device}: {'this machine has none to decide' if absent else value.resolve(device)}")
@@ -87,7 +65,7 @@ def _show_presets(as_json: bool) -> int:
     if as_json:
         _print_json({name: preset.to_dict() for name, preset in PRESETS.items()})
         return 0
-    columns = [dict(_settings(preset)) for preset in PRESETS.values()]
+    columns = [dict(settings(preset)) for preset in PRESETS.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0] if "." not in key]
     _print_table(("setting", *PRESETS), [*rows, ("module rules", *(str(len(p.modules)) for p in PRESETS.values()))])
     return 0

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from ..policy import ModuleRule, Rule
-from ..policy.rule_text import write_module_rule, write_op_rule
+from ..policy import ModuleRule, Rule, write_module_rule, write_op_rule
 from ..policy.table import known_ops
 from .compare_records import Measurement, ModuleError, OpError, Proposal
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..formats import LOW_DTYPES, dtype_name, format_of
-from ..policy import ModuleRule, Rule
-from ..policy.rule_text import write_module_rule, write_op_rule
+from ..policy import ModuleRule, Rule, write_module_rule, write_op_rule
 from ..policy.table import known_ops
 from .records import Event
 from .verdict import Verdict, narrow_dtype, number

@@ -1,16 +1,29 @@
 """What each op, module, weight and gradient should run in: pure data."""
 
 from .answer import Change as Change
+from .answer import EngineChoice as EngineChoice
 from .answer import PolicyDiff as PolicyDiff
 from .answer import Reason as Reason
 from .answer import Why as Why
-from .grammar import as_policy as as_policy
-from .parts import GuardConfig as GuardConfig
-from .parts import ModuleRule as ModuleRule
-from .parts import OpRules as OpRules
-from .parts import ScalingConfig as ScalingConfig
-from .policy import Master as Master
+from .engine import why_engine as why_engine
+from .fields import CacheName as CacheName
+from .fields import GuardConfig as GuardConfig
+from .fields import Master as Master
+from .fields import ModuleRule as ModuleRule
+from .fields import OpRules as OpRules
+from .fields import ScalingConfig as ScalingConfig
+from .policy import PRESETS as PRESETS
 from .policy import Policy as Policy
-from .presets import PRESETS as PRESETS
+from .policy import PolicyLike as PolicyLike
+from .policy import as_policy as as_policy
 from .rule import FP32_RULES as FP32_RULES
 from .rule import Rule as Rule
+from .settings import rules as rules
+from .settings import settings as settings
+from .spelling import write_module_rule as write_module_rule
+from .spelling import write_op_rule as write_op_rule
+from .table import ALIASES as ALIASES
+from .table import Row as Row
+from .table import known_ops as known_ops
+from .table import table as table
+from .text import written as written

@@ -6,13 +6,13 @@ from difflib import SequenceMatcher
 from itertools import zip_longest
 
 from .answer import Change, PolicyDiff
-from .parts import ScalingConfig
-from .policy import Policy
-from .rule_text import FIELDS, write_module_rule, write_op_rule
-from .spelling import kinds, spell
+from .fields import PolicyFields, ScalingConfig
+from .kinds import kinds
+from .spelling import FIELDS, spell, write_module_rule, write_op_rule
+from .text import written
 
 
-def diff(left: Policy, right: Policy) -> PolicyDiff:
+def diff(left: PolicyFields, right: PolicyFields) -> PolicyDiff:
     """Return every difference between two policies; see `Policy.diff`."""
     changes = [_change(name, *(spell(name, getattr(policy, name)) for policy in (left, right))) for name in FIELDS]
     changes.append(_change("ops", left.op_rules.table, right.op_rules.table))
@@ -26,7 +26,9 @@ def diff(left: Policy, right: Policy) -> PolicyDiff:
     changes += _list_changes("op rule", *op_rules)
     changes += _list_changes("module rule", *module_rules)
     return PolicyDiff(
-        left=str(left), right=str(right), changes=tuple(change for change in changes if change.left != change.right)
+        left=str(written(left)),
+        right=str(written(right)),
+        changes=tuple(change for change in changes if change.left != change.right),
     )
 
 

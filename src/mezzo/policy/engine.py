@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .answer import EngineChoice
-from .parts import CacheName, OpRules
-from .policy import Policy
+from .fields import CacheName, OpRules, PolicyFields
 from .rule import Rule
 from .table import ALIASES, table
 
 
-def why_engine(policy: Policy, device_type: str, cache: CacheName = "region") -> EngineChoice:
+def why_engine(policy: PolicyFields, device_type: str, cache: CacheName = "region") -> EngineChoice:
     """Choose the engine for a policy on a device.
 
     torch's dispatcher carries the policy out where the table with its edits gives every op the rule that the

@@ -1,25 +1,31 @@
-"""The policy: what precision everything has, as one frozen value."""
+"""The policy: what precision everything has, as one frozen value that reads, writes and explains itself."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from types import MappingProxyType
 
 import torch
 
-from ..formats import LOW_DTYPES, dtype_name, native_support
+from ..errors import PolicyError
+from ..formats import dtype_name
 from .answer import EngineChoice, PolicyDiff, Why
-from .parts import CacheName, GuardConfig, ModuleRule, OpRules, ScalingConfig, TableName, check, check_known
-from .spelling import check_kinds
-
-Master = Literal["none", "split", "fp32", "kahan", "stochastic"]
-"""How 16-bit weights keep updates that are smaller than their own spacing."""
+from .diff import diff
+from .engine import why_engine
+from .fields import CacheName, PolicyFields
+from .presets import PRESET_FIELDS
+from .settings import to_html
+from .spelling import write_module_rule
+from .text import parse, written
+from .toml import from_document, load, save, to_document
+from .why import why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Policy:
+class Policy(PolicyFields):
     """What precision everything has: ops, modules, weights, gradients, moments, traffic, output.
 
     `str(policy)` is the short text that `Policy.parse` turns back into it.
@@ -42,79 +48,6 @@ class Policy:
         PolicyError: a value that does not exist or contradicts another.
     """
 
-    compute: torch.dtype | None = torch.float32
-    params: torch.dtype = torch.float32
-    master: Master = "none"
-    grads: torch.dtype | None = None
-    reduce: torch.dtype = torch.float32
-    state: torch.dtype = torch.float32
-    output: torch.dtype | None = None
-    loss: torch.dtype = torch.float32
-    ops: OpRules | TableName = field(default_factory=OpRules)
-    modules: tuple[ModuleRule, ...] = ()
-    scaling: ScalingConfig | None = None
-    guard: GuardConfig = field(default_factory=GuardConfig)
-
-    def __post_init__(self) -> None:
-        """Refuse contradictions."""
-        if isinstance(self.ops, str):
-            object.__setattr__(self, "ops", OpRules(table=self.ops))
-        check_kinds(self)
-        self._check_parts()
-        if self.params in LOW_DTYPES:
-            check(self.master != "none",
-                  f"params={dtype_name(self.params)} with master=none loses small updates; "
-                  "write master=split, fp32, kahan or stochastic, or params=fp32.")  # fmt: skip
-        else:
-            check(
-                self.master == "none", f"master={self.master} needs 16-bit params; write params=bf16, or master=none."
-            )
-
-    def _check_parts(self) -> None:
-        check(isinstance(self.ops, OpRules), f"ops={self.ops!r} must be OpRules, or the name of an op table.")
-        check(isinstance(self.modules, tuple) and all(isinstance(rule, ModuleRule) for rule in self.modules),
-              f"modules={self.modules!r} must be a tuple of ModuleRule.")  # fmt: skip
-        check(self.scaling is None or isinstance(self.scaling, ScalingConfig),
-              f"scaling={self.scaling!r} must be a ScalingConfig or None.")  # fmt: skip
-        check(isinstance(self.guard, GuardConfig), f"guard={self.guard!r} must be a GuardConfig.")
-
-    @property
-    def op_rules(self) -> OpRules:
-        """The op rules as a value, however they were written."""
-        assert isinstance(self.ops, OpRules)
-        return self.ops
-
-    @property
-    def is_low(self) -> bool:
-        """Whether any op may run in 16 bit."""
-        return self.compute is not torch.float32
-
-    def replace(self, **changes: object) -> Policy:
-        """Return a copy with some fields changed.
-
-        Raises:
-            PolicyError: unknown field, or the result contradicts itself.
-        """
-        for name in changes:
-            check_known("policy field", name, self.__dataclass_fields__)
-        return replace(self, **changes)  # type: ignore[arg-type]  # names are checked above
-
-    def resolve(self, device: torch.device | str) -> Policy:
-        """Return the policy with `compute` decided for a device.
-
-        bf16 where the device has units for it, else fp16 with loss scaling where it has those, else fp32.
-        A policy that names its compute dtype is returned as it is.
-
-        Syncs: no; starts CUDA for a CUDA device.
-        """
-        if self.compute is not None:
-            return self
-        if native_support(device, torch.bfloat16).native:
-            return replace(self, compute=torch.bfloat16)
-        if native_support(device, torch.float16).native:
-            return replace(self, compute=torch.float16, scaling=self.scaling or ScalingConfig())
-        return replace(self, compute=torch.float32)
-
     @staticmethod
     def parse(text: str) -> Policy:
         """Return the policy that a text describes: a preset, then edits; a later edit wins.
@@ -128,22 +61,24 @@ class Policy:
         >>> Policy.parse("bf16, output=fp32").output
         torch.float32
         """
-        from .grammar import parse
+        return Policy._of(parse(text))
 
-        return parse(text)
+    @staticmethod
+    def _of(fields: PolicyFields) -> Policy:
+        return Policy(**{name: getattr(fields, name) for name in fields.__dataclass_fields__})
 
     def __str__(self) -> str:
-        from .written import written
-
         return str(written(self))
 
     def __repr__(self) -> str:
         return f"Policy.parse({str(self)!r})"
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: every setting, and where it is written."""
+        return to_html(self)
+
     def to_dict(self) -> dict[str, object]:
         """Return the policy as str, int, float, bool, list and dict, as a checkpoint or a TOML file holds it."""
-        from .document import to_document
-
         return to_document(self)
 
     @staticmethod
@@ -153,18 +88,14 @@ class Policy:
         Raises:
             PolicyError: an unknown key or a value that does not fit, by its key.
         """
-        from .document import from_document
-
-        return from_document(document)
+        return Policy._of(from_document(document))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file. A crash leaves the old file or the new one, never a part.
 
         Writes: the file, and one beside it that is renamed.
         """
-        from .toml import save
-
-        save(self, path)
+        save(self, path, f"mezzo policy: {self}")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Policy:
@@ -173,25 +104,11 @@ class Policy:
         Raises:
             PolicyError: no such file, not TOML, an unknown key or a value that does not fit, by file and key.
         """
-        from .toml import load
+        return Policy._of(load(path))
 
-        return load(path)
-
-    def diff(self, other: Policy | str) -> PolicyDiff:
+    def diff(self, other: PolicyLike) -> PolicyDiff:
         """Return what differs from another policy; false if nothing does, readable when printed."""
-        from .diff import diff
-        from .grammar import as_policy
-
         return diff(self, as_policy(other))
-
-    def module_rule(self, fqn: str, class_names: Sequence[str] = ()) -> ModuleRule | None:
-        """Return the rule a module has itself: the last that matches its name or one of its classes, or None.
-
-        Args:
-            fqn: the module's fully qualified name; "" is the root.
-            class_names: names of its class and the classes above it (`[c.__name__ for c in type(m).__mro__]`).
-        """
-        return next((rule for rule in reversed(self.modules) if rule.matches(fqn, class_names)), None)
 
     def check_modules(self, modules: Iterable[tuple[str, Sequence[str]]]) -> None:
         """Refuse a model in which a required module rule matches nothing.
@@ -202,14 +119,17 @@ class Policy:
         Raises:
             PolicyError: the pattern, and the nearest name or class that the model has.
         """
-        from .coverage import check_modules
-
-        check_modules(self, modules)
+        known = [(fqn, tuple(class_names)) for fqn, class_names in modules]
+        for rule in self.modules:
+            if rule.required and not any(rule.matches(*module) for module in known):
+                text = write_module_rule(rule)
+                raise PolicyError(
+                    f"module rule '{text}': no module of the model has a name or class that matches '{rule.pattern}'."
+                    f"{_nearest(rule.pattern, known)} A rule that may match nothing is written '?{text}'."
+                )
 
     def why_engine(self, device_type: str, cache: CacheName = "region") -> EngineChoice:
         """Return which engine a region of this policy runs on, and why: see `policy.engine.why_engine`. Syncs: no."""
-        from .engine import why_engine
-
         return why_engine(self, device_type, cache)
 
     def why(
@@ -232,6 +152,49 @@ class Policy:
 
         Syncs: no; a policy whose compute is auto starts CUDA for a CUDA device that is there.
         """
-        from .why import why
-
         return why(self, module, op, torch.device(device), class_name)
+
+
+def _nearest(pattern: str, modules: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Name the module whose full name, last name or class is most like the pattern without its glob signs."""
+    core = pattern.strip("*?.").casefold()
+    best, nearest = 0.0, ""
+    for fqn, class_names in modules:
+        own_class = class_names[0] if class_names else ""
+        for word in (fqn, fqn.rpartition(".")[2], own_class):
+            score = SequenceMatcher(None, core, word.casefold()).ratio()
+            if score > best:
+                best, nearest = score, f" The nearest is '{fqn}'" + (f" ({own_class})." if own_class else ".")
+    return nearest
+
+
+PRESETS: Mapping[str, Policy] = MappingProxyType({name: Policy._of(fields) for name, fields in PRESET_FIELDS.items()})
+"""The named policies that every policy text starts from."""
+PolicyLike = Policy | str | os.PathLike[str] | Mapping[str, object] | torch.dtype
+"""What is taken for a policy: one, its text, the path of a .toml file, its plain form, or the dtype of low ops."""
+
+
+def as_policy(value: PolicyLike) -> Policy:
+    """Return the policy that is meant.
+
+    Args:
+        value: a policy, its text, a path that ends in ".toml", what `Policy.to_dict` gives, or a dtype: the preset
+            that computes in it.
+
+    Raises:
+        PolicyError: none of these, or it cannot be read.
+    """
+    if isinstance(value, Policy):
+        return value
+    if isinstance(value, torch.dtype):
+        return Policy.parse(dtype_name(value))
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.strip().endswith(".toml")):
+        return Policy.load(value)
+    if isinstance(value, str):
+        return Policy.parse(value)
+    if isinstance(value, Mapping):
+        return Policy.from_dict(value)
+    raise PolicyError(
+        f"a policy is a Policy, a text such as 'bf16, output=fp32', a .toml path, a dict of its fields or a dtype; "
+        f"got {value!r}."
+    )

@@ -1,78 +1,37 @@
-"""How the value of one field is spelled: in a policy's text, in its file, in messages."""
+"""How one thing of a policy is spelled: the value of a field, a module rule, an op rule."""
 
 from __future__ import annotations
 
+import json
+import re
 import types
 from collections.abc import Mapping
-from functools import cache
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin
 
 import torch
 
 from ..errors import FormatError, PolicyError, did_you_mean
-from ..formats import LOW_DTYPES, dtype_name, parse_dtype
+from ..formats import dtype_name, parse_dtype
+from .fields import MODULE_RULES, GuardConfig, ModuleRule, PolicyFields, ScalingConfig, check, check_op
+from .kinds import DTYPES, NOUNS, is_word, kinds, options
+from .rule import Rule
 
 Plain = str | int | float | bool
 """What a text or a TOML file can hold in one place."""
-_DTYPES = (torch.float32, *LOW_DTYPES)
+FIELDS = tuple(name for name, kind in kinds(PolicyFields).items() if is_word(kind))
+"""The fields of a policy that are spelled in one word."""
+CONFIGS: dict[str, type[ScalingConfig] | type[GuardConfig]] = {"scaling": ScalingConfig, "guard": GuardConfig}
+KEYS = (*FIELDS, "ops", "modules", "scaling")
+PREFIXES = ("op:", "module:", *(f"{name}." for name in CONFIGS))
+PRECISIONS = (*map(str, MODULE_RULES), "fp16", "bf16")
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_EDIT = re.compile(rf'((?:{_QUOTED}|[^"=])*)=([^"=]*)', re.DOTALL)
+ITEM = re.compile(rf'(?:{_QUOTED}|[^",])*', re.DOTALL)
+"""One edit of a policy's text, up to a comma that stands outside quotes."""
+
+
 _TRUTH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _EXACT = 1e16  # above it repr is shorter than all digits
-_NOUNS = {float: "a number", int: "a whole number", bool: "true or false"}
-
-
-def kinds(owner: type) -> Mapping[str, object]:
-    """Return the type of every field of a dataclass, resolved."""
-    return _hints(owner)
-
-
-@cache
-def _hints(owner: type) -> Mapping[str, object]:
-    return get_type_hints(owner)
-
-
-def options(kind: object) -> tuple[object, ...]:
-    """Return the types a field may have: `float | None` gives both."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def _fits(kind: object, value: object) -> bool:
-    if kind is types.NoneType:
-        return value is None
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if kind is torch.dtype:
-        return value in _DTYPES
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))  # type: ignore[arg-type]  # a class
-
-
-def check_kinds(record: object) -> None:
-    """Refuse a dataclass instance that has a value of the wrong type in a field of one word.
-
-    Raises:
-        PolicyError: the field, its value, and what it takes.
-    """
-    for name, kind in kinds(type(record)).items():
-        value = getattr(record, name)
-        if is_word(kind) and not any(_fits(option, value) for option in options(kind)):
-            raise PolicyError(_complaint(name, kind, value))
-
-
-def is_word(kind: object) -> bool:
-    """Whether a field of this type is spelled in one word: a dtype, a mode, a number, a truth value."""
-    known = (torch.dtype, float, int, bool, types.NoneType)
-    return all(option in known or get_origin(option) is Literal for option in options(kind))
-
-
-def _complaint(name: str, kind: object, value: object) -> str:
-    main = options(kind)[0]
-    if get_origin(main) is Literal:
-        return f"{name}={value!r} is unknown.{did_you_mean(str(value), get_args(main))}"
-    if main is torch.dtype:
-        hint = "; write a torch dtype, or use Policy.parse" if isinstance(value, str) else ""
-        return f"{name}={value!r} is not a dtype of mixed precision: fp32, fp16 or bf16{hint}."
-    return f"{name}={value!r} must be {_NOUNS[main]}."  # type: ignore[index]  # a class of _NOUNS
 
 
 def read(key: str, kind: object, word: str) -> object:
@@ -99,7 +58,7 @@ def read(key: str, kind: object, word: str) -> object:
     try:
         return main(word)  # type: ignore[operator]  # int or float
     except ValueError:
-        nouns = " or ".join([_NOUNS[main], *none])  # type: ignore[index]  # as above
+        nouns = " or ".join([NOUNS[main], *none])
         raise PolicyError(f"{key}={word} must be {nouns}.") from None
 
 
@@ -118,9 +77,9 @@ def _read_dtype(key: str, word: str, none: list[str]) -> torch.dtype:
     try:
         dtype = parse_dtype(word)
     except FormatError:
-        known = [*map(dtype_name, _DTYPES), *none]
+        known = [*map(dtype_name, DTYPES), *none]
         raise PolicyError(f"unknown {key} dtype {word!r}.{did_you_mean(word, known)}") from None
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise PolicyError(f"{key}={word} is not a dtype of mixed precision; write fp32, fp16 or bf16.")
     return dtype
 
@@ -141,3 +100,103 @@ def spell(key: str, value: object) -> str:
     if isinstance(held, float) and held.is_integer() and abs(held) < _EXACT:
         held = int(held)
     return str(held).lower() if isinstance(held, bool) else str(held)
+
+
+def read_scaling(word: str) -> dict[str, object] | None:
+    """Return the settings of the loss scale that "none", "dynamic" or a number for a fixed scale stand for.
+
+    Raises:
+        PolicyError: none of these.
+    """
+    if word.casefold() in ("none", "dynamic"):
+        return None if word.casefold() == "none" else {}
+    try:
+        return {"init_scale": float(word), "dynamic": False}
+    except ValueError:
+        hint = did_you_mean(word, ("none", "dynamic"))
+        raise PolicyError(f"unknown scaling {word!r}.{hint}") from None
+
+
+def split_edit(text: str) -> tuple[str, str]:
+    """Return key and value of "key=value", without the spaces around them.
+
+    Raises:
+        PolicyError: not of that form.
+    """
+    match = _EDIT.fullmatch(text)
+    if match is None:
+        raise PolicyError(
+            f"{text!r} is not 'key=value'; a pattern with a comma, an equals sign or a quote goes in double quotes."
+        )
+    return match[1].strip(), match[2].strip()
+
+
+def is_pattern(key: str) -> bool:
+    """Whether a bare key can only be a pattern over modules: it has a glob sign, a dot or a capital first letter."""
+    folded = key.casefold()
+    taken = folded in KEYS or folded.startswith(PREFIXES)
+    return not taken and (any(sign in key for sign in "*?[.") or key[:1].isupper())
+
+
+def read_module_rule(key: str, word: str) -> ModuleRule:
+    """Return the rule that '?pattern=precision' stands for.
+
+    Args:
+        key: the pattern, bare or in double quotes, after "?" (optional rule) and "module:", where those are wanted.
+        word: low, fp32, fp32_low_out, fp16 or bf16.
+
+    Raises:
+        PolicyError: a quote that is not closed, an empty pattern, an unknown precision.
+    """
+    pattern = key.removeprefix("?").strip().removeprefix("module:").strip()
+    if '"' in pattern:
+        try:
+            pattern = json.loads(pattern)
+        except json.JSONDecodeError:
+            raise PolicyError(
+                f'the pattern {pattern!r} is not one quoted text; inside quotes write \\" for a quote and \\\\ for a backslash.'
+            ) from None
+    return ModuleRule(pattern=pattern, precision=_read_precision(word), required=not key.startswith("?"))
+
+
+def write_module_rule(rule: ModuleRule) -> str:
+    """Return the edit that `read_module_rule` turns back into the rule."""
+    pattern = rule.pattern
+    if any(sign in pattern for sign in ',="') or pattern != pattern.strip():
+        pattern = f"module:{json.dumps(pattern, ensure_ascii=False)}"
+    elif not is_pattern(pattern) or pattern.startswith("?"):
+        pattern = f"module:{pattern}"
+    precision = rule.precision
+    word = dtype_name(precision) if isinstance(precision, torch.dtype) else str(precision)
+    return f"{'' if rule.required else '?'}{pattern}={word}"
+
+
+def _read_precision(word: str) -> Rule | torch.dtype:
+    folded = word.casefold()
+    if folded in map(str, MODULE_RULES):
+        return Rule(folded)
+    try:
+        dtype = parse_dtype(word)
+    except FormatError:
+        raise PolicyError(f"unknown module precision {word!r}.{did_you_mean(word, PRECISIONS)}") from None
+    check(dtype_name(dtype) in PRECISIONS, f"a module cannot compute in {dtype_name(dtype)}; write fp32, fp16 or bf16.")
+    return dtype
+
+
+def read_op_rule(op: str, word: str) -> tuple[str, Rule]:
+    """Return the pair that 'op=rule' stands for.
+
+    Raises:
+        PolicyError: an unknown op or rule; names the nearest one.
+    """
+    check_op(op)
+    check(word.casefold() != "widest", f"the op rule 'widest' is now called 'promote': write 'op:{op}=promote'.")
+    try:
+        return op, Rule(word.casefold())
+    except ValueError:
+        raise PolicyError(f"unknown op rule {word!r}.{did_you_mean(word, map(str, Rule))}") from None
+
+
+def write_op_rule(op: str, rule: Rule) -> str:
+    """Return 'op=rule'."""
+    return f"{op}={rule}"

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
 from .._torch import ops_with_kernel
 from .families import FAMILIES, Family
-from .parts import TableName
 from .rule import Rule
 
+TableName = Literal["torch", "mezzo"]
 DISPATCH_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
 """Devices whose autocast kernels can be read in any build of torch."""
 

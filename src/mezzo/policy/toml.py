@@ -1,26 +1,141 @@
-"""Policies as TOML files that a person can edit."""
+"""Policies as plain values (str, int, float, bool, list, dict) for checkpoints, and as TOML files a person can edit."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import tomli_w
+from typing import TypeVar
 
 from ..errors import PolicyError
-from .document import from_document, to_document
-from .policy import Policy
+from .fields import GuardConfig, ModuleRule, OpRules, PolicyFields, ScalingConfig, check, check_known
+from .kinds import is_word, kinds, options
+from .rule import Rule
+from .spelling import (
+    CONFIGS,
+    FIELDS,
+    plain,
+    read,
+    read_module_rule,
+    read_op_rule,
+    read_scaling,
+    split_edit,
+    write_module_rule,
+    write_op_rule,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+VERSION = 1
+_KEYS = ("version", *FIELDS, "ops", "op_rules", "modules", *CONFIGS)
+_T = TypeVar("_T")
 
-def save(policy: Policy, path: str | os.PathLike[str]) -> None:
+
+def to_document(policy: PolicyFields) -> dict[str, object]:
+    """Return the policy in plain form, every field written out; see `Policy.to_dict`."""
+    document: dict[str, object] = {"version": VERSION}
+    for name in FIELDS:
+        document[name] = plain(name, getattr(policy, name))
+    document["ops"] = policy.op_rules.table
+    document["op_rules"] = [write_op_rule(op, rule) for op, rule in policy.op_rules.edits]
+    document["modules"] = [write_module_rule(rule) for rule in policy.modules]
+    document["scaling"] = "none" if policy.scaling is None else _config_document(policy.scaling)
+    document["guard"] = _config_document(policy.guard)
+    return document
+
+
+def _config_document(config: ScalingConfig | GuardConfig) -> dict[str, object]:
+    return {name: plain(name, getattr(config, name)) for name in kinds(type(config))}
+
+
+def from_document(document: Mapping[str, object]) -> PolicyFields:
+    """Return the policy that a plain form describes; see `Policy.from_dict`."""
+    check(isinstance(document, Mapping), f"a policy's plain form is a dict, not {type(document).__name__}.")
+    for key in document:
+        check_known("key", str(key), _KEYS)
+    version = document.get("version", VERSION)
+    check(version == VERSION, f"'version': a policy of version {version!r}; this mezzo reads version {VERSION}.")
+    changes: dict[str, object] = {
+        name: _value(name, kinds(PolicyFields)[name], document[name]) for name in FIELDS if name in document
+    }
+    if "modules" in document:
+        changes["modules"] = _rules("modules", document["modules"], _module_rule)
+    if "scaling" in document:
+        changes["scaling"] = _scaling(document["scaling"])
+    if "guard" in document:
+        changes["guard"] = _config("guard", GuardConfig, document["guard"])
+    table = _value("ops", kinds(OpRules)["table"], document.get("ops", "torch"))
+    edits = _rules("op_rules", document.get("op_rules", []), _op_rule)
+    return PolicyFields(ops=OpRules(table=table, edits=edits), **changes)  # type: ignore[arg-type]  # values are checked
+
+
+def _value(key: str, kind: object, value: object) -> object:
+    """Read words; numbers and truth values pass, and the dataclass checks their type."""
+    numeric = any(option in (int, float, bool) for option in options(kind))
+    if not isinstance(value, str) or (numeric and value.casefold() != "none"):
+        return value
+    return read(key, kind, value)
+
+
+def _rules(key: str, entries: object, read_rule: Callable[[str], _T]) -> tuple[_T, ...]:
+    if not isinstance(entries, list):
+        raise PolicyError(f"{key!r}: a list of texts such as 'name=fp32' is wanted, not {entries!r}.")
+    rules = []
+    for number, entry in enumerate(entries, 1):
+        check(isinstance(entry, str), f"{key!r}, entry {number}: a text such as 'name=fp32' is wanted, not {entry!r}.")
+        try:
+            rules.append(read_rule(entry))
+        except PolicyError as error:
+            raise PolicyError(f"{key!r}, entry {number}: {error}") from None
+    return tuple(rules)
+
+
+def _module_rule(entry: str) -> ModuleRule:
+    return read_module_rule(*split_edit(entry))
+
+
+def _op_rule(entry: str) -> tuple[str, Rule]:
+    return read_op_rule(*split_edit(entry))
+
+
+def _scaling(value: object) -> ScalingConfig | None:
+    if value is None:
+        return None
+    if isinstance(value, str | float | int) and not isinstance(value, bool):
+        settings = read_scaling(str(value))
+        return None if settings is None else ScalingConfig(**settings)  # type: ignore[arg-type]  # checked there
+    return _config("scaling", ScalingConfig, value)
+
+
+_Config = TypeVar("_Config", ScalingConfig, GuardConfig)
+
+
+def _config(key: str, config: type[_Config], values: object) -> _Config:
+    if not isinstance(values, Mapping):
+        raise PolicyError(f"{key!r}: a table of settings is wanted, not {values!r}.")
+    known = {name: kind for name, kind in kinds(config).items() if is_word(kind)}
+    for name in values:
+        check_known("key", f"{key}.{name}", [f"{key}.{option}" for option in known])
+    settings = {name: _value(f"{key}.{name}", known[name], value) for name, value in values.items()}
+    try:
+        return config(**settings)  # type: ignore[arg-type]  # the dataclass checks the types
+    except PolicyError as error:
+        raise PolicyError(f"{key!r}: {error}") from None
+
+
+def save(policy: PolicyFields, path: str | os.PathLike[str], title: str) -> None:
     """Write a policy to a file; see `Policy.save`.
+
+    Args:
+        policy: what to write.
+        path: the file.
+        title: the comment on its first line.
 
     Writes: a file beside the path, synced to disk, then renamed to it.
     """
@@ -28,7 +143,7 @@ def save(policy: Policy, path: str | os.PathLike[str]) -> None:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with aside.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(f"# mezzo policy: {policy}\n{tomli_w.dumps(to_document(policy))}")
+            file.write(f"# {title}\n{_toml(to_document(policy))}")
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -36,7 +151,7 @@ def save(policy: Policy, path: str | os.PathLike[str]) -> None:
         aside.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> Policy:
+def load(path: str | os.PathLike[str]) -> PolicyFields:
     """Read a policy from a file; see `Policy.load`."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -48,3 +163,18 @@ def load(path: str | os.PathLike[str]) -> Policy:
         return from_document(document)
     except PolicyError as error:
         raise PolicyError(f"policy file '{os.fspath(path)}': {error}") from None
+
+
+def _toml(document: Mapping[str, object]) -> str:
+    """Set a plain form as TOML: words first, then one table for each of its dicts."""
+    words = [f"{key} = {_value_toml(value)}\n" for key, value in document.items() if not isinstance(value, Mapping)]
+    tables = [f"\n[{key}]\n{_toml(value)}" for key, value in document.items() if isinstance(value, Mapping)]
+    return "".join(words + tables)
+
+
+def _value_toml(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + "".join(f"\n    {_value_toml(item)}," for item in value) + "\n]" if value else "[]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -14,17 +14,15 @@ import torch
 
 from ..formats import dtype_name
 from .answer import Reason, Why
-from .parts import ModuleRule, check_op
-from .policy import Policy
+from .fields import ModuleRule, PolicyFields, check_op
 from .rule import FP32_RULES, Rule
-from .rule_text import write_module_rule, write_op_rule
-from .spelling import spell
+from .spelling import spell, write_module_rule, write_op_rule
 from .table import ALIASES, Row, table
-from .written import Written, written
+from .text import Written, written
 
 
 def why(
-    policy: Policy, module: str | None, op: str | None, device: torch.device, class_name: str | Sequence[str]
+    policy: PolicyFields, module: str | None, op: str | None, device: torch.device, class_name: str | Sequence[str]
 ) -> Why:
     """Say which rule decides; see `Policy.why`."""
     text = written(policy)
@@ -46,14 +44,14 @@ def why(
     )
 
 
-def _compute(policy: Policy, device: torch.device) -> torch.dtype | None:
+def _compute(policy: PolicyFields, device: torch.device) -> torch.dtype | None:
     """Return the compute dtype on a device, None where it is auto and the device is not there to be asked."""
     if policy.compute is None and device.type == "cuda" and not torch.cuda.is_available():
         return None
     return policy.resolve(device).compute
 
 
-def _module_rules(policy: Policy, module: str, class_name: str | Sequence[str]) -> list[tuple[int, ModuleRule]]:
+def _module_rules(policy: PolicyFields, module: str, class_name: str | Sequence[str]) -> list[tuple[int, ModuleRule]]:
     """Return the rules of a module and of those around it, each with its index, strongest first."""
     names = (class_name,) if isinstance(class_name, str) and class_name else tuple(class_name)
     found = []
@@ -76,7 +74,7 @@ def _backwards(rules: Sequence[ModuleRule]) -> list[tuple[int, ModuleRule]]:
 class _Scope:
     """What holds at one place of the model before ops are looked at."""
 
-    policy: Policy
+    policy: PolicyFields
     text: Written
     compute: torch.dtype | None
     rules: list[tuple[int, ModuleRule]]

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from ..binding.bind import bind, innermost
 from ..binding.storage import check_floats, check_optimizers, convert_, set_grad_dtype_
 from ..errors import StepError
-from ..policy import Policy
-from ..policy.parts import CacheName
+from ..policy import CacheName, Policy
 from .demote import check_demotion
 from .stepper import Stepper, name_parameters
 from .update import Skip

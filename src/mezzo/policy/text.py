@@ -1,54 +1,41 @@
-"""The text form of a policy, read: a preset, then edits separated by commas; a later edit wins.
+"""The text form of a policy, read and written: a preset, then edits separated by commas; a later edit wins.
 
-    fp16, output=fp32, ops=mezzo, op:cumsum=low, *.norm*=fp32, ?module:head=bf16, scaling.init_scale=1024
-
-`written` writes it.
+fp16, output=fp32, ops=mezzo, op:cumsum=low, *.norm*=fp32, ?module:head=bf16, scaling.init_scale=1024
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 
 from ..errors import PolicyError, did_you_mean
-from .parts import GuardConfig, OpRules, ScalingConfig, check, check_known
-from .policy import Policy
-from .presets import PRESETS
-from .rule_text import (
+from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
+from .kinds import kinds
+from .presets import ALIASES, PRESET_FIELDS
+from .spelling import (
     CONFIGS,
     FIELDS,
     ITEM,
     KEYS,
     PRECISIONS,
     PREFIXES,
-    SCALING,
     is_pattern,
+    read,
     read_module_rule,
     read_op_rule,
+    read_scaling,
+    spell,
     split_edit,
+    write_module_rule,
+    write_op_rule,
 )
-from .spelling import kinds, read
 
 _DOTTED = tuple(f"{name}.{field.name}" for name, config in CONFIGS.items() for field in fields(config))
+Place = tuple[str, int]
+"""What an edit sets: ("compute", 0), ("op", i), ("module", i), ("scaling.init_scale", 0)."""
 
 
-def as_policy(value: Policy | str | os.PathLike[str]) -> Policy:
-    """Return the policy that is meant: a policy itself, a policy's text, or a path that ends in ".toml".
-
-    Raises:
-        PolicyError: none of these, or it cannot be read.
-    """
-    if isinstance(value, Policy):
-        return value
-    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.strip().endswith(".toml")):
-        return Policy.load(value)
-    if isinstance(value, str):
-        return parse(value)
-    raise PolicyError(f"a policy is a Policy, a text such as 'bf16, output=fp32', or a .toml path; got {value!r}.")
-
-
-def parse(text: str) -> Policy:
+def parse(text: str) -> PolicyFields:
     """Return the policy that a text describes; see `Policy.parse`."""
     items = list(_items(text))
     at, name = items[0]
@@ -78,16 +65,17 @@ def _items(text: str) -> Iterator[tuple[int, str]]:
         start = match.end() + 1
 
 
-def _preset(name: str) -> Policy:
-    check("=" not in name, f"a policy starts with a preset ({', '.join(PRESETS)}): write 'fp32, {name}'.")
-    check_known("preset", name.casefold(), PRESETS)
-    return PRESETS[name.casefold()]
+def _preset(name: str) -> PolicyFields:
+    check("=" not in name, f"a policy starts with a preset ({', '.join(PRESET_FIELDS)}): write 'fp32, {name}'.")
+    preset = ALIASES.get(name.casefold(), name.casefold())
+    check_known("preset", preset, PRESET_FIELDS)
+    return PRESET_FIELDS[preset]
 
 
 class _Draft:
     """A policy whose edits are still coming in, so that values which only fit together may come one by one."""
 
-    def __init__(self, preset: Policy) -> None:
+    def __init__(self, preset: PolicyFields) -> None:
         self.preset = preset
         self.fields: dict[str, object] = {}
         self.table: object = preset.op_rules.table
@@ -104,7 +92,9 @@ class _Draft:
             PolicyError: the short reason why the edit cannot be read.
         """
         check(bool(item), "an edit is empty; leave out the comma.")
-        check(item.casefold() not in PRESETS, f"{item!r} is a preset, and a preset only comes first.")
+        check(
+            item.casefold() not in (*PRESET_FIELDS, *ALIASES), f"{item!r} is a preset, and a preset only comes first."
+        )
         key, word = split_edit(item)
         self._set(key, word)
 
@@ -119,15 +109,14 @@ class _Draft:
         elif config in CONFIGS and option:
             self._set_option(config, option, word)
         elif key in FIELDS:
-            self.fields[key] = read(key, kinds(Policy)[key], word)
+            self.fields[key] = read(key, kinds(PolicyFields)[key], word)
         elif key == "ops":
             self.table = read("op table", kinds(OpRules)["table"], word)
         elif key == "modules":
             check(word.casefold() == "none", f"modules={word} is unknown: 'modules=none' drops the rules so far.")
             self.modules.clear()
         elif key == "scaling":
-            check_known("scaling", word.casefold(), SCALING)
-            self.configs["scaling"] = None if word.casefold() == "none" else {}
+            self.configs["scaling"] = read_scaling(word)
         else:
             raise PolicyError(_unknown_key(key, word))
 
@@ -137,7 +126,7 @@ class _Draft:
         values = self.configs[config] or {}
         self.configs[config] = {**values, option: read(f"{config}.{option}", known[option], word)}
 
-    def policy(self) -> Policy:
+    def policy(self) -> PolicyFields:
         """Return the policy with every edit in it.
 
         Raises:
@@ -168,3 +157,74 @@ def _unknown_key(key: str, word: str) -> str:
     if word.casefold() in PRECISIONS and '"' not in key:
         hint += f" A module called {bare!r} is written '{'?' if key != bare else ''}module:{bare}={word}'."
     return f"unknown key {key!r}.{hint}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A policy's text, by the places its edits set.
+
+    Attributes:
+        preset: name of the preset it starts from.
+        edits: spelled edits, in order.
+    """
+
+    preset: str
+    edits: Mapping[Place, str]
+
+    def __str__(self) -> str:
+        return ", ".join([self.preset, *self.edits.values()])
+
+    def where(self, place: Place) -> str:
+        """Return where a place is set: "edit 2", counted from 1, or "preset bf16"."""
+        for number, edited in enumerate(self.edits, 1):
+            if place == edited or (edited == ("scaling", 0) and place[0].startswith("scaling.")):
+                return f"edit {number}"
+        return f"preset {self.preset}"
+
+
+def written(policy: PolicyFields) -> Written:
+    """Return the text of a policy; `parse(str(written(policy))) == policy`.
+
+    The preset that needs the fewest edits is taken; of equals one with the same `compute`, then the earlier.
+    """
+    return min((_against(policy, name) for name in PRESET_FIELDS), key=_edit_count)
+
+
+def _edit_count(text: Written) -> tuple[int, bool]:
+    return len(text.edits), ("compute", 0) in text.edits
+
+
+def _against(policy: PolicyFields, name: str) -> Written:
+    preset, edits = PRESET_FIELDS[name], dict[Place, str]()
+    for field in FIELDS:
+        if getattr(policy, field) != getattr(preset, field):
+            edits[field, 0] = f"{field}={spell(field, getattr(policy, field))}"
+    if policy.op_rules.table != preset.op_rules.table:
+        edits["ops", 0] = f"ops={policy.op_rules.table}"
+    for i, (op, rule) in enumerate(policy.op_rules.edits):
+        edits["op", i] = f"op:{write_op_rule(op, rule)}"
+    kept = len(preset.modules)
+    if policy.modules[:kept] != preset.modules:
+        edits["modules", 0], kept = "modules=none", 0
+    for i, module_rule in enumerate(policy.modules[kept:], kept):
+        edits["module", i] = write_module_rule(module_rule)
+    edits.update(_scaling_edits(policy.scaling, preset.scaling))
+    edits.update(_config_edits("guard", policy.guard, preset.guard))
+    return Written(preset=name, edits=edits)
+
+
+def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) -> dict[Place, str]:
+    if scaling == preset:
+        return {}
+    if scaling is None:
+        return {("scaling", 0): "scaling=none"}
+    if not scaling.dynamic:
+        fixed = ScalingConfig(init_scale=scaling.init_scale, dynamic=False)
+        word = f"scaling={spell('init_scale', scaling.init_scale)}"
+        return {("scaling", 0): word, **_config_edits("scaling", scaling, fixed)}
+    return _config_edits("scaling", scaling, preset or ScalingConfig()) or {("scaling", 0): "scaling=dynamic"}
+
+
+def _config_edits(name: str, config: object, base: object) -> dict[Place, str]:
+    changed = [field for field in kinds(type(base)) if getattr(config, field) != getattr(base, field)]
+    return {(f"{name}.{field}", 0): f"{name}.{field}={spell(field, getattr(config, field))}" for field in changed}

@@ -1,23 +1,25 @@
-"""The parts of a policy: how the loss scale moves, what the guard does, rules for modules and for ops."""
+"""The fields of a policy as a frozen value, and what they hold: loss scale, guard, rules for modules and for ops."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from ..errors import PolicyError, did_you_mean
-from ..formats import LOW_DTYPES
+from ..formats import LOW_DTYPES, dtype_name, native_support
+from .kinds import check_kinds
 from .rule import Rule
-from .spelling import check_kinds
+from .table import TableName, known_ops
 
+Master = Literal["none", "split", "fp32", "kahan", "stochastic"]
+"""How 16-bit weights keep updates that are smaller than their own spacing."""
 OnOverflow = Literal["skip", "retry", "demote"]
 """What a step with non-finite gradients does next."""
-TableName = Literal["torch", "mezzo"]
 CacheName = Literal["region", "persistent"]
 MODULE_RULES = (Rule.LOW, Rule.FP32, Rule.FP32_LOW_OUT)
 """The op rules that a whole module can be given."""
@@ -47,6 +49,7 @@ class ScalingConfig:
         min_scale: floor; at the floor a non-finite step is an error.
         max_scale: ceiling of growth, None for the largest power of two in fp32.
         hysteresis: non-finite steps in a row that are tolerated before the scale backs off; 1 backs off at once.
+        dynamic: false keeps the scale at `init_scale`; non-finite steps are skipped all the same.
 
     Raises:
         PolicyError: a value of the wrong type or outside its range.
@@ -61,6 +64,7 @@ class ScalingConfig:
     min_scale: float = 1.0
     max_scale: float | None = None
     hysteresis: int = 1
+    dynamic: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values outside their ranges."""
@@ -73,7 +77,7 @@ class ScalingConfig:
         check(self.min_scale >= 0.0, f"min_scale={self.min_scale} must be >= 0.")
         check(self.hysteresis >= 1, f"hysteresis={self.hysteresis} must be >= 1.")
         top = math.inf if self.max_scale is None else self.max_scale
-        check(self.min_scale <= self.init_scale <= top,
+        check(not self.dynamic or self.min_scale <= self.init_scale <= top,
               f"init_scale={self.init_scale} must lie in [min_scale={self.min_scale}, max_scale={self.max_scale}].")  # fmt: skip
 
 
@@ -176,6 +180,112 @@ class OpRules:
 
 def check_op(op: str) -> None:
     """Raise a `PolicyError` that names the nearest op unless a policy may have a rule for the op."""
-    from .table import known_ops
-
     check_known("op", op, known_ops())
+
+
+_Fields = TypeVar("_Fields", bound="PolicyFields")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyFields:
+    """What precision everything has: ops, modules, weights, gradients, moments, traffic, output.
+
+    Attributes:
+        compute: dtype of low ops; fp32 switches casting off; None lets the device decide (`resolve`).
+        params: storage dtype of trainable weights that feed low ops.
+        master: how 16-bit `params` keep small updates.
+        grads: dtype gradients are accumulated in over micro-batches; None: the dtype of the weight.
+        reduce: dtype of gradient traffic between ranks.
+        state: dtype of optimizer moments.
+        output: dtype of the root module's floating outputs; None leaves them.
+        loss: dtype the loss must have when it reaches backward.
+        ops: op table and edits; a table's name is accepted for short.
+        modules: ordered module rules; a later rule wins.
+        scaling: how the loss scale moves; None: no loss scaling.
+        guard: what the step does about inf and NaN.
+
+    Raises:
+        PolicyError: a value that does not exist or contradicts another.
+    """
+
+    compute: torch.dtype | None = torch.float32
+    params: torch.dtype = torch.float32
+    master: Master = "none"
+    grads: torch.dtype | None = None
+    reduce: torch.dtype = torch.float32
+    state: torch.dtype = torch.float32
+    output: torch.dtype | None = None
+    loss: torch.dtype = torch.float32
+    ops: OpRules | TableName = field(default_factory=OpRules)
+    modules: tuple[ModuleRule, ...] = ()
+    scaling: ScalingConfig | None = None
+    guard: GuardConfig = field(default_factory=GuardConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions."""
+        if isinstance(self.ops, str):
+            object.__setattr__(self, "ops", OpRules(table=self.ops))
+        check_kinds(self)
+        self._check_parts()
+        if self.params in LOW_DTYPES:
+            check(self.master != "none",
+                  f"params={dtype_name(self.params)} with master=none loses small updates; "
+                  "write master=split, fp32, kahan or stochastic, or params=fp32.")  # fmt: skip
+        else:
+            check(
+                self.master == "none", f"master={self.master} needs 16-bit params; write params=bf16, or master=none."
+            )
+
+    def _check_parts(self) -> None:
+        check(isinstance(self.ops, OpRules), f"ops={self.ops!r} must be OpRules, or the name of an op table.")
+        check(isinstance(self.modules, tuple) and all(isinstance(rule, ModuleRule) for rule in self.modules),
+              f"modules={self.modules!r} must be a tuple of ModuleRule.")  # fmt: skip
+        check(self.scaling is None or isinstance(self.scaling, ScalingConfig),
+              f"scaling={self.scaling!r} must be a ScalingConfig or None.")  # fmt: skip
+        check(isinstance(self.guard, GuardConfig), f"guard={self.guard!r} must be a GuardConfig.")
+
+    @property
+    def op_rules(self) -> OpRules:
+        """The op rules as a value, however they were written."""
+        assert isinstance(self.ops, OpRules)
+        return self.ops
+
+    @property
+    def is_low(self) -> bool:
+        """Whether any op may run in 16 bit."""
+        return self.compute is not torch.float32
+
+    def replace(self: _Fields, **changes: object) -> _Fields:
+        """Return a copy with some fields changed.
+
+        Raises:
+            PolicyError: unknown field, or the result contradicts itself.
+        """
+        for name in changes:
+            check_known("policy field", name, self.__dataclass_fields__)
+        return replace(self, **changes)  # type: ignore[arg-type]  # names are checked above
+
+    def resolve(self: _Fields, device: torch.device | str) -> _Fields:
+        """Return the policy with `compute` decided for a device.
+
+        bf16 where the device has units for it, else fp16 with loss scaling where it has those, else fp32.
+        A policy that names its compute dtype is returned as it is.
+
+        Syncs: no; starts CUDA for a CUDA device.
+        """
+        if self.compute is not None:
+            return self
+        if native_support(device, torch.bfloat16).native:
+            return replace(self, compute=torch.bfloat16)
+        if native_support(device, torch.float16).native:
+            return replace(self, compute=torch.float16, scaling=self.scaling or ScalingConfig())
+        return replace(self, compute=torch.float32)
+
+    def module_rule(self, fqn: str, class_names: Sequence[str] = ()) -> ModuleRule | None:
+        """Return the rule a module has itself: the last that matches its name or one of its classes, or None.
+
+        Args:
+            fqn: the module's fully qualified name; "" is the root.
+            class_names: names of its class and the classes above it (`[c.__name__ for c in type(m).__mro__]`).
+        """
+        return next((rule for rule in reversed(self.modules) if rule.matches(fqn, class_names)), None)

@@ -1,0 +1,71 @@
+"""What the fields of a policy may hold: read from their annotations, so that text, file and value agree."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from ..errors import PolicyError, did_you_mean
+from ..formats import LOW_DTYPES
+
+DTYPES = (torch.float32, *LOW_DTYPES)
+NOUNS: Mapping[object, str] = {float: "a number", int: "a whole number", bool: "true or false"}
+
+
+def kinds(owner: type) -> Mapping[str, object]:
+    """Return the type of every field of a dataclass, resolved."""
+    return _hints(owner)
+
+
+@cache
+def _hints(owner: type) -> Mapping[str, object]:
+    return get_type_hints(owner)
+
+
+def options(kind: object) -> tuple[object, ...]:
+    """Return the types a field may have: `float | None` gives both."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _fits(kind: object, value: object) -> bool:
+    if kind is types.NoneType:
+        return value is None
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind is torch.dtype:
+        return value in DTYPES
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))  # type: ignore[arg-type]  # a class
+
+
+def check_kinds(record: object) -> None:
+    """Refuse a dataclass instance that has a value of the wrong type in a field of one word.
+
+    Raises:
+        PolicyError: the field, its value, and what it takes.
+    """
+    for name, kind in kinds(type(record)).items():
+        value = getattr(record, name)
+        if is_word(kind) and not any(_fits(option, value) for option in options(kind)):
+            raise PolicyError(_complaint(name, kind, value))
+
+
+def is_word(kind: object) -> bool:
+    """Whether a field of this type is spelled in one word: a dtype, a mode, a number, a truth value."""
+    known = (torch.dtype, float, int, bool, types.NoneType)
+    return all(option in known or get_origin(option) is Literal for option in options(kind))
+
+
+def _complaint(name: str, kind: object, value: object) -> str:
+    main = options(kind)[0]
+    if get_origin(main) is Literal:
+        return f"{name}={value!r} is unknown.{did_you_mean(str(value), get_args(main))}"
+    if main is torch.dtype:
+        hint = "; write a torch dtype, or use Policy.parse" if isinstance(value, str) else ""
+        return f"{name}={value!r} is not a dtype of mixed precision: fp32, fp16 or bf16{hint}."
+    return f"{name}={value!r} must be {NOUNS[main]}."
