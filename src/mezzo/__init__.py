@@ -4,6 +4,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 from typing import cast as _cast
 
+from . import cuda as cuda
 from . import optim as optim
 from .casting import autocast as autocast
 from .casting import checkpoint_contexts as checkpoint_contexts

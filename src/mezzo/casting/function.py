@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from ..errors import RegionError
 from .mode import eligible, map_tensors, tensors_in
 from .region import autocast
 
@@ -64,21 +65,40 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
     return forward
 
 
-def custom_bwd(bwd: F) -> F:
+@overload
+def custom_bwd(bwd: F, *, device_type: str | None = None) -> F: ...
+@overload
+def custom_bwd(bwd: None = None, *, device_type: str | None = None) -> Callable[[F], F]: ...
+def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
     """Decorate the `backward` of a `torch.autograd.Function` whose forward has `custom_fwd`.
 
     Backward runs in the region its forward ran in, on whichever thread.
 
     Args:
         bwd: the static method.
+        device_type: taken because torch asks for it; the region is that of forward, on all its devices.
+
+    Returns:
+        The method, or a decorator when `bwd` is left out.
+
+    Raises:
+        RegionError: at the first backward, if forward has no `custom_fwd`.
 
     Syncs: no.
     Source: torch.amp.custom_bwd.
     """
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(bwd)
     def backward(ctx: Any, *args: Any) -> Any:
-        with ctx._mezzo_region:
+        region = getattr(ctx, "_mezzo_region", None)
+        if region is None:
+            raise RegionError(
+                "custom_bwd runs backward in the region of its forward, which nobody wrote down: decorate forward with "
+                "mezzo.custom_fwd."
+            )
+        with region:
             return bwd(ctx, *args)
 
-    return backward  # type: ignore[return-value]  # same signature
+    return backward

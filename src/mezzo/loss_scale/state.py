@@ -77,7 +77,9 @@ class LossScale:
         """
         skipped = self.skipped_in_a_row + 1
         at_floor = (self.scale <= config.min_scale) & (skipped >= config.hysteresis)
-        return (found_nonfinite != 0) & (at_floor | (skipped >= (math.inf if patience is None else patience)))
+        return (found_nonfinite != 0) & (
+            (at_floor & config.dynamic) | (skipped >= (math.inf if patience is None else patience))
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +116,7 @@ def next_state(state: LossScale | NoScaling, found_nonfinite: Flag, config: Scal
 
     A non-finite step multiplies the scale by the backoff factor once `hysteresis` of them stand in a row;
     `growth_interval` clean steps in a row multiply it by the growth factor. It stays within the floor and
-    the ceiling.
+    the ceiling. A scale that is not dynamic stays what it is, and its steps are counted.
 
     Args:
         state: the state before the step; it is not changed.
@@ -136,8 +138,8 @@ def next_state(state: LossScale | NoScaling, found_nonfinite: Flag, config: Scal
     found, clean = found_nonfinite != 0, found_nonfinite == 0
     skipped = (state.skipped_in_a_row + 1) * found
     tracker = (state.growth_tracker + 1) * clean
-    grows = clean & (tracker >= config.growth_interval)
-    backs_off = found & (skipped >= config.hysteresis)
+    grows = clean & (tracker >= config.growth_interval) & config.dynamic
+    backs_off = found & (skipped >= config.hysteresis) & config.dynamic
     ceiling = LARGEST_SCALE if config.max_scale is None else config.max_scale
     larger = _clamp(state.scale * config.growth_factor, high=ceiling)
     smaller = _clamp(state.scale * config.backoff_factor, low=config.min_scale)

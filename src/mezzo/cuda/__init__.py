@@ -1,0 +1,3 @@
+"""The place where programs written for `torch.cuda.amp` look."""
+
+from . import amp as amp
