@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._C._functorch import peek_interpreter_stack
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast, _UnmanagedAutocast
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ autograd_node = torch._C._current_autograd_node
 """The node that a backward pass runs just now; None outside."""
 num_function_modes = torch._C._len_torch_function_stack
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+push_function_mode: Callable[[Any], None] = _push_mode
+pop_function_mode: Callable[[], Any] = _pop_mode
+"""Without these a region of the function mode cannot be left while another one is inside it."""
 functorch_level = peek_interpreter_stack
 """The innermost vmap, grad or jvp; None outside. A cached cast must not outlive it."""
 tracing_state = torch._C._get_tracing_state
@@ -169,6 +173,28 @@ def dynamo_skip_frame(function: Function) -> Function:
     """
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
+
+
+UnmanagedAutocast = _UnmanagedAutocast
+"""The torch.autocast that the compiler traces as any other class, where of torch.autocast itself it reads four values."""
+enter_autocast, exit_autocast = _enter_autocast, _exit_autocast
+"""The nodes by which an exported graph knows a region. Without them torch.export drops it."""
+
+
+def predispatch_recorder() -> Any:
+    """Return the mode with which torch.export, not strict, records what happens above autocast; None outside."""
+    if num_function_modes() == 0:
+        return None
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+    return next((mode for mode in function_modes() if isinstance(mode, PreDispatchTorchFunctionMode)), None)
+
+
+def add_graph_node(target: Callable[..., Any], *args: object) -> Any:
+    """Add a call to the graph that the compiler is writing just now, and return its node: torch.export, strict."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output.create_node("call_function", target, args, {})
 
 
 # --- op tables ------------------------------------------------------------------------------------------------------

@@ -30,6 +30,10 @@ class RegionError(MezzoError, RuntimeError):
     """Regions entered or left in an order that cannot be honoured."""
 
 
+class RegionTypeError(RegionError, TypeError, ValueError):
+    """A region given something it cannot take; torch raises TypeError or ValueError there."""
+
+
 class ScalerError(MezzoError, RuntimeError):
     """A loss scaler used in an order that would corrupt gradients or weights."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import pickle
 import threading
@@ -158,53 +157,18 @@ def test_leaving_out_of_order_is_loud() -> None:
     with pytest.raises(RegionError, match="another order"):
         first.__exit__(None, None, None)
     second.__exit__(None, None, None)
-    first.__exit__(None, None, None)
     with pytest.raises(RegionError, match="has not entered"):
         first.__exit__(None, None, None)
-
-
-def test_awaiting_inside_a_region_is_loud() -> None:
-    async def task(first: asyncio.Event, then: asyncio.Event, region: autocast) -> None:
-        with region:
-            first.set()
-            await then.wait()
-
-    async def main() -> list[object]:
-        entered, leave_first, leave_second = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        one = asyncio.create_task(task(entered, leave_first, autocast("cpu", dtype=BF16)))
-        await entered.wait()
-        entered.clear()
-        two = asyncio.create_task(task(entered, leave_second, autocast("cpu", dtype=FP16)))
-        await entered.wait()
-        leave_first.set()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        leave_second.set()
-        return list(await asyncio.gather(one, two, return_exceptions=True))
-
-    before = state()
-    outcome = asyncio.run(main())
-    torch.set_autocast_enabled("cpu", before[0])
-    torch.set_autocast_dtype("cpu", before[1])
-    torch.set_autocast_cache_enabled(before[2])
-    while torch.autocast_decrement_nesting() > 0:
-        pass
-    assert any(isinstance(result, RegionError) for result in outcome)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("cuda",), "this machine has no cuda device"),
         (("cdua",), "Did you mean 'cuda'?"),
-        (("cpu", FP32), "a region casts to fp16 or bf16, not fp32"),
         (("cpu", torch.int8), "a region casts to fp16 or bf16, not int8"),
     ],
 )
 def test_a_request_that_cannot_be_honoured_raises(arguments: tuple[object, ...], sentence: str) -> None:
-    if arguments == ("cuda",) and torch.cuda.is_available():
-        arguments = ("mps",)
-        sentence = "this machine has no mps device"
     with pytest.raises(RegionError, match=sentence.replace("?", r"\?")):
         autocast(*arguments)  # type: ignore[arg-type]  # wrong on purpose
 

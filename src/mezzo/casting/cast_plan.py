@@ -12,11 +12,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from .._torch import constant_when_compiled
-from ..errors import RegionError, did_you_mean
-from ..formats import LOW_DTYPES, dtype_name
-from ..policy import Policy
-from ..policy.engine import why_engine
-from ..policy.parts import CacheName
+from ..errors import RegionError, RegionTypeError, did_you_mean
+from ..formats import LOW_DTYPES, dtype_name, parse_dtype
+from ..policy import CacheName, Policy, PolicyLike, as_policy, why_engine
 from .cache import RegionCache, WeightCastCache, weight_casts
 from .mode import CastMode
 from .op_rule_table import OpRuleTable, op_rule_table
@@ -46,6 +44,12 @@ class Plan:
     book: OpRuleTable | None
     caches: bool
     store: WeightCastCache | None
+    warning: str | None = None
+
+    @property
+    def recorded(self) -> list[tuple[str, torch.dtype, bool]]:
+        """What an exported graph is told: the function mode's casts are in the graph, and torch's then stay off."""
+        return [(device, dtype, enabled and self.book is None) for device, dtype, enabled in self.switches]
 
     def saved(self) -> list[tuple[str, torch.dtype, bool]]:
         """Return what torch's state is now, on the devices that entering changes: as `Switch`, but a plain tuple."""
@@ -66,7 +70,33 @@ class Plan:
 @constant_when_compiled
 def device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
     """Return the devices a region acts on: the one named, else the accelerator and the CPU."""
-    return _read_device_types(device_type)
+    if device_type is None or isinstance(device_type, str | torch.device):
+        return _read_device_types(device_type)
+    hint = (
+        " torch.cuda.amp takes `enabled` first: that is mezzo.cuda.amp.autocast."
+        if device_type in (True, False)
+        else ""
+    )
+    raise RegionTypeError(
+        f"autocast(device_type): a device type such as 'cpu' or 'cuda' is wanted, not a {type(device_type).__name__}.{hint}"
+    )
+
+
+@functools.cache
+def _read_device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device_type is None:
+        return ("cpu",) if accelerator is None or accelerator.type == "cpu" else (accelerator.type, "cpu")
+    name = device_type.type if isinstance(device_type, torch.device) else device_type.split(":")[0]
+    if name == "gpu":
+        return ("cuda",) if accelerator is None else (accelerator.type,)
+    if not _has_autocast(name):
+        known = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
+        raise RegionError(
+            f"autocast({device_type!r}): torch has no autocasting for this device. Invalid device string: '{name}'."
+            f"{did_you_mean(name, known)}"
+        )
+    return (name,)
 
 
 def _has_autocast(device_type: str) -> bool:
@@ -76,27 +106,25 @@ def _has_autocast(device_type: str) -> bool:
         return False
 
 
-@functools.cache
-def _read_device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
-    if device_type is None:
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return ("cpu",) if accelerator is None or accelerator.type == "cpu" else (accelerator.type, "cpu")
-    name = device_type.type if isinstance(device_type, torch.device) else str(device_type).split(":")[0]
-    if not _has_autocast(name):
-        known = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
-        raise RegionError(
-            f"autocast({device_type!r}): torch has no autocasting for this device.{did_you_mean(name, known)}"
-        )
-    return (name,)
+def _is_missing(device_type: str) -> bool:
+    """Whether torch disables a region for want of the device: CUDA only; the others it enters as they are."""
+    return device_type == "cuda" and not torch.cuda.is_available()
 
 
-def _check_device(device_type: str) -> None:
-    module = torch.get_device_module(device_type)
-    if not module.is_available():
-        raise RegionError(
-            f"autocast({device_type!r}) was asked for, but this machine has no {device_type} device, so nothing would be "
-            f"cast. Write autocast('cpu'), leave device_type out, or pass enabled=False."
+def _obstacle(device_type: str, dtype: torch.dtype) -> str | None:
+    """Return why a region that should cast casts nothing on a device, None if it does cast."""
+    if _is_missing(device_type):
+        return (
+            f"autocast({device_type!r}): this machine has no {device_type} device, so the region is disabled and casts "
+            "nothing. Write autocast('cpu'), leave device_type out, or pass enabled=False."
         )
+    if dtype not in LOW_DTYPES and dtype.is_floating_point:
+        return (
+            f"autocast(dtype={dtype}): a region casts to fp16 or bf16, not {dtype_name(dtype)}, so it is disabled. "
+            f"{device_type.upper()} Autocast only supports dtypes of torch.bfloat16, torch.float16 currently. Write one "
+            "of them, or enabled=False to run everything as it is."
+        )
+    return None
 
 
 def _check_dtype(device_type: str, dtype: torch.dtype) -> None:
@@ -129,13 +157,13 @@ def _make_plan(
     dtype: torch.dtype | None,
     enabled: bool,
     cache_enabled: bool | None,
-    policy: Policy | str | None,
+    policy: Policy | None,
     cache: CacheName,
+    strict: bool,
 ) -> str:
     if cache not in ("region", "persistent"):
         raise RegionError(f"cache={cache!r} is unknown.{did_you_mean(str(cache), ('region', 'persistent'))}")
-    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
-    rules = chosen if chosen is not None else Policy()
+    rules = policy if policy is not None else Policy()
     required = [rule.pattern for rule in rules.modules if rule.required]
     if required:
         raise RegionError(
@@ -143,7 +171,11 @@ def _make_plan(
             "them to. Write mezzo.prepare(model, optimizer, policy)."
         )
     pairs = zip(devices, defaults or (None,) * len(devices), strict=True)
-    switches = tuple(_switch(device, default, dtype, enabled, chosen) for device, default in pairs)
+    decided = [_switch(device, default, dtype, enabled, policy) for device, default in pairs]
+    switches = tuple(switch for switch, _ in decided)
+    warning = next((obstacle for _, obstacle in decided if obstacle is not None), None)
+    if strict and warning is not None:
+        raise RegionError(warning)
     live = tuple(switch.device_type for switch in switches if switch.enabled)
     by_mode = any(why_engine(rules, device, cache).engine == "mode" for device in live)
     name = f"plan_{next(_numbers)}"
@@ -152,14 +184,35 @@ def _make_plan(
         book=op_rule_table(rules.op_rules, live) if by_mode else None,
         caches=cache_enabled is not False,
         store=weight_casts if cache == "persistent" else None,
+        warning=warning,
     )
     setattr(_plans, name, plan)
     return name
 
 
 @constant_when_compiled
-def _name_of(*key: Any) -> str:
-    return _make_plan(*key)
+def _name_of(
+    devices: tuple[str, ...],
+    defaults: tuple[torch.dtype, ...],
+    dtype: torch.dtype | str | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policy: PolicyLike | None,
+    cache: CacheName,
+    strict: bool,
+) -> str:
+    chosen = None if policy is None else as_policy(policy)
+    return _make_plan(devices, defaults, _as_dtype(dtype), enabled, cache_enabled, chosen, cache, strict)
+
+
+def _as_dtype(dtype: object) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if isinstance(dtype, str):
+        return parse_dtype(dtype)
+    raise RegionTypeError(
+        f"autocast(dtype): a dtype such as torch.bfloat16 or 'bf16' is wanted, not a {type(dtype).__name__}."
+    )
 
 
 def plan_of(*key: Any) -> Plan:
@@ -170,13 +223,14 @@ def plan_of(*key: Any) -> Plan:
 
 def _switch(
     device_type: str, default: torch.dtype | None, dtype: torch.dtype | None, enabled: bool, policy: Policy | None
-) -> Switch:
-    if enabled and dtype is None and policy is not None:
+) -> tuple[Switch, str | None]:
+    """Return what a device is set to, and why it casts nothing there if it should."""
+    if enabled and dtype is None and policy is not None and not _is_missing(device_type):
         dtype = policy.resolve(device_type).compute
         enabled = dtype is not torch.float32
     chosen = default if default is not None and (dtype is None or not enabled) else dtype
     assert chosen is not None
-    if enabled:
-        _check_device(device_type)
+    obstacle = _obstacle(device_type, chosen) if enabled else None
+    if enabled and obstacle is None:
         _check_dtype(device_type, chosen)
-    return Switch(device_type=device_type, dtype=chosen, enabled=enabled)
+    return Switch(device_type, chosen, enabled and obstacle is None), obstacle

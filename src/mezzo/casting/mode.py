@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import dynamo_skip_frame
+from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode
 from ..errors import CastError, ForbiddenOpError
 from ..policy import Rule
 from ..policy.table import Row
@@ -181,3 +181,13 @@ class CastMode(TorchFunctionMode):
         message = mismatch_message(error, getattr(func, "__name__", str(func)), row, (*args, *kwargs.values()))
         if message is not None:
             raise CastError(message) from error
+
+
+def drop_mode(mode: CastMode) -> None:
+    """Take a mode off torch's stack, from below others where it has to be."""
+    above: list[Any] = []
+    while not torch.compiler.is_compiling() and function_modes()[-1] is not mode:
+        above.append(pop_function_mode())
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+    for other in reversed(above):
+        push_function_mode(other)

@@ -3,30 +3,57 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
+from typing import TypeGuard
 
 from torch import Tensor
 from torch.nn import Module
 
 from .._torch import own_buffers, own_parameters
 from ..formats import describe
-from ..policy.table import Row
+from ..policy import Row, known_ops
 
 _MISMATCH = re.compile(
-    r"expected (scalar type|m1 and m2|mat1 and mat2|self and mat2|tensors? to have the same dtype|dtype)"
-    r"|(must|should|to) (have|be) the same (d?type|scalar type)|same dtype|dtype mismatch"
-    r"|should be the same|not implemented for '(Half|BFloat16)'|Promotion for|Found dtype|same type",
+    r"(expected|expect) .*(scalar type|m1 and m2|mat1 and mat2|self and mat2|same dtype|dtype|(Half|BFloat16|Float|Double)\b)"
+    r"|(must|should|to) (have|be) the same|same (dtype|type)|(dtypes?|should) (mis)?match|did not match"
+    r"|different dtypes|Promotion for|Found dtype",
     re.IGNORECASE,
 )
+_NO_KERNEL = re.compile(
+    r"not implemented for '(Half|BFloat16)'|Low precision dtypes not supported|Unsupported dtype (Half|BFloat16)"
+    r"|could not create a primitive|but got (Half|BFloat16)\b|tensor with .* dimensions of float"
+)
+_DTYPE = re.compile(r"dtype|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
+_INTEGER = re.compile(r"\b(Long|Int|Byte|Bool)\b")  # an index or a class that is no integer, whatever a region casts
+_OPERATORS = {
+    ast.MatMult: "matmul", ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",
+    ast.Mod: "remainder", ast.FloorDiv: "floor_divide",
+}  # fmt: skip
 
 
-def is_mismatch(error: BaseException) -> bool:
-    """Whether an error of torch is about dtypes that do not fit."""
-    return isinstance(error, RuntimeError) and _MISMATCH.search(str(error)) is not None
+def is_mismatch(error: BaseException) -> TypeGuard[RuntimeError]:
+    """Whether an error of torch is about dtypes that do not fit, or that no kernel takes."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or _DTYPE.search(text) is None or _INTEGER.search(text):
+        return False
+    return (_MISMATCH.search(text) or _NO_KERNEL.search(text)) is not None
+
+
+def _fix(error: RuntimeError, op: str | None) -> str:
+    """Return what to write instead."""
+    if op is not None and (op.endswith("_") or op == "__setitem__"):
+        return "An op in place keeps the dtype of what it writes into: cast what is written, source.to(target.dtype)."
+    is_missing = _NO_KERNEL.search(str(error)) is not None
+    if op not in known_ops():
+        return f"Cast its inputs{' to fp32, x.float()' if is_missing else ' to one dtype, x.to(other.dtype)'}."
+    if is_missing:
+        return f"Write op:{op}=fp32 in the policy: it has no 16-bit kernel here."
+    return f"Write op:{op}=promote (or =low, =fp32) in the policy so that its inputs agree."
 
 
 def module_path(frames: Sequence[FrameType]) -> str | None:
@@ -43,10 +70,10 @@ def module_path(frames: Sequence[FrameType]) -> str | None:
     return f"{name or 'the root'} ({type(inner).__name__})"
 
 
-def _frames_of(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+def _frames_of(traceback: TracebackType | None) -> list[tuple[FrameType, int, int]]:
     found = []
     while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno))
+        found.append((traceback.tb_frame, traceback.tb_lineno, traceback.tb_lasti))
         traceback = traceback.tb_next
     return found
 
@@ -65,6 +92,8 @@ def _evaluate(node: ast.expr, frame: FrameType) -> object:
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):
         owner = _evaluate(node.value, frame)
+        if isinstance(owner, ModuleType):
+            return getattr(owner, node.attr, None)
         if isinstance(owner, Module):
             return (
                 own_parameters(owner).get(node.attr)
@@ -119,13 +148,8 @@ def mismatch_message(error: RuntimeError, op: str, row: Row | None, values: Iter
     got = ", ".join(describe(t) for t in _flat(values))
     path = module_path(_stack(_caller()))
     rule = f"its rule is {row.rule}" if row is not None else "it has no rule, so its inputs came as they were"
-    missing = "not implemented for" in str(error)
-    mend = (
-        f"op:{op}=fp32 in the policy: it has no 16-bit kernel here"
-        if missing
-        else (f"op:{op}=promote (or =low, =fp32) in the policy so that its inputs agree")
-    )
-    return f"{op} got {got}{f' in module {path}' if path else ''}; {rule}. torch says: {_first_line(error)}\n  Write {mend}."
+    where = f" in module {path}" if path else ""
+    return f"{op} got {got}{where}; {rule}. torch says: {_first_line(error)}\n  {_fix(error, op)}"
 
 
 def _caller() -> FrameType | None:
@@ -144,13 +168,38 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
     if not is_mismatch(error) or traceback is None:
         return None
     frames = _frames_of(traceback)
-    frame, line = frames[-1]
-    path = module_path([f for f, _ in frames])
+    frame, line, instruction = frames[-1]
+    path = module_path([f for f, _, _ in frames])
     where = f"{frame.f_code.co_filename}:{line}"
     source = linecache.getline(frame.f_code.co_filename, line).strip()
     got = ", ".join(f"{name} {describe(t)}" for name, t in _tensors_on_line(frame, line)) or "tensors of several dtypes"
     return (
         f"`{source}` ({where}){f' in module {path}' if path else ''} got {got}. "
-        f"torch says: {_first_line(error)}\n"
-        "  Cast one of them with .to(other.dtype), or write op:NAME=promote in the policy so that the op's inputs agree."
+        f"torch says: {_first_line(error)}\n  {_fix(error, _op_at(frame, instruction))}"
     )
+
+
+def _op_at(frame: FrameType, instruction: int) -> str | None:
+    """Return the name of the op that a frame was in, read from its source; None where that cannot be told."""
+    positions = getattr(frame.f_code, "co_positions", None)  # Python 3.11
+    if positions is None:
+        return None
+    first, last, start, end = next(itertools.islice(positions(), instruction // 2, None))
+    if first is None or last is None:
+        return None
+    lines = [linecache.getline(frame.f_code.co_filename, number) for number in range(first, last + 1)]
+    text = "".join([*lines[:-1], lines[-1].encode()[:end].decode()]).encode()[start:].decode()
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return None
+    if isinstance(node, ast.Call):
+        return "out_" if any(keyword.arg == "out" for keyword in node.keywords) else _callee(node.func, frame)
+    if isinstance(node, ast.Subscript):
+        return "__setitem__"
+    return _OPERATORS.get(type(node.op)) if isinstance(node, ast.BinOp) else None
+
+
+def _callee(node: ast.expr, frame: FrameType) -> str | None:
+    name = getattr(_evaluate(node, frame), "__name__", None)
+    return node.attr if name is None and isinstance(node, ast.Attribute) else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -11,19 +12,19 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from .._torch import dynamo_skip_frame, function_modes, num_function_modes
-from ..errors import CastError, RegionError
-from ..policy import Policy
-from ..policy.parts import CacheName
+from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, num_function_modes
+from ..errors import CastError, RegionError, RegionTypeError
+from ..policy import CacheName, PolicyLike
 from .cast_plan import Plan, current_switch, device_types, plan_of
-from .mode import CastMode
+from .export import record_entry, record_exit
+from .mode import CastMode, drop_mode
 from .provenance import traceback_message
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Frame:
     """What one entry changed, so that its exit can undo it."""
 
@@ -34,25 +35,40 @@ class _Frame:
     outer: CastMode | None = None
     outer_suspended: bool = False
     nesting: int = 0
+    recorder: Any = None
 
 
-class autocast:  # the name torch gives it
+class _Thread(threading.local):
+    """The regions a thread is inside, outermost first."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+_here = _Thread()
+
+
+class autocast(UnmanagedAutocast):  # the name torch gives it
     """Context manager or decorator in which ops run in the dtypes of a policy.
 
-    The arguments and defaults are those of `torch.autocast`; what follows the star is mezzo's. An instance may be
-    entered again inside itself, by a recursive function, and by several threads at once.
+    The arguments, defaults and attributes are those of `torch.autocast`, and it is one for `isinstance`; what follows
+    the star is mezzo's. An instance may be entered again inside itself, by a recursive function, and by several
+    threads at once. torch.export keeps the region, strict and not.
 
     Args:
-        device_type: "cuda", "cpu", ... or a device; left out, the tensors decide (CPU and the accelerator).
-        dtype: torch.float16 or torch.bfloat16; default fp16 on CUDA, bf16 on CPU, as torch has it.
+        device_type: "cuda", "cpu", ... or a device; "gpu" is the accelerator. Left out, the tensors decide (CPU and
+            the accelerator). Where there is no CUDA device, "cuda" warns and casts nothing, as torch does.
+        dtype: torch.float16 or torch.bfloat16, or its name; default fp16 on CUDA, bf16 on CPU, as torch has it. Any
+            other dtype warns and casts nothing, as torch does.
         enabled: False runs everything as it is, inside an outer region too.
         cache_enabled: False casts a weight at every use. Only the function mode caches; torch's own cache stays off,
             since it hands out stale weights.
-        policy: a `Policy` or its text; gives the dtype (unless `dtype` does) and the op rules.
+        policy: a `Policy`, or what `as_policy` takes; gives the dtype (unless `dtype` does) and the op rules.
         cache: "region" drops casts with the region, "persistent" keeps 16-bit copies of weights beyond it.
+        strict: raise where torch would warn and cast nothing.
 
     Raises:
-        RegionError: a device this machine lacks, a dtype the device lacks, or regions left out of order.
+        RegionError: a device type that does not exist, a dtype the device lacks, or regions left out of order.
         PolicyError: the policy has module rules, which need a model to bind to (`mezzo.prepare`).
         CastError: instead of torch's bare dtype mismatch, naming op, module and dtypes.
 
@@ -65,22 +81,26 @@ class autocast:  # the name torch gives it
     torch.bfloat16
     """
 
+    @dynamo_skip_frame
     def __init__(
         self,
         device_type: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
-        policy: Policy | str | None = None,
+        policy: PolicyLike | None = None,
         cache: CacheName = "region",
+        strict: bool = False,
     ) -> None:
         devices = device_types(device_type)
         is_decided = enabled and dtype is not None
         defaults = () if is_decided else tuple([torch.get_autocast_dtype(device) for device in devices])
-        self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache)
-        self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache)
+        self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache, strict)
+        self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache, strict)
         self._frames: list[_Frame] = []
+        if self._plan.warning is not None and not torch.compiler.is_compiling():
+            warnings.warn(self._plan.warning, stacklevel=2)
 
     @classmethod
     def current(cls, *, enabled: bool | None = None) -> autocast:
@@ -106,6 +126,24 @@ class autocast:  # the name torch gives it
         """The engine that carries this region out."""
         return "dispatcher" if self._plan.book is None else "mode"
 
+    @property
+    def device(self) -> str:  # type: ignore[override]  # read-only, as the next three
+        """The device it casts on, the first of several; torch's name for it."""
+        return self._plan.switches[0].device_type
+
+    @property
+    def fast_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype that low ops run in; torch's name for it."""
+        return self._plan.switches[0].dtype
+
+    @property
+    def _enabled(self) -> bool:  # type: ignore[override]
+        return self._plan.switches[0].enabled
+
+    @property
+    def _cache_enabled(self) -> bool:  # type: ignore[override]
+        return self._plan.caches
+
     @dynamo_skip_frame
     def __enter__(self) -> autocast:
         plan = self._plan
@@ -114,6 +152,7 @@ class autocast:  # the name torch gives it
             frame = _Frame(plan.saved(), mode)
         else:
             frame = self._tracked_frame(mode)
+        frame.recorder = record_entry(plan.recorded)
         for device_type, dtype, enabled in plan.switches:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
@@ -136,6 +175,7 @@ class autocast:  # the name torch gives it
         torch.set_autocast_cache_enabled(False)
         if outer is not None:
             outer.suspended = True
+        _here.frames.append(frame)
         return frame
 
     @dynamo_skip_frame
@@ -143,43 +183,37 @@ class autocast:  # the name torch gives it
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if torch.compiler.is_compiling():
-            _leave(self._frames.pop())
+            _restore(self._frames.pop())
             return
         frame = self._pop()
+        is_innermost = _is_innermost(frame)
         _leave(frame)
-        if frame.outer is not None:
-            frame.outer.suspended = frame.outer_suspended
-        if frame.nesting == 1:
-            torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(frame.cache_enabled)
+        if error is None and not is_innermost:
+            raise RegionError(
+                "regions were left in another order than they were entered, so which dtype held is undecided. "
+                "Use `with` for each, and no `await` or `yield` inside a region."
+            )
         if error is not None and not isinstance(error, CastError):
             message = traceback_message(error, traceback)
             if message is not None:
                 raise CastError(message) from error
 
     def _pop(self) -> _Frame:
-        here, frames = threading.get_ident(), self._frames
-        index = len(frames) - 1
-        while index >= 0 and frames[index].thread != here:
-            index -= 1
-        if index < 0:
-            raise RegionError("a region was left that this thread has not entered; enter and leave it in one `with`.")
-        frame = frames[index]
-        in_order = torch.autocast_decrement_nesting() == frame.nesting - 1
-        if not in_order or _innermost_mode() is not (frame.mode or frame.outer):
-            torch.autocast_increment_nesting()
-            raise RegionError(
-                "regions were left in another order than they were entered, so which dtype holds is undecided. "
-                "Use `with` for each, and no `await` or `yield` inside a region."
-            )
-        return frames.pop(index)
+        here = threading.get_ident()
+        for index in reversed(range(len(self._frames))):
+            if self._frames[index].thread == here:
+                return self._frames.pop(index)
+        raise RegionError("a region was left that this thread has not entered; enter and leave it in one `with`.")
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return `function` run inside this region at every call."""
         if not callable(function):
-            raise RegionError(f"autocast(...) decorates a function, not a {type(function).__name__}; or use `with`.")
+            raise RegionTypeError(
+                f"autocast()(func) requires a callable, but got {type(function).__name__}: autocast(...) decorates a "
+                f"function, not a {type(function).__name__}; or use `with`."
+            )
 
-        @functools.wraps(function)
+        @functools.wraps(function)  # torch.jit.script cannot compile this class: write torch.autocast in scripted code
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
             self.__enter__()
             try:
@@ -193,9 +227,48 @@ class autocast:  # the name torch gives it
         return inside
 
 
+def _is_innermost(frame: _Frame) -> bool:
+    """Whether nothing that was entered inside a region is still there when it is left.
+
+    Writes: torch's count of nested regions, which is one lower afterwards.
+    """
+    is_last = torch.autocast_decrement_nesting() == frame.nesting - 1 and _here.frames[-1] is frame
+    return is_last and _innermost_mode() is (frame.mode or frame.outer)
+
+
 def _leave(frame: _Frame) -> None:
+    """Put back what was in force when a region was entered, or have the region inside it do that when it is left."""
+    frames = _here.frames
+    index = frames.index(frame)
+    del frames[index]
+    if index < len(frames):
+        _hand_over(frame, frames[index:])
+        return
+    _restore(frame)
+    if frame.outer is not None:
+        frame.outer.suspended = frame.outer_suspended
+    if frame.nesting == 1:
+        torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(frame.cache_enabled)
+
+
+def _hand_over(frame: _Frame, inside: Sequence[_Frame]) -> None:
+    inner = inside[0]
+    before = {device: (device, dtype, enabled) for device, dtype, enabled in (*inner.saved, *frame.saved)}
+    inner.saved, inner.cache_enabled = list(before.values()), frame.cache_enabled
+    for later in inside:
+        later.nesting -= 1
+        if later.outer is frame.mode:
+            later.outer = frame.outer
+    inner.outer, inner.outer_suspended = frame.outer, frame.outer_suspended
     if frame.mode is not None:
-        frame.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+        drop_mode(frame.mode)
+
+
+def _restore(frame: _Frame) -> None:
+    if frame.mode is not None:
+        drop_mode(frame.mode)
+    record_exit(frame.recorder, len(frame.saved))
     for device_type, dtype, enabled in frame.saved:
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)
@@ -212,20 +285,22 @@ def _innermost_mode() -> CastMode | None:
 
 
 def _ask(*asked: Any) -> autocast:
-    *positional, policy, cache = asked
-    return autocast(*positional, policy=policy, cache=cache)
+    *positional, policy, cache, strict = asked
+    return autocast(*positional, policy=policy, cache=cache, strict=strict)
 
 
 def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
     acting = mode is not None and not mode.suspended and enabled is not False
     devices = tuple(dict.fromkeys((*device_types(None), *(mode.rows if mode is not None else ()))))
+    switches = tuple(
+        current_switch(device) if enabled is None else current_switch(device)._replace(enabled=enabled)
+        for device in devices
+    )
+    book = mode.book if acting and mode is not None else None
     region = autocast.__new__(autocast)
     region._plan = Plan(
-        switches=tuple(
-            current_switch(device) if enabled is None else current_switch(device)._replace(enabled=enabled)
-            for device in devices
-        ),
-        book=mode.book if acting and mode is not None else None,
+        switches=switches,
+        book=book,
         caches=mode is not None and mode.cache is not None,
         store=mode.cache.store if mode is not None and mode.cache is not None else None,
     )

@@ -1,0 +1,57 @@
+"""What torch.export records of a region, so that the exported program casts as the model does in eager.
+
+Export traces above torch's autocast, and keeps a region only where its entry and its exit are nodes of the graph: these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._torch import add_graph_node, constant_when_compiled, enter_autocast, exit_autocast, predispatch_recorder
+
+_entries: list[Any] = []
+"""The entry nodes of the regions that the strict exporter is inside."""
+
+
+def record_entry(switches: Sequence[tuple[str, torch.dtype, bool]]) -> Any:
+    """Write the entry of a region into the graph that is being exported, if one is.
+
+    Args:
+        switches: device type, dtype, and whether torch's autocast is to cast there when the program runs.
+
+    Returns:
+        What records the exit, for `record_exit`.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_exporting():
+            for device_type, dtype, enabled in switches:
+                _add_entry(device_type, dtype, enabled)
+        return None
+    recorder = predispatch_recorder()
+    if recorder is not None:
+        for device_type, dtype, enabled in switches:
+            recorder.__torch_function__(enter_autocast, (), (device_type, dtype, enabled, False))
+    return recorder
+
+
+def record_exit(recorder: Any, count: int) -> None:
+    """Write the exit of a region of `count` devices into the graph that is being exported, if one is."""
+    if recorder is not None:
+        for _ in range(count):
+            recorder.__torch_function__(exit_autocast, (), ())
+    elif torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
+        for _ in range(count):
+            _add_exit()
+
+
+@constant_when_compiled
+def _add_entry(device_type: str, dtype: torch.dtype, enabled: bool) -> None:
+    _entries.append(add_graph_node(enter_autocast, device_type, dtype, enabled, False))
+
+
+@constant_when_compiled
+def _add_exit() -> None:
+    add_graph_node(exit_autocast, _entries.pop())

@@ -1,0 +1,126 @@
+"""torch.export of a model with regions: the program has the dtypes and the bits of eager, strict and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram, export
+
+import mezzo
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:While compiling, we found certain side effects",  # the strict exporter sees a region being entered and left
+)
+REGIONS: dict[str, dict[str, Any]] = {
+    "dispatcher": {},
+    "fp16": {"dtype": torch.float16},
+    "edited": {"policy": "bf16, modules=none, op:softmax=fp32"},
+    "mezzo": {"policy": "bf16, modules=none, ops=mezzo"},
+    "off": {"enabled": False},
+}
+
+
+class WithRegion(nn.Module):
+    def __init__(self, **region: Any) -> None:
+        super().__init__()
+        self.linear, self.region = nn.Linear(8, 8), region
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with mezzo.autocast("cpu", **self.region):
+            y = self.linear(x).softmax(-1)
+        return y, self.linear(x)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with mezzo.autocast("cpu"):
+            y = self.linear(x)
+            with mezzo.autocast("cpu", enabled=False):
+                z = self.linear(y.float())
+            with torch.autocast("cpu", enabled=False):
+                w = self.linear(y.float())
+            with mezzo.autocast("cpu", policy="bf16, modules=none, op:linear=fp32"):
+                v = self.linear(y)
+        return y, z, w, v, self.linear(x)
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @mezzo.autocast("cpu")
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).exp()
+
+
+def prepared(policy: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    mezzo.prepare(model, None, policy)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: lambda region=region: WithRegion(**region) for name, region in REGIONS.items()},
+    "nested": Nested,
+    "decorated": Decorated,
+    **{
+        policy: lambda policy=policy: prepared(policy)
+        for policy in (
+            "bf16, output=none",
+            "bf16, output=fp32",
+            "bf16, ops=mezzo",
+            "bf16-master",
+            "bf16, module:0=fp32",
+        )
+    },
+}
+
+
+def check_program(program: ExportedProgram, model: nn.Module, x: Tensor) -> None:
+    got, want = program.module()(x), model(x)
+    for ours, theirs in zip(*((t,) if isinstance(t, Tensor) else t for t in (got, want)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["not-strict", "strict"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_program_casts_as_eager_does(name: str, strict: bool) -> None:
+    model, x = MODELS[name](), torch.randn(4, 8)
+    check_program(export(model, (x,), strict=strict), model, x)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["not-strict", "strict"])
+@pytest.mark.parametrize("name", ["dispatcher", "nested", "bf16, output=fp32"])
+def test_core_aten_ops_cast_too(name: str, strict: bool) -> None:
+    model, x = MODELS[name](), torch.randn(4, 8)
+    check_program(export(model, (x,), strict=strict).run_decompositions(), model, x)
+
+
+def test_a_region_around_the_program_casts_it() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with mezzo.autocast("cpu"):
+        want = model(x)
+        program = export(model, (x,), strict=True)
+        assert torch.equal(program.module()(x), want)
+
+
+def test_training_through_an_exported_program() -> None:
+    model, x = MODELS["dispatcher"](), torch.randn(4, 8)
+    program = export(model, (x,), strict=False).module()
+    for one in (model, program):
+        one(x)[0].float().square().sum().backward()
+    want = dict(model.named_parameters())["linear.weight"].grad
+    got = dict(program.named_parameters())["linear.weight"].grad
+    assert want is not None and torch.equal(got, want)
