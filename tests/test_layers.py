@@ -58,3 +58,45 @@ def test_a_breach_is_found() -> None:
         "policy/rule.py (policy) imports casting"
     ]
     assert breaches(SRC / "loss_scale" / "state.py", "def f():\n    import mezzo.step.stepper") != []
+
+
+def _file_of(parts: tuple[str, ...]) -> Path | None:
+    path = SRC.joinpath(*parts)
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+
+def imported_files(path: Path, source: str) -> set[Path]:
+    """Every file of the package that a file imports, inside functions too."""
+    package, found = path.relative_to(SRC).parts[:-1], set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "mezzo"):
+            names = tuple(filter(None, (node.module or "").split(".")))
+            base = (*package[: len(package) - node.level + 1], *names) if node.level else names[1:]
+            found |= {_file_of((*base, alias.name)) or _file_of(base) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {_file_of(tuple(a.name.split(".")[1:])) for a in node.names if a.name.split(".")[0] == "mezzo"}
+    return {file for file in found if file is not None and file != path}
+
+
+def circle(graph: dict[Path, set[Path]]) -> list[str]:
+    """The names of files that import each other round about; empty if none do."""
+    left = {path: set(imported) for path, imported in graph.items()}
+    while free := [path for path, imported in left.items() if not imported & left.keys()]:
+        for path in free:
+            del left[path]
+    while unused := [path for path in left if not any(path in imported for imported in left.values())]:
+        for path in unused:
+            del left[path]
+    return sorted(str(path.relative_to(SRC)) for path in left)
+
+
+def test_no_file_imports_itself_round_about() -> None:
+    files = [path for path in SRC.rglob("*.py") if path.parent != SRC or path.name != "__init__.py"]
+    assert circle({path: imported_files(path, path.read_text()) for path in files}) == []
+
+
+def test_a_circle_is_found_through_an_import_inside_a_function() -> None:
+    rule, fields = SRC / "policy" / "rule.py", SRC / "policy" / "fields.py"
+    lazy = imported_files(rule, "def f():\n    from .fields import OpRules")
+    assert lazy == {fields}
+    assert circle({rule: lazy, fields: {rule}, SRC / "errors.py": set()}) == ["policy/fields.py", "policy/rule.py"]

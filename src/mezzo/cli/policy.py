@@ -13,8 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..policy import PRESETS, as_policy, rules, settings, written
-from ..policy import table as op_table
+from ..policy import PRESETS, as_policy, op_table, rules, settings, written
 
 PolicyText = Annotated[str, tyro.conf.arg(metavar="POLICY", help="a policy's text, or the path of a .toml file")]
 ModuleName = Annotated[
