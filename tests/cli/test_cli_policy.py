@@ -12,7 +12,7 @@ import pytest
 
 from mezzo.cli import main
 from mezzo.policy import PRESETS, Policy
-from mezzo.policy.table import table
+from mezzo.policy.table import op_table
 
 TEXT = "fp16, *.[n]orm*=fp32, op:cumsum=low, output=fp32"
 
@@ -47,6 +47,7 @@ scaling.growth_interval  2000     preset fp16
 scaling.min_scale        1        preset fp16
 scaling.max_scale        none     preset fp16
 scaling.hysteresis       1        preset fp16
+scaling.dynamic          true     preset fp16
 guard.enabled            true     preset fp16
 guard.on_overflow        skip     preset fp16
 guard.patience           25       preset fp16
@@ -100,7 +101,7 @@ def test_a_path_is_a_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ops_lists_every_row(capsys: pytest.CaptureFixture[str], name: str, device: str) -> None:
     words = ("ops", "--table", name, "--device", device)
-    rows = {row.op: row for row in table(name, device).values()}  # type: ignore[arg-type]  # a table's name
+    rows = {row.op: row for row in op_table(name, device).values()}  # type: ignore[arg-type]  # a table's name
     listed = {entry["op"]: entry for entry in json.loads(run(capsys, *words, "--json"))}
     assert {op: entry["rule"] for op, entry in listed.items()} == {op: str(row.rule) for op, row in rows.items()}
     lines = run(capsys, *words).splitlines()

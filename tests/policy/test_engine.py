@@ -6,7 +6,7 @@ import pytest
 
 from mezzo import Policy, Rule
 from mezzo.policy import OpRules
-from mezzo.policy.table import registered, table
+from mezzo.policy.table import op_table, registered
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
@@ -28,6 +28,6 @@ def test_the_choice_names_the_ops_that_differ() -> None:
 
 def test_a_row_is_there_only_if_the_installed_torch_casts_the_op() -> None:
     for device in ("cpu", "cuda", "mps", "xpu"):
-        listed = set(table("torch", device))
+        listed = set(op_table("torch", device))
         assert registered(device) <= listed
         assert listed - registered(device) <= {"linalg_multi_dot", "chain_matmul"}

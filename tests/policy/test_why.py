@@ -12,7 +12,7 @@ from mezzo.errors import PolicyError
 from mezzo.formats import dtype_name
 from mezzo.policy import PRESETS, ModuleRule, OpRules, Policy, Reason, Rule
 from mezzo.policy.spelling import write_module_rule
-from mezzo.policy.table import table
+from mezzo.policy.table import op_table
 from mezzo.policy.text import written
 
 NAMED = Policy.parse("bf16, op:softmax=low, *.norm*=fp32, op:softmax=fp32, module:head=fp16, *.mlp=low")
@@ -65,7 +65,7 @@ def test_the_answer_is_readable(module: str | None, op: str | None, class_name: 
 
 def test_a_row_of_the_table_is_overridden_by_an_edit() -> None:
     why = Policy.parse("fp16, op:softmax=low").why(None, "softmax", device="cuda")
-    row = table("torch", "cuda")["softmax"]
+    row = op_table("torch", "cuda")["softmax"]
     assert why.winner == Reason(text="op:softmax=low", written="edit 1")
     assert why.overrides == (Reason(text="softmax=fp32", written="torch table, cuda", why=row.reason),)
     assert why.precision == "fp16"

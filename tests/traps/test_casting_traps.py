@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import mezzo
-from mezzo.policy.table import registered, table
+from mezzo.policy.table import op_table, registered
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Region = Callable[[], AbstractContextManager[Any]]
@@ -218,7 +218,7 @@ def test_s21_stock_the_cpu_list_is_not_the_cuda_list() -> None:
 
 
 def test_s21_ours_one_table_for_all_devices() -> None:
-    assert table("mezzo", "cpu") == table("mezzo", "cuda") == table("mezzo", "mps")
+    assert op_table("mezzo", "cpu") == op_table("mezzo", "cuda") == op_table("mezzo", "mps")
 
 
 def recomputed(model: nn.Module, region: Region, **how: Any) -> set[torch.dtype]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mezzo.policy.table import DISPATCH_KEYS, FAMILIES, Drift, drift, known_ops, registered, table
+from mezzo.policy.table import DISPATCH_KEYS, FAMILIES, Drift, drift, known_ops, op_table, registered
 
 # Ops that only some of the supported torch versions list: (device, op) -> the first version that has it.
 BY_VERSION = {
@@ -38,20 +38,22 @@ def test_every_row_has_a_reason_and_every_op_one_family() -> None:
     assert len(ops) == len(set(ops))
     for name in ("torch", "mezzo"):
         for device in DISPATCH_KEYS:
-            assert all(row.reason for row in table(name, device).values())
+            assert all(row.reason for row in op_table(name, device).values())
 
 
 def test_one_mezzo_table_for_all_devices_and_every_difference_explained() -> None:
-    assert all(table("mezzo", device) == table("mezzo", "cpu") for device in DISPATCH_KEYS)
-    cuda = table("torch", "cuda")
+    assert all(op_table("mezzo", device) == op_table("mezzo", "cpu") for device in DISPATCH_KEYS)
+    cuda = op_table("torch", "cuda")
     for family in FAMILIES:
         for op in family.ops:
-            row = table("mezzo", "cuda").get(op)
+            row = op_table("mezzo", "cuda").get(op)
             same = (row and row.rule) == (cuda[op].rule if op in cuda else None)
-            only_elsewhere = op not in cuda and row is not None and any(op in table("torch", d) for d in DISPATCH_KEYS)
+            only_elsewhere = (
+                op not in cuda and row is not None and any(op in op_table("torch", d) for d in DISPATCH_KEYS)
+            )
             assert same or family.repair or only_elsewhere or op in ("linalg_matrix_sqrth",), op
 
 
 def test_every_row_can_be_edited() -> None:
-    assert {op for name in ("torch", "mezzo") for op in table(name, "cpu")} <= known_ops()
+    assert {op for name in ("torch", "mezzo") for op in op_table(name, "cpu")} <= known_ops()
     assert {"tanh", "cumsum", "softmax", "matmul"} <= known_ops()

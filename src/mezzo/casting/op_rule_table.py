@@ -14,7 +14,7 @@ from torch.overrides import get_overridable_functions
 
 from .._torch import LOWRANK, OP_NAMESPACES
 from ..policy import OpRules
-from ..policy.table import ALIASES, Row, table
+from ..policy.table import ALIASES, Row, op_table
 
 AnyCallable = Callable[..., Any]
 
@@ -92,7 +92,7 @@ def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, Row]:
 
     Syncs: no.
     """
-    rows = dict(table(ops.table, device_type))
+    rows = dict(op_table(ops.table, device_type))
     for op, rule in ops.edits:
         name = ALIASES.get(op, op)
         rows[name] = Row(

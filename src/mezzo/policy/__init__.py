@@ -25,5 +25,5 @@ from .spelling import write_op_rule as write_op_rule
 from .table import ALIASES as ALIASES
 from .table import Row as Row
 from .table import known_ops as known_ops
-from .table import table as op_table
+from .table import op_table as op_table
 from .text import written as written

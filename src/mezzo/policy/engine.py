@@ -7,7 +7,7 @@ from functools import lru_cache
 from .answer import EngineChoice
 from .fields import CacheName, OpRules, PolicyFields
 from .rule import Rule
-from .table import ALIASES, table
+from .table import ALIASES, op_table
 
 
 def why_engine(policy: PolicyFields, device_type: str, cache: CacheName = "region") -> EngineChoice:
@@ -41,6 +41,6 @@ def _differing(ops: OpRules, device_type: str) -> tuple[str, ...]:
 
 
 def _rules(ops: OpRules, device_type: str) -> dict[str, Rule]:
-    rules = {op: row.rule for op, row in table(ops.table, device_type).items()}
+    rules = {op: row.rule for op, row in op_table(ops.table, device_type).items()}
     rules |= {ALIASES.get(op, op): rule for op, rule in ops.edits}
     return {op: rule for op, rule in rules.items() if rule is not Rule.AS_IS}

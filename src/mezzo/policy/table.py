@@ -89,7 +89,7 @@ def _torch_rule(family: Family, device_type: str) -> Rule | None:
 def drift(device_type: str) -> Drift:
     """Compare the table with the dispatcher of the installed torch.
 
-    Ops that only some versions of torch list show up here by name; `table("torch", ...)` keeps to the installed one.
+    Ops that only some versions of torch list show up here by name; `op_table("torch", ...)` keeps to the installed one.
 
     Args:
         device_type: cpu, cuda, mps or xpu.
@@ -125,7 +125,7 @@ _CPU_PARTS = {
 
 
 @lru_cache
-def table(name: TableName, device_type: str) -> Mapping[str, Row]:
+def op_table(name: TableName, device_type: str) -> Mapping[str, Row]:
     """Return an op table: ATen name to row. An op without a row runs as it is.
 
     Args:

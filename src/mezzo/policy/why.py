@@ -17,7 +17,7 @@ from .answer import Reason, Why
 from .fields import ModuleRule, PolicyFields, check_op
 from .rule import FP32_RULES, Rule
 from .spelling import spell, write_module_rule, write_op_rule
-from .table import ALIASES, Row, table
+from .table import ALIASES, Row, op_table
 from .text import Written, written
 
 
@@ -104,7 +104,7 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def _op_reasons(scope: _Scope, op: str, device: torch.device) -> tuple[list[Reason], str]:
-    rules, row = scope.policy.op_rules, table(scope.policy.op_rules.table, device.type).get(ALIASES.get(op, op))
+    rules, row = scope.policy.op_rules, op_table(scope.policy.op_rules.table, device.type).get(ALIASES.get(op, op))
     edits = [
         (rule, Reason(text=f"op:{write_op_rule(name, rule)}", written=scope.text.where(("op", i))))
         for i, (name, rule) in reversed(list(enumerate(rules.edits)))
