@@ -2,7 +2,6 @@
 
 from importlib import import_module as _import_module
 from typing import Any as _Any
-from typing import cast as _cast
 
 from . import cuda as cuda
 from . import optim as optim
@@ -17,8 +16,6 @@ from .policy import ScalingConfig as ScalingConfig
 from .step import Stepper as Stepper
 from .step import StepResult as StepResult
 from .step import prepare as prepare
-from .step.replay import Tools as _Tools
-from .step.replay import set_tools as _set_tools
 
 __version__ = "0.1.0"
 
@@ -35,7 +32,3 @@ def __getattr__(name: str) -> _Any:
     if name in _RENAMED:
         raise AttributeError(f"mezzo.{name} is now called mezzo.{_RENAMED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-# Loaded when a run is about to stop, and not before.
-_set_tools(lambda: _cast(_Tools, _import_module(f"{__name__}.diagnose.replay")))

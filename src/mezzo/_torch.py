@@ -7,6 +7,7 @@ names it; nothing else in mezzo touches a name of torch that begins with an unde
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,13 +15,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._ops import OpOverload as OpOverload  # noqa: PLC0414  # exported
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast, _UnmanagedAutocast
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # torch keeps it out of its list
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414  # exported
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket  # noqa: PLC0414  # exported
@@ -297,3 +302,27 @@ tree_flatten = pytree.tree_flatten
 tree_unflatten = pytree.tree_unflatten
 tree_leaves = pytree.tree_leaves
 """Nests of tensors in models' arguments and outputs, registered classes included."""
+
+# --- tracing: without these no op is seen, or none is placed ----------------------------------------------------------
+
+next_node_number: Callable[[], int] = _get_sequence_nr
+"""The number autograd gives its next node; a backward op is placed by it."""
+dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+without_autocast = torch._C._DisableAutocast
+
+
+def node_number(node: Any) -> int:
+    """Return the number of an autograd node, which is that of the op that made it."""
+    return int(node._sequence_nr())
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor behind the wrappers of vmap, grad and jvp. Without it a hook cannot read what they run."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def is_compiler_loaded() -> bool:
+    """Say whether the compiler was imported; asking torch about compilation would import it, for two seconds."""
+    return "torch._dynamo" in sys.modules

@@ -12,7 +12,7 @@ from mezzo.cli import main
 SCRIPT = """
 import sys, torch
 model = torch.nn.Linear(4, 4)
-x = torch.ones(2, 4) * (float("nan") if "sick" in sys.argv else 1.0)
+x = torch.ones(2, 4) * (float("nan") if "faulty" in sys.argv else 1.0)
 print("from the script")
 model(x).sum().backward()
 if "crash" in sys.argv: raise ValueError("own fault")
@@ -32,26 +32,26 @@ def test_healthy(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Healthy: no inf or NaN reached" in out
 
 
-def test_sick(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", path, "sick"]) == 1
+def test_faulty(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", path, "faulty"]) == 1
     told = capsys.readouterr()
-    assert f"Sick: inherited in mul, forward, module (outside any module) at {path}:4." in " ".join(told.out.split())
+    assert f"Faulty: inherited in mul, forward, module (outside any module) at {path}:4." in " ".join(told.out.split())
     assert "mezzo doctor: the script was ended at the first fault." in told.err
 
 
 def test_a_fault_of_the_script_itself(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", path, "crash"]) == 2
+    assert main(["doctor", path, "crash"]) == 3
     err = capsys.readouterr().err
     assert "ValueError: own fault" in err
     assert "mezzo doctor: the script ended by itself with ValueError('own fault')." in err
 
 
-def test_sick_before_it_crashes(path: str) -> None:
-    assert main(["doctor", "--all", path, "sick", "crash"]) == 1
+def test_faulty_before_it_crashes(path: str) -> None:
+    assert main(["doctor", "--all", path, "faulty", "crash"]) == 1
 
 
 def test_json_is_alone_on_standard_output(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json", path, "sick"]) == 1
+    assert main(["doctor", "--json", path, "faulty"]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out)["findings"][0]["verdict"] == "inherited"
     assert "from the script" in told.err
@@ -59,7 +59,7 @@ def test_json_is_alone_on_standard_output(path: str, capsys: pytest.CaptureFixtu
 
 def test_the_page(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
-    assert main(["doctor", "--html", str(page), path, "sick"]) == 1
+    assert main(["doctor", "--html", str(page), path, "faulty"]) == 1
     assert "<h1>mezzo trace of Linear" in page.read_text(encoding="utf-8")
     assert f"the page is {page}." in capsys.readouterr().err
 
@@ -96,7 +96,7 @@ class Rotary(nn.Module):
     def forward(self, x):
         return x * (torch.arange(x.shape[1]).float()[:, None] @ self.inv_freq[None]).float().sin().repeat(1, 2)
 
-def sick():
+def faulty():
     return nn.Sequential(nn.Linear(8, 8), Rotary()), torch.randn(1, 4096, 8)
 
 def healthy():
@@ -104,12 +104,12 @@ def healthy():
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("sick", 1), ("healthy", 0)])
+@pytest.mark.parametrize(("name", "code"), [("faulty", 1), ("healthy", 0)])
 def test_a_model_is_looked_at(name: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "subject.py").write_text(MODEL, encoding="utf-8")
     assert main(["doctor", "--policy", "bf16", "--model", f"{tmp_path / 'subject.py'}:{name}"]) == code
     out = capsys.readouterr().out
-    assert ("integers-in-16-bit" in out) == (name == "sick")
+    assert ("integers-in-16-bit" in out) == (name == "faulty")
     assert all(f"mezzo {tool} of " in out for tool in ("lint", "explain", "compare"))
 
 
@@ -118,6 +118,6 @@ def test_a_module_on_the_path_is_found(
 ) -> None:
     (tmp_path / "subject_on_path.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert main(["doctor", "--json", "--policy", "bf16", "--model", "subject_on_path:sick"]) == 1
+    assert main(["doctor", "--json", "--policy", "bf16", "--model", "subject_on_path:faulty"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert [r["model"] for r in data["reports"]] == ["Sequential"] * 3

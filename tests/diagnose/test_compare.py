@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 import mezzo.diagnose as diagnose
 from mezzo import Policy
-from mezzo.diagnose.compare_records import Agreement
+from mezzo.diagnose.compare.agreement import Agreement
 from mezzo.errors import ConfigError, PolicyError
 
 

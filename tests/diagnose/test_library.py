@@ -103,7 +103,7 @@ def test_a_stopped_run_names_the_block_and_the_edit_mends_it(
             amp.backward(model(**batch).loss)
             amp.step()
     first = caught.value.report.faults[0]
-    assert (first.verdict, first.module, first.mend.edit) == ("overflow", name, f"{name}=fp32")
+    assert (first.verdict, first.module, first.fix.edit) == ("overflow", name, f"{name}=fp32")
     assert first.frame is not None and first.frame.file == __file__
     assert first.library is not None and "transformers" in first.library.file
 

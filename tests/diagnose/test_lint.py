@@ -72,7 +72,7 @@ def test_a_policy_that_fits_no_module_is_refused() -> None:
 
 def test_the_text_says_what_to_write_instead() -> None:
     text = " ".join(str(diagnose.lint(Rotary(), torch.randn(1, 4096, 8), policy="bf16")).split())
-    assert "1 habit that loses numbers." in text
+    assert "1 lint rule broken." in text
     assert "whole numbers up to 4095 are cast to bf16, which is exact up to 256" in text
     assert "phases = positions[:, None] @ self.inv_freq[None]" in text
 

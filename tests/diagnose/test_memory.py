@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import mezzo.diagnose as diagnose
 import mezzo.optim
-from mezzo.diagnose.footprint import size
+from mezzo.diagnose.memory import size
 from mezzo.errors import MasterError
 from mezzo.step import prepare
 

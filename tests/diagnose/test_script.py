@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.diagnose.script import trace_script
+from mezzo.diagnose.doctor import trace_script
 from mezzo.errors import DataError
 
 LOOP = """
@@ -35,7 +35,7 @@ def script(folder: Path, source: str) -> Path:
     return path
 
 
-def test_a_sick_script_ends_at_the_first_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_faulty_script_ends_at_the_first_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trace_script(script(tmp_path, LOOP), ["30000"])
     [found] = run.report.faults
     assert (found.verdict, found.op, found.module, found.step) == ("overflow", "addmm", "2", 0)
@@ -90,7 +90,7 @@ def test_the_script_has_its_own_command_line_and_folder(tmp_path: Path, capsys: 
 def test_how_a_script_ends(tmp_path: Path, source: str, error: type[BaseException] | None) -> None:
     run = trace_script(script(tmp_path, source))
     assert type(run.error) is (error or type(None))
-    assert run.report.is_healthy
+    assert run.report.answer == "not enough seen" and not run.report.findings
 
 
 def test_a_script_that_catches_everything_is_ended_too(tmp_path: Path) -> None:

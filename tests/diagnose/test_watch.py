@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 import mezzo.diagnose as diagnose
-from mezzo.diagnose.exponents import BIAS, BINS, Histogram, largest_scale
 from mezzo.errors import ConfigError
 from mezzo.formats import FORMATS
+from mezzo.trace.exponents import BIAS, BINS, Histogram, largest_scale
 
 
 def histogram(values: Tensor) -> Histogram:

@@ -93,7 +93,7 @@ def test_the_error_names_op_module_line_verdict_and_edit(name: str, patience: in
 
 def test_the_edit_it_names_mends_it() -> None:
     _, amp = prepared("fp16, output=fp32, guard.patience=2", "adamw", FeedForward())
-    edit = fail(amp, *batch()).report.faults[0].mend.edit
+    edit = fail(amp, *batch()).report.faults[0].fix.edit
     _, mended = prepared(f"fp16, output=fp32, {edit}", "adamw", FeedForward())
     x, y = batch()
     for _ in range(4):

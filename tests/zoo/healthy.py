@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from tests.zoo.sick_forward import FP16, FP32, Run, functional
+from tests.zoo.faulty_forward import FP16, FP32, Run, functional
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,17 +7,17 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.zoo import habits, healthy, sick_backward, sick_forward, sick_state
+from tests.zoo import faulty_backward, faulty_forward, faulty_state, healthy, lint_cases
 from tests.zoo.case import Case
-from tests.zoo.habits import Habit
+from tests.zoo.lint_cases import LintCase
 
 import mezzo.diagnose as diagnose
-from mezzo.diagnose.lint_text import explain_lint
-from mezzo.diagnose.records import LintRule
+from mezzo.trace import explain_lint
+from mezzo.trace.records import LintRule
 
-SICK = [*sick_forward.CASES, *sick_backward.CASES, *sick_state.CASES]
-ROWS = [(case, dtype) for case in SICK for dtype in case.dtypes]
-HABITS = [(habit, dtype) for habit in habits.HABITS for dtype in habit.dtypes]
+FAULTY = [*faulty_forward.CASES, *faulty_backward.CASES, *faulty_state.CASES]
+ROWS = [(case, dtype) for case in FAULTY for dtype in case.dtypes]
+LINTS = [(lint, dtype) for lint in lint_cases.LINTS for dtype in lint.dtypes]
 WELL = [(build, dtype) for build in healthy.HEALTHY for dtype in healthy.dtypes_of(build)]
 
 pytestmark = [
@@ -45,7 +45,7 @@ def complaints(case: Case, report: diagnose.TraceReport) -> list[str]:
     if not report.findings:
         return ["no finding"]
     found = report.findings[0]
-    said = f"{found.why} {found.mend.advice} {found.mend.edit}"
+    said = f"{found.why} {found.fix.advice} {found.fix.edit}"
     pairs = [
         ("op", found.op, case.op),
         ("module", found.module, case.module),
@@ -58,7 +58,7 @@ def complaints(case: Case, report: diagnose.TraceReport) -> list[str]:
 
 
 @pytest.mark.parametrize(("case", "dtype"), ROWS, ids=[f"{c.name}-{name(d)}" for c, d in ROWS])
-def test_sick(case: Case, dtype: torch.dtype) -> None:
+def test_faulty(case: Case, dtype: torch.dtype) -> None:
     assert complaints(case, diagnosis(case.build, dtype)) == []
 
 
@@ -70,8 +70,8 @@ def test_healthy(build, dtype: torch.dtype) -> None:
     assert report.is_healthy
 
 
-@pytest.mark.parametrize(("case", "dtype"), HABITS, ids=[f"{c.name}-{name(d)}" for c, d in HABITS])
-def test_habit(case: Habit, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("case", "dtype"), LINTS, ids=[f"{c.name}-{name(d)}" for c, d in LINTS])
+def test_lint(case: LintCase, dtype: torch.dtype) -> None:
     found = diagnosis(case.build, dtype).record.lints
     places = [(x.rule, x.site.module, (x.site.frame.file, x.site.frame.line)) for x in found if x.site.frame]
     assert places == [(case.verdict, case.module, case.line)]
@@ -80,23 +80,23 @@ def test_habit(case: Habit, dtype: torch.dtype) -> None:
 
 
 def test_every_rule_has_a_habit() -> None:
-    assert {h.verdict for h in habits.HABITS} == set(get_args(LintRule))
+    assert {h.verdict for h in lint_cases.LINTS} == set(get_args(LintRule))
 
 
 def test_the_zoo_is_large_enough() -> None:
-    assert len({c.name for c in SICK}) == len(SICK) >= 40
+    assert len({c.name for c in FAULTY}) == len(FAULTY) >= 40
     assert len(healthy.HEALTHY) >= 10
-    assert {c.verdict for c in SICK} == {
+    assert {c.verdict for c in FAULTY} == {
         "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("field", ["op", "module", "verdict", "phase"])
 def test_a_wrong_expectation_is_seen(field: str) -> None:
-    case = replace(SICK[0], **{field: "something else"})
+    case = replace(FAULTY[0], **{field: "something else"})
     assert [c.split(":")[0] for c in complaints(case, diagnosis(case.build, torch.float16))] == [field]
 
 
-def test_a_healthy_run_of_a_sick_program_is_seen() -> None:
-    case = next(c for c in SICK if c.name == "feed_forward")
+def test_a_healthy_run_of_a_faulty_program_is_seen() -> None:
+    case = next(c for c in FAULTY if c.name == "feed_forward")
     assert complaints(case, diagnosis(case.build, torch.float32)) == ["no finding"]

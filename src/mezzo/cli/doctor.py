@@ -9,24 +9,25 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-from ..diagnose.report import Report, text
-from ..diagnose.script import ScriptRun, trace_script
-from ..diagnose.subject import check_up
+from ..diagnose.doctor import ScriptRun, check_up, trace_script
 from ..errors import ConfigError
+from ..report import Report, terminal
 
-HEALTHY, SICK, BAD_INPUT = 0, 1, 2
+HEALTHY, FAULTY, BAD_INPUT, UNSEEN, UNTRACED = 0, 1, 2, 3, 4
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mezzo doctor",
         description="Run an unmodified PyTorch script op by op and name the first fault of its numbers: which op, "
-        "which module, which line, why, and what mends it. Options of mezzo come before the script. "
-        "Or, with --model, look at one step of a model under a policy: its habits, its casts, its gain.",
-        epilog="Exit code: 0 healthy, 1 sick, 2 bad input or a script that failed by itself.",
+        "which module, which line, why, and what fixes it. Options of mezzo come before the script. "
+        "Or, with --model, look at one step of a model under a policy: its lint_cases, its casts, its gain.",
+        epilog="Exit code: 0 healthy, 1 faulty, 2 bad command line, 3 not enough seen to say either (nothing went backward, the "
+        "script ended by itself, every step was left out), 4 nothing was traced.",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
     parser.add_argument("--all", action="store_true", help="go on after the first fault")
+    parser.add_argument("--full", action="store_true", help="print tensors, magnitudes by layer and by line too")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON; what the script prints goes to standard error")
     parser.add_argument("--model", metavar="MODULE:FUNCTION",
@@ -47,9 +48,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _code(run: ScriptRun) -> int:
-    if not run.report.is_healthy:
-        return SICK
-    return HEALTHY if run.error is None else BAD_INPUT
+    if not run.report.record.ops and run.error is None:
+        return UNTRACED
+    return {"faulty": FAULTY, "healthy": HEALTHY, "not enough seen": UNSEEN}[run.report.answer]
 
 
 def _tell_end(run: ScriptRun) -> None:
@@ -67,7 +68,9 @@ def _print(report: Report, options: argparse.Namespace) -> None:
     if options.json:
         print(report.to_json())
     else:
-        print(text.render(report.document(), colour=sys.stdout.isatty()))
+        print(terminal.render(report.document(), colour=sys.stdout.isatty(), full=options.full))
+        if report.document().details and not options.full:
+            print("\nMore with --full, or on a page with --html FILE.")
     if options.html is not None:
         report.to_html(options.html)
         print(f"mezzo doctor: the page is {options.html}.", file=sys.stderr)
@@ -80,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
         argv: the words after `mezzo doctor`.
 
     Returns:
-        0 healthy, 1 sick, 2 bad input.
+        0 healthy, 1 faulty, 2 bad input, 3 not enough seen, 4 nothing traced.
 
     Writes: standard output and error, and the page `--html` names.
     """
@@ -92,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         if options.model is not None:
             report: Report = check_up(options.model, options.policy)
-            code = HEALTHY if report.is_healthy else SICK
+            code = HEALTHY if report.is_healthy else FAULTY
         else:
             traced = trace_script(options.script, options.args, steps=options.steps, stop_at_fault=not options.all)
             _tell_end(traced)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..policy import Policy
 from ..step.prepare import prepare
-from .modules import tensors_in
+from ..trace import tensors_in
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -46,35 +46,7 @@ def scale_of(policy: Policy | None, device: torch.device) -> float:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Give gradients, buffers, mode and random state back after the block.
-
-    Writes: what it gives back. Syncs: no.
-    """
-    grads = {p: p.grad for p in model.parameters()}
-    buffers = {b: b.detach().clone() for b in model.buffers()}
-    places = {m: dict(m._buffers) for m in model.modules() if m._buffers}
-    training = {m: m.training for m in model.modules()}
-    for p in grads:
-        p.grad = None
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
-    try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if started else []), torch.enable_grad():
-            yield
-    finally:
-        for p, grad in grads.items():
-            p.grad = grad
-        for module, held in places.items():
-            module._buffers.update(held)
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
-        for module, mode in training.items():
-            module.training = mode
-
-
-@contextmanager
-def under(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
+def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
     """Yield the model bound to a policy: a prepared copy, or the model itself where there is no policy.
 
     Raises:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ..distributed.consensus import RankConsensus
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import Policy
 from .guard import SkipInfo
-from .replay import Diagnosis
+
+if TYPE_CHECKING:
+    from ..trace import Diagnosis
 
 _log = logging.getLogger("mezzo.step")
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,14 @@ from .gradients import Gradients
 from .guard import Guard, SkipInfo, Stop
 from .invariants import ALWAYS, Invariants, look
 from .ranks import setup_of, waits_for_ranks, warn_alone, wrapper_around, wrapper_of
-from .replay import Diagnosis, Replay
+from .replay import Replay
 from .report import Report, make_report
 from .result import StepResult
 from .state_dict import load_scale_
 from .update import Clip, OptimizerGrads, Skip, StepScaling, clamp_, decides_on_device, multiply_, step_
+
+if TYPE_CHECKING:
+    from ..trace import Diagnosis
 
 _log = logging.getLogger("mezzo.step")
 
@@ -302,7 +305,7 @@ class Engine:
         found = self._diagnosis(trouble)
         if found is not None and found.sentence:
             _log.warning(
-                "step %d: the loss is inf or NaN again; why: %s %s", trouble.step + 1, found.sentence, found.mend
+                "step %d: the loss is inf or NaN again; why: %s %s", trouble.step + 1, found.sentence, found.fix
             )
 
     def _explained(self, stop: Stop) -> Exception:

@@ -6,12 +6,15 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..errors import LossScaleExhausted, NonFiniteStep
 from ..loss_scale.state import LossScale
 from ..policy import Policy
 from .flags import Reason, StepFlags, StepStats
-from .replay import Diagnosis
+
+if TYPE_CHECKING:
+    from ..trace import Diagnosis
 
 _log = logging.getLogger("mezzo.step")
 
@@ -54,7 +57,7 @@ class Stop:
     def error(self, diagnosis: Diagnosis | None = None) -> NonFiniteStep | LossScaleExhausted:
         """Return the error, with what running the last batch again has shown."""
         is_found = diagnosis is not None and bool(diagnosis.sentence)
-        advice = f"{diagnosis.sentence} {diagnosis.mend}" if diagnosis is not None and is_found else self.advice
+        advice = f"{diagnosis.sentence} {diagnosis.fix}" if diagnosis is not None and is_found else self.advice
         error = self.kind(f"{self.what}. {advice}")
         error.report = None if diagnosis is None else diagnosis.report
         return error

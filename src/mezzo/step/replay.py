@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,64 +15,20 @@ from torch import Tensor, nn
 from .._torch import functorch_level, graph_task_id, tree_map, version
 from .flags import Reason
 
+if TYPE_CHECKING:
+    # loaded when a run is about to stop, and not before
+    from ..trace import Diagnosis, LossTrace
+
 _log = logging.getLogger("mezzo.step")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnosis:
-    """What running a batch again has shown.
-
-    Attributes:
-        report: the `mezzo.diagnose.TraceReport`; None where a trace around the run has one already.
-        sentence: op, module, line and verdict; empty where nothing was found.
-        mend: what mends it, in a sentence.
-        edit: the policy edit that mends it, where a module or an op of the model overflowed 16 bit; else empty.
-    """
-
-    report: object
-    sentence: str
-    mend: str
-    edit: str
-
-
-class Following(Protocol):
-    """The tracer, on from the end of a forward to the end of a backward: what the loss does outside the model."""
-
-    def stop(self) -> Diagnosis | None:
-        """Take the tracer off and return what it found; None if that must wait: somebody's mode lies above it."""
-
-
-class Tools(Protocol):
-    """What follows a run op by op and leaves model, gradients and random state as they were."""
-
-    def diagnose(self, model: nn.Module, run: Callable[[], object], *, step: int, scale: float) -> Diagnosis:
-        """Return what is found.
-
-        Args:
-            model: names are relative to it.
-            run: runs the batch.
-            step: number of the step, from 0.
-            scale: loss scale that the gradients carry.
-        """
-
-    def follow(self, model: nn.Module, *, step: int) -> Following | None:
-        """Start to follow what comes next; None in a side thread, or where somebody else's mode is on."""
 
 
 _OUTSIDE = (
     "Run again op by op, the last batch gives finite outputs: the inf or NaN is made after them, between the model and "
     "amp.backward(loss)."
 )
-_OUTSIDE_MEND = "Put one step into `with mezzo.diagnose.trace(model) as t:` to have the op named in t.report."
+_OUTSIDE_FIX = "Put one step into `with mezzo.diagnose.trace(model) as t:` to have the op named in t.report."
 _MOST_CALLS = 64
 """Forwards that are kept of one step; what else is run with gradients on must not pile up."""
-_load: Callable[[], Tools] | None = None
-
-
-def set_tools(load: Callable[[], Tools]) -> None:
-    """Say what loads the tools. This layer stands below them, so they come to it. Writes: this module."""
-    global _load  # noqa: PLW0603  # the one seam
-    _load = load
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -179,7 +135,7 @@ class Replay:
         self._now, self._last = _Kept(), _Kept()
         self.is_running = False
         self._ended_outside = False
-        self._following: Following | None = None
+        self._following: LossTrace | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -216,8 +172,10 @@ class Replay:
 
         Writes: the modes of this thread.
         """
-        if self._following is None and _load is not None:
-            self._following = _load().follow(self._model, step=step)
+        from ..trace import trace_loss
+
+        if self._following is None:
+            self._following = trace_loss(self._model, step=step)
 
     def stop_following(self) -> None:
         """Take note of what the loss did outside the model. Writes: the modes of this thread, as they were."""
@@ -270,13 +228,15 @@ class Replay:
 
         Syncs: at every op.
         """
+        from ..trace import rerun_traced
+
         kept = self._last or self._now
         can_run = bool(kept.calls) or kept.closure is not None
-        if _load is None or not can_run or not all(call.is_whole for call in kept.calls):
+        if not can_run or not all(call.is_whole for call in kept.calls):
             return kept.outside
         self.is_running, self._ended_outside = True, False
         try:
-            found = _load().diagnose(self._model, partial(self._again, kept, reason), step=step, scale=scale)
+            found = rerun_traced(self._model, partial(self._again, kept, reason), step=step, scale=scale)
         except Exception as failure:  # the run is about to stop, and for a reason that must not be hidden
             _log.warning("the last batch could not be run again: %s: %s", type(failure).__name__, failure)
             return kept.outside
@@ -285,7 +245,7 @@ class Replay:
         if self._ended_outside and not found.sentence:
             if kept.outside is not None:
                 return kept.outside
-            found = replace(found, sentence=_OUTSIDE, mend=_OUTSIDE_MEND)
+            found = replace(found, sentence=_OUTSIDE, fix=_OUTSIDE_FIX)
         return found
 
     def _again(self, kept: _Kept, reason: Reason | None) -> None:

@@ -1,0 +1,165 @@
+"""How a comparison with fp32 is laid out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...report import Block, Cell, Chart, Document, Heading, Note, Pairs, Report, Series, Table
+from .agreement import Agreement, ModuleError, OpError, Proposal, StepFidelity
+from .proposals import WORTH_DB
+
+GOOD_DB = 20.0
+"""Gradients this near to fp32 point the same way to within a tenth of their length."""
+_SHOWN = 12
+_POINTS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareReport(Report):
+    """What a comparison with fp32 found.
+
+    Attributes:
+        model: class name.
+        measurement: the step under the policy, beside fp32.
+        proposals: edits that were tried and pay, the best first.
+        tried: every edit that was tried by itself.
+    """
+
+    model: str
+    measurement: StepFidelity
+    proposals: tuple[Proposal, ...]
+    tried: tuple[str, ...]
+
+    @property
+    def ranking(self) -> tuple[ModuleError, ...]:
+        """Modules by the error they add themselves, the worst first."""
+        return tuple(sorted(self.measurement.modules, key=lambda m: -m.local_share))
+
+    @property
+    def op_ranking(self) -> tuple[OpError, ...]:
+        """Ops by the error they add themselves, the worst first."""
+        return tuple(sorted(self.measurement.ops, key=lambda op: -op.local_share))
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the gradients (without gradients: the outputs) are near enough to fp32."""
+        return self.measurement.figure >= GOOD_DB
+
+    def document(self) -> Document:
+        """Return the layout."""
+        m = self.measurement
+        blocks: list[Block] = [_summary(m), *_proposals(self.proposals, len(self.tried))]
+        blocks += [Heading(text="Modules by the error they add"), _modules(self.ranking)]
+        blocks += [Heading(text="Ops by the error they add"), _ops(self.op_ranking)]
+        blocks += _charts(m.modules)
+        if m.unseen:
+            names = ", ".join(f"{kernel} ({calls})" for kernel, calls in m.unseen)
+            blocks.append(Note(text=f"Without an fp32 counterpart, taken as exact: {names}."))
+        return Document(
+            title=f"mezzo compare of {self.model} under {m.policy} with fp32",
+            verdict=self._verdict(),
+            is_good=self.is_healthy,
+            blocks=tuple(blocks),
+        )
+
+    def _verdict(self) -> str:
+        m = self.measurement
+        what = "outputs" if m.gradients is None else "gradients"
+        best = (
+            f"best rule: {self.proposals[0].edit} ({_db(self.proposals[0].gain, sign=True)})"
+            if self.proposals
+            else "no single rule brings them nearer"
+        )
+        return f"The {what} agree with fp32 to {_db(m.figure)}, {_percent(m.figure)} off; {best}."
+
+
+def _db(value: float, sign: bool = False) -> str:
+    return "exact" if value == math.inf and not sign else f"{value:{'+' if sign else ''}.1f} dB"
+
+
+def _percent(value: float) -> str:
+    return f"{10 ** (-value / 20):.2g}" if math.isinf(value) else f"{100 * 10 ** (-value / 20):.2g} %"
+
+
+def _summary(m: StepFidelity) -> Pairs:
+    pairs = [
+        ("loss", f"{m.loss:.6g}, in fp32 {m.reference_loss:.6g}"),
+        ("outputs", _db(m.outputs.total)),
+        ("gradients", "none" if m.gradients is None else _db(m.gradients.total)),
+        ("loss scale", f"{m.scale:g}"),
+    ]
+    worst = max((p for p in m.parameters if p.share > 0), key=lambda p: p.share, default=None)
+    if worst is not None:
+        pairs.append(("most error in", f"gradient of {worst.name}: {worst.share:.0%} of it, {_db(worst.total)}"))
+    return Pairs(pairs=tuple(pairs))
+
+
+def _proposals(found: tuple[Proposal, ...], tried: int) -> list[Block]:
+    if not found:
+        return [Note(text=f"{tried} fp32 rules were tried; none gains {WORTH_DB:g} dB.")] if tried else []
+    rows = tuple(
+        (
+            p.edit,
+            _db(p.gain, sign=True),
+            "" if p.gradients is None else _db(p.gradients),
+            _db(p.outputs),
+            f"{p.cost:.1%}",
+        )
+        for p in found
+    )
+    columns = ("policy edit", "gain", "gradients", "outputs", "work to fp32")
+    return [Table(title=f"Rules that pay, each measured by running it ({tried} tried)", columns=columns, rows=rows)]
+
+
+def _three(a: Agreement | None) -> tuple[Cell, Cell, Cell]:
+    return ("", "", "") if a is None else (_db(a.local), _db(a.inherited), _db(a.total))
+
+
+def _modules(ranking: tuple[ModuleError, ...]) -> Table:
+    rows = tuple(
+        (m.path, m.cls, *_three(m.forward), "" if m.backward is None else _db(m.backward.local),
+         "" if m.weights is None else _db(m.weights.local))
+        for m in ranking[:_SHOWN]
+    )  # fmt: skip
+    columns = ("module", "class", "local", "inherited", "total", "backward local", "weight gradient local")
+    return Table(title="", columns=columns, rows=rows)
+
+
+def _ops(ranking: tuple[OpError, ...]) -> Table:
+    rows = tuple(
+        (
+            op.op,
+            op.phase,
+            op.dtype,
+            op.path,
+            "" if op.frame is None else f"{Path(op.frame.file).name}:{op.frame.line}",
+            *_three(op.agreement),
+        )
+        for op in ranking[:_SHOWN]
+    )
+    columns = ("op", "phase", "type", "module", "line", "local", "inherited", "total")
+    return Table(title="", columns=columns, rows=rows)
+
+
+def _charts(modules: tuple[ModuleError, ...]) -> list[Block]:
+    """Draw local, inherited and total agreement over depth, forward and backward."""
+    charts: list[Block] = []
+    for title, found in (
+        ("Results, in the order they were computed", [(m.path, m.forward) for m in modules]),
+        ("Gradients of inputs, from the first module to the last", [(m.path, m.backward) for m in modules]),
+    ):
+        points = [(path, a) for path, a in found if a is not None][:_POINTS]
+        if points:
+            series = tuple(
+                Series(name=name, values=tuple(_finite(getattr(a, name)) for _, a in points))
+                for name in ("local", "inherited", "total")
+            )
+            labels = tuple(path for path, _ in points)
+            charts.append(Chart(title=title, kind="lines", labels=labels, series=series, unit="dB"))
+    return charts
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.nan

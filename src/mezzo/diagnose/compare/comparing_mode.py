@@ -1,0 +1,211 @@
+"""Runs each op of a step three times: as the policy has it, in fp32 on the same inputs, and in fp32 all the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch import OpOverload, TorchDispatchMode, autograd_node, tree_map
+from ...formats import LOW_DTYPES
+from ...trace import Call, Frame, Phase, Place, Site, TraceContext, flops_of, op_facts, plain, rerun_wide, tensors_in
+from .fp32_reference import Fp32Reference, Maker, Tally
+
+Values = dict[int, Tensor]
+"""What to put in the place of an argument, by its id."""
+
+
+@dataclass(slots=True)
+class ModuleTally:
+    """Errors of what one module's own ops made.
+
+    Attributes:
+        cls: class name.
+        forward: results.
+        backward: gradients of its inputs.
+        weights: gradients of its parameters.
+    """
+
+    cls: str
+    forward: Tally = field(default_factory=Tally)
+    backward: Tally = field(default_factory=Tally)
+    weights: Tally = field(default_factory=Tally)
+
+
+@dataclass(frozen=True, slots=True)
+class OpKey:
+    """What calls of one op are added up: the same op on the same line of the same module."""
+
+    phase: Phase
+    root: str
+    module: str
+    op: str
+    called: str
+    kernel: str
+    dtype: torch.dtype
+    frame: Frame | None
+
+
+def _draws(call: Call) -> bool:
+    """Say whether an op's result depends on random numbers; attention without dropout only might."""
+    given = dict(zip(call.facts.arguments, call.args, strict=False)) | call.kwargs
+    is_attention = "dropout_p" in call.facts.arguments
+    return call.facts.draws and not (is_attention and given.get("dropout_p", 0.0) == 0.0)
+
+
+class ComparingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Sees every op of a step and measures how far it is from fp32.
+
+    The run itself is not changed: control flow, masks, indices and random draws are those of the policy's run, for
+    the fp32 values too.
+
+    Args:
+        model: names are relative to it.
+
+    Attributes:
+        fp32: what memory would hold in fp32.
+        modules: errors by (root, module).
+        ops: errors by op and place.
+        flops: floating-point operations, in any format.
+        low_flops: those in 16 bit, by op and place.
+        unseen: calls of ops that could not be run in fp32, by kernel.
+        outputs: errors of the outermost modules' outputs.
+
+    Syncs: at every op.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.context = TraceContext(model, 0, lambda _: None, self._on_output)
+        self.fp32 = Fp32Reference()
+        self.modules: dict[tuple[str, str], ModuleTally] = {}
+        self.ops: dict[OpKey, Tally] = {}
+        self.flops = 0
+        self.low_flops: Counter[OpKey] = Counter()
+        self.unseen: Counter[str] = Counter()
+        self.outputs = Tally()
+        self._is_aside = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[Any, Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one op and compare it."""
+        kwargs = kwargs or {}
+        facts = op_facts(func)
+        if self._is_aside:
+            return func(*args, **kwargs)
+        site = self.context.site(facts.name)
+        if facts.makes_nothing:
+            return func(*args, **kwargs)
+        call, here = Call(func, facts, args, kwargs), Maker(site.phase, site.root, site.module)
+        # before the op may write what it reads
+        self._on_read(call, site, here)
+        local_in, full_in = self._fp32_inputs(call, here)
+        out = call.run(args, kwargs)
+        self._compare(call, site, here, local_in, full_in, out)
+        return out
+
+    def _tally(self, site: Site) -> ModuleTally:
+        cls = site.classes[-1] if site.classes else ""
+        return self.modules.setdefault((site.root, site.module), ModuleTally(cls))
+
+    def _fp32_inputs(self, call: Call, here: Maker) -> tuple[Values, Values]:
+        originals = {id(t): call.original(t) for _, t in call.inputs}
+        return (
+            {key: value for key, t in originals.items() if (value := self.fp32.local(t, here)) is not None},
+            {key: value for key, t in originals.items() if (value := self.fp32.full(t)) is not None},
+        )
+
+    def _compare(self, call: Call, site: Site, here: Maker, local_in: Values, full_in: Values, out: Any) -> None:
+        flops = flops_of(call.func, call.args, call.kwargs, out)
+        self.flops += flops
+        is_narrow = any(t.dtype in LOW_DTYPES for t in (*call.out, *(t for _, t in call.inputs)))
+        if not call.out or not (is_narrow or local_in or full_in or any(t in self.fp32 for t in call.out)):
+            return
+        key = _key(call, site)
+        if is_narrow:
+            self.low_flops[key] += flops
+        local = self._in_fp32(call, {}, out) if is_narrow else [t.detach().float() for t in call.out]
+        own = self._in_fp32(call, local_in, out) if local_in else local
+        whole = self._in_fp32(call, full_in, out) if full_in else local
+        if local is None or own is None or whole is None:
+            self.unseen[call.facts.kernel] += 1
+            return
+        self._tally(site)
+        tally = self.ops.setdefault(key, Tally())
+        for tensor, near, mine, far in zip(call.out, local, own, whole, strict=True):
+            tally.add(tensor, near, far)
+            self.fp32.put(tensor, here, mine, far)
+
+    @staticmethod
+    def _in_fp32(call: Call, values: Values, out: Any) -> list[Tensor] | None:
+        """Return the op's results in fp32, some inputs exchanged; None if it has no fp32 kernel.
+
+        Random numbers are those that were drawn: what an op makes of other inputs with the same draws is known for
+        fused dropout, which returns its mask.
+        """
+        if not _draws(call):
+            args, kwargs = tree_map(lambda v: values.get(id(v), v), (call.args, call.kwargs))
+            return rerun_wide(call.func, call.facts, args, kwargs, torch.float32)
+        if call.facts.kernel == "aten.native_dropout":
+            source, share = values.get(id(call.args[0]), call.args[0]), float(call.args[1])
+            return [source.float() * out[1] / (1 - share if share < 1 else 1)]
+        return None if values else [t.detach().float() for t in call.out]
+
+    def _on_read(self, call: Call, site: Site, here: Maker) -> None:
+        """Note the errors of other modules' results, the first time they are read in the phase they were made in."""
+        for _, tensor in call.inputs:
+            original = call.original(tensor)
+            maker = self.fp32.maker(original)
+            if maker.phase == here.phase and maker != here:
+                self.count_result(original, is_weight=site.op == "AccumulateGrad")
+
+    def count_result(self, tensor: Tensor, is_weight: bool = False) -> None:
+        """Note the error of a tensor that leaves the module that made it, unless that was done. Syncs: yes."""
+        found = self.fp32.take(tensor)
+        if found is None:
+            return
+        maker, tally = found
+        into = self.modules[maker.root, maker.module]
+        part = into.forward if maker.phase == "forward" else into.weights if is_weight else into.backward
+        part.merge(tally)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let ops of the tool itself pass unseen."""
+        was, self._is_aside = self._is_aside, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._is_aside = was
+
+    def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
+        if not self.context.modules.is_outside or autograd_node() is not None:
+            return
+        with self.aside():
+            for tensor in [v for _, t in tensors_in(output, "") if (v := plain(t)) is not None]:
+                self.outputs.merge(self.fp32.tally(tensor))
+                self.count_result(tensor)
+
+
+def _key(call: Call, site: Site) -> OpKey:
+    return OpKey(
+        phase=site.phase,
+        root=site.root,
+        module=site.module,
+        op=site.op,
+        called=site.called,
+        kernel=call.facts.kernel,
+        dtype=call.out[0].dtype,
+        frame=site.library or site.user,
+    )

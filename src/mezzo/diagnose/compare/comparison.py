@@ -1,0 +1,232 @@
+"""`compare`: one step under a policy beside the same step in fp32, and the rules that bring it nearer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ...errors import ConfigError
+from ...formats import dtype_name
+from ...policy import Policy
+from ...trace import preserve_state
+from ..trial import LossFn, bind_copy, device_of, loss_of, scale_of
+from .agreement import Agreement, GradientError, ModuleError, OpError, StepFidelity
+from .compare_report import CompareReport
+from .comparing_mode import ComparingMode, OpKey
+from .fp32_reference import Tally, decibels
+from .proposals import Trials
+
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+
+
+def _agreement(tally: Tally) -> Agreement:
+    local, inherited, total = (decibels(s, n) for s, n in zip(tally.signal, tally.noise, strict=True))
+    return Agreement(local=local, inherited=inherited, total=total)
+
+
+def _or_none(tally: Tally) -> Agreement | None:
+    return _agreement(tally) if tally.count else None
+
+
+def _path(root: str, module: str) -> str:
+    return module or root or "(outside any module)"
+
+
+def _module_errors(mode: ComparingMode) -> tuple[ModuleError, ...]:
+    return tuple(
+        ModuleError(
+            module=module,
+            path=_path(root, module),
+            cls=tally.cls,
+            forward=_or_none(tally.forward),
+            backward=_or_none(tally.backward),
+            weights=_or_none(tally.weights),
+            local_share=tally.forward.local_share + tally.backward.local_share + tally.weights.local_share,
+        )
+        for (root, module), tally in mode.modules.items()
+    )
+
+
+def _op_error(key: OpKey, tally: Tally, flops: int) -> OpError:
+    return OpError(
+        phase=key.phase,
+        module=key.module,
+        path=_path(key.root, key.module),
+        op=key.op,
+        called=key.called,
+        kernel=key.kernel,
+        dtype=dtype_name(key.dtype),
+        frame=key.frame,
+        calls=tally.count,
+        agreement=_agreement(tally),
+        local_share=tally.local_share,
+        flops=flops,
+    )
+
+
+class _OpenKernels(TorchFunctionMode):
+    """Takes recurrent nets apart: their fused kernels hand state to backward that only they can read."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function."""
+        if getattr(func, "__name__", "") not in _RECURRENT:
+            return func(*args, **(kwargs or {}))
+        with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _open_kernels(device: torch.device) -> Iterator[None]:
+    """Run compiled models eagerly, and fused ops by kernels that fp32 has too."""
+    with ExitStack() as contexts:
+        contexts.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        warnings.filterwarnings("ignore", message="TF32 acceleration")  # said when a switch of oneDNN is set
+        contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        if device.type == "cuda":
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            contexts.enter_context(sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]))
+        contexts.enter_context(_OpenKernels())
+        yield
+
+
+@contextmanager
+def _watched(mode: ComparingMode) -> Iterator[None]:
+    """Run a block op by op."""
+    mode.context.modules.install()
+    try:
+        with mode.context.names, mode:
+            yield
+    finally:
+        mode.context.modules.remove()
+
+
+def _backward(loss: Tensor, scale: float) -> None:
+    if loss.requires_grad:
+        with torch.autocast(loss.device.type, enabled=False):
+            (loss.float() * scale).backward()  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _weight_error(mode: ComparingMode, gradient: Tensor) -> Tally:
+    mode.count_result(gradient, is_weight=True)
+    return mode.fp32.tally(gradient)
+
+
+def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[GradientError, ...]:
+    whole = every.noise[2]
+    return tuple(
+        GradientError(
+            name=name,
+            total=_agreement(tally).total,
+            share=tally.noise[2] / whole if 0 < whole < math.inf else math.nan,
+        )
+        for name, tally in each
+    )
+
+
+def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy, scale: float) -> StepFidelity:
+    """Run one step under a policy and say how far each part of it is from fp32. Writes: nothing. Syncs: yes."""
+    with preserve_state(model), bind_copy(model, policy) as bound:
+        mode = ComparingMode(bound)
+        for stored, true in zip(bound.parameters(), model.parameters(), strict=True):
+            if stored.dtype != true.dtype:
+                mode.fp32.seed(stored, true)
+        with _open_kernels(device_of(model)), _watched(mode):
+            loss = loss_of(bound, batch, loss_fn)
+            _backward(loss, scale)
+        each = [(name, _weight_error(mode, p.grad)) for name, p in bound.named_parameters() if p.grad is not None]
+        mode.count_result(loss)
+        reference = mode.fp32.full(loss)
+    gradients = Tally()
+    for _, tally in each:
+        gradients.merge(tally)
+    return StepFidelity(
+        policy=str(policy),
+        scale=scale,
+        loss=float(loss.detach()),
+        reference_loss=float(loss.detach() if reference is None else reference),
+        outputs=_agreement(mode.outputs),
+        gradients=_or_none(gradients),
+        modules=_module_errors(mode),
+        ops=tuple(_op_error(key, tally, mode.low_flops[key]) for key, tally in mode.ops.items()),
+        parameters=_gradient_errors(each, gradients),
+        flops=mode.flops,
+        unseen=tuple(mode.unseen.items()),
+    )
+
+
+def _usable_scale(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy) -> float:
+    """Return the loss scale at which a scaler would settle: halved until the gradients are finite."""
+    start = scale = scale_of(policy, device_of(model))
+    while scale > 1:
+        with preserve_state(model), bind_copy(model, policy) as bound, _open_kernels(device_of(model)):
+            loss = loss_of(bound, batch, loss_fn)
+            _backward(loss, scale)
+            grads = [p.grad for p in bound.parameters() if p.grad is not None]
+            if not math.isfinite(loss.detach()) or all(bool(g.isfinite().all()) for g in grads):
+                return scale
+        scale /= 2
+    return start
+
+
+def compare(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    policy: Policy | str = "auto",
+    *,
+    tries: int = 8,
+) -> CompareReport:
+    """Run one step under a policy and, beside each op, in fp32; name what costs most accuracy and what restores it.
+
+    Each op runs under the policy, in fp32 on the same inputs, and in fp32 on the inputs an fp32 step would have had.
+    So an error that an op or a module adds is told from one that came in. Both runs share control flow and random
+    draws. Rules that might help are tried: the step is measured again under each.
+
+    Args:
+        model: is left as it was: weights, gradients, buffers, mode and random state.
+        batch: a tensor, a tuple of positional or a dict of named arguments of `model`, or whatever `loss_fn` takes.
+        loss_fn: computes the loss from (model, batch); without it, the mean of the squares of every floating output.
+        policy: what to compare with fp32.
+        tries: edits to try, each as costly as the comparison itself; 0 for none.
+
+    Returns:
+        The report.
+
+    Raises:
+        PolicyError: the policy does not fit the model.
+        ConfigError: the policy runs everything in fp32, so there is nothing to compare.
+
+    Writes: nothing. Syncs: at every op.
+    Source: signal-to-error ratio in dB, as in the analysis of fixed-point filters (Oppenheim and Schafer, chapter 6).
+    """
+    asked = Policy.parse(policy) if isinstance(policy, str) else policy
+    chosen = asked.resolve(device_of(model))
+    if not chosen.is_low:
+        raise ConfigError(
+            f"compare(policy='{asked}') was asked for, and on {device_of(model)} that is fp32, which agrees with itself. "
+            "Write policy='bf16' or 'fp16'."
+        )
+    scale = _usable_scale(model, batch, loss_fn, chosen)
+    found = measure(model, batch, loss_fn, chosen, scale)
+
+    def again(edit: str) -> StepFidelity:
+        return measure(model, batch, loss_fn, Policy.parse(f"{chosen}, {edit}"), scale)
+
+    trials = Trials(found, again, tries)
+    return CompareReport(
+        model=type(model).__name__,
+        measurement=found,
+        proposals=tuple(trials.proposals),
+        tried=tuple(trials.tried),
+    )

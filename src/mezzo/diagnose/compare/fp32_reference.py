@@ -1,0 +1,205 @@
+"""Fp32Reference: beside the values a run computes, the values fp32 would hold in the same memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...trace import Phase, StorageNotes, at, flat
+
+_MASK = 2.0**127
+"""fp32 magnitudes from here on stand for infinity, as `torch.finfo(dtype).min` does in a mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Whose local ops wrote a tensor.
+
+    Attributes:
+        phase: forward, backward or optimizer; empty for values that were there before the run.
+        root: class name of the outermost module, empty outside.
+        module: name below the root.
+    """
+
+    phase: Phase | None = None
+    root: str = ""
+    module: str = ""
+
+    def is_same_module(self, other: Maker) -> bool:
+        """Whether both are one module, in whatever phase."""
+        return self.phase is not None and (self.root, self.module) == (other.root, other.module)
+
+
+@dataclass(slots=True)
+class Fp32Values:
+    """What fp32 would hold in one storage, as flat tensors of as many elements.
+
+    Attributes:
+        maker: who wrote it last.
+        local: had the maker computed in fp32 on the inputs it was given.
+        full: had everything been computed in fp32.
+        is_counted: somebody read it as the maker's result, and its error was noted.
+    """
+
+    maker: Maker
+    local: Tensor
+    full: Tensor
+    is_counted: bool = False
+
+
+def power(reference: Tensor, actual: Tensor) -> tuple[float, float]:
+    """Return the energies of a signal and of the error of another tensor that should equal it.
+
+    Elements that the reference itself has as inf or NaN, or as a mask, are left out. An element that is not finite
+    where the reference is makes the error infinite.
+
+    Args:
+        reference: any shape; fp32 or wider.
+        actual: the same shape; any floating dtype.
+
+    Returns:
+        Sum of squares of the reference and of the difference, computed in fp64.
+
+    Syncs: yes.
+    """
+    signal, noise = _energy(reference), _energy(actual.detach().to(reference.dtype) - reference)
+    if signal < _MASK and math.isfinite(noise):
+        return signal, noise
+    keep = reference.isfinite() & (reference.abs() < _MASK)
+    reference, actual = reference[keep], actual.detach()[keep].to(reference.dtype)
+    noise = _energy(actual - reference)
+    return _energy(reference), noise if math.isfinite(noise) else math.inf
+
+
+def _energy(tensor: Tensor) -> float:
+    if tensor.numel() == 0:
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return the signal-to-error ratio in dB: inf without error, -inf without signal or with infinite error.
+
+    >>> decibels(100.0, 1.0), decibels(1.0, 0.0)
+    (20.0, inf)
+    """
+    if noise == 0:
+        return math.inf
+    return -math.inf if signal == 0 or math.isinf(noise) else 10 * math.log10(signal / noise)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Energies of signal and error, summed over tensors: local, inherited, total.
+
+    Attributes:
+        signal: three sums.
+        noise: three sums.
+        count: tensors taken in.
+    """
+
+    signal: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    count: int = 0
+
+    def add(self, actual: Tensor, local: Tensor, full: Tensor) -> None:
+        """Take in a tensor, with what it would be from the same inputs, and altogether. Syncs: yes."""
+        pairs = ((local, actual), (full, local), (full, actual))
+        for i, (signal, noise) in enumerate(power(*pair) for pair in pairs):
+            self.signal[i] += signal
+            self.noise[i] += noise
+        self.count += 1
+
+    def merge(self, other: Tally) -> None:
+        """Take in what another tally took in. Writes: this one."""
+        for i in range(3):
+            self.signal[i] += other.signal[i]
+            self.noise[i] += other.noise[i]
+        self.count += other.count
+
+    @property
+    def local_share(self) -> float:
+        """Local error over signal, in energy."""
+        return self.noise[0] / self.signal[0] if self.signal[0] else math.inf if self.noise[0] else 0.0
+
+
+class Fp32Reference:
+    """fp32 values for each storage that holds something else than fp32 would.
+
+    Memory that is not known holds exactly what fp32 would hold. Views need no note: a reference has the layout of the
+    storage, so a view of one is the same view of the other. Syncs: no.
+    """
+
+    def __init__(self) -> None:
+        self._known: StorageNotes[Fp32Values] = StorageNotes()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self._known.get(tensor) is not None
+
+    def local(self, tensor: Tensor, here: Maker) -> Tensor | None:
+        """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is."""
+        known = self._known.get(tensor)
+        return at(known.local, tensor) if known is not None and here.is_same_module(known.maker) else None
+
+    def full(self, tensor: Tensor) -> Tensor | None:
+        """Return what a tensor would be had everything been computed in fp32; None if that is what it is."""
+        known = self._known.get(tensor)
+        return None if known is None else at(known.full, tensor)
+
+    def put(self, tensor: Tensor, here: Maker, local: Tensor, full: Tensor) -> None:
+        """Note what a tensor that was just written would hold.
+
+        Args:
+            tensor: as the run wrote it, all of its storage or a part.
+            here: who wrote it.
+            local: shape of `tensor`; see `Fp32Values`.
+            full: likewise.
+        """
+        if tensor.numel() == 0:
+            return
+        old, actual = self._known.get(tensor), flat(tensor).float()
+        if old is not None and at(old.full, tensor) is None:
+            old = None
+        keeps_own = old is not None and old.maker == here
+        known = Fp32Values(
+            maker=here,
+            local=old.local if old is not None and keeps_own else actual.clone(),
+            full=old.full if old is not None else actual.clone(),
+        )
+        for kept, values in ((known.local, local), (known.full, full)):
+            view = at(kept, tensor)
+            assert view is not None  # made from this storage
+            view.copy_(values)
+        self._known.note(tensor, known)
+
+    def tally(self, tensor: Tensor) -> Tally:
+        """Return the error of one tensor. Syncs: yes."""
+        known, tally, actual = self._known.get(tensor), Tally(), tensor.detach()
+        local, full = (None, None) if known is None else (at(known.local, tensor), at(known.full, tensor))
+        tally.add(actual, actual.float() if local is None else local, actual.float() if full is None else full)
+        return tally
+
+    def take(self, tensor: Tensor) -> tuple[Maker, Tally] | None:
+        """Return the error of a full storage and who made it, once; None if it is known or nobody made it.
+
+        Syncs: yes.
+        """
+        known = self._known.get(tensor)
+        if known is None or known.is_counted or known.maker.phase is None:
+            return None
+        known.is_counted = True
+        tally = Tally()
+        tally.add(flat(tensor)[: known.local.numel()], known.local, known.full)
+        return known.maker, tally
+
+    def maker(self, tensor: Tensor) -> Maker:
+        """Return who wrote a tensor last."""
+        known = self._known.get(tensor)
+        return Maker() if known is None else known.maker
+
+    def seed(self, tensor: Tensor, full: Tensor) -> None:
+        """Note that a tensor was rounded before the run began."""
+        self.put(tensor, Maker(), tensor.detach().float(), full.detach().float())

@@ -1,0 +1,210 @@
+"""Which fp32 rules are worth trying, judged by the errors that were measured. Pure functions of the measurement."""
+
+from __future__ import annotations
+
+import glob
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+
+from ...policy import ModuleRule, Rule, write_module_rule, write_op_rule
+from ...policy.table import known_ops
+from .agreement import ModuleError, OpError, Proposal, StepFidelity
+
+WORTH_DB = 2.0
+"""Gains below this come and go with the rounding of other ops: see decision 0066."""
+DEAR = 0.5
+"""A rule that takes more of the work than this to fp32 is no rule but another policy."""
+_STANDS_OUT = 10.0
+"""Times the mean error of the others, in energy."""
+_CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "double"})
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """An edit that might pay.
+
+    Attributes:
+        edit: text of its rules.
+        covers: places of the ops it takes to fp32 in `StepFidelity.ops`.
+        local_share: the local error it is meant against.
+        flops: 16-bit floating-point operations that it takes to fp32.
+    """
+
+    edit: str
+    covers: frozenset[int]
+    local_share: float
+    flops: int
+
+
+def _rules(names: Iterable[str]) -> str:
+    """Return module rules that match names which are equal but for their numbers.
+
+    >>> _rules(["layer.0.out", "layer.3.out", "layer.11.out"])
+    'layer.[0-9].out=fp32, layer.[0-9][0-9].out=fp32'
+    >>> _rules(["layer.3.out"])
+    'layer.3.out=fp32'
+    """
+    names = [glob.escape(name) for name in names]
+    if len(names) > 1:
+        names = [_NUMBER.sub(lambda m: "[0-9]" * len(m[0]), name) for name in names]
+    rules = [ModuleRule(pattern=name, precision=Rule.FP32) for name in dict.fromkeys(names)]
+    return ", ".join(map(write_module_rule, rules))
+
+
+def _groups(modules: list[ModuleError]) -> list[list[ModuleError]]:
+    """Group modules of one class whose names differ in a number only: the same place of each layer.
+
+    Where one of them stands out, or they are of several classes, each stands alone.
+    """
+    places: dict[str, list[ModuleError]] = defaultdict(list)
+    for m in modules:
+        places[_NUMBER.sub("#", m.module)].append(m)
+    found = []
+    for group in places.values():
+        *rest, most = sorted(m.local_share for m in group)
+        stands_out = bool(rest) and most > _STANDS_OUT * sum(rest) / len(rest)
+        is_one = len({m.cls for m in group}) == 1 and not stands_out
+        found += [group] if is_one else [[m] for m in group]
+    return found
+
+
+def _candidate(found: StepFidelity, edit: str, covers: Iterable[int], local_share: float) -> Candidate:
+    covers = frozenset(covers)
+    flops = sum(found.ops[i].flops for i in covers)
+    return Candidate(edit=edit, covers=covers, local_share=local_share, flops=flops)
+
+
+def _of_modules(found: StepFidelity) -> list[Candidate]:
+    """Return a rule for each group of modules. It covers what is inside them too."""
+    candidates = []
+    for group in _groups([m for m in found.modules if m.module and "<" not in m.module]):
+        names = [m.module for m in group]
+        inside = tuple(f"{name}." for name in names)
+        covers = (i for i, op in enumerate(found.ops) if op.module in names or op.module.startswith(inside))
+        candidates.append(_candidate(found, _rules(names), covers, sum(m.local_share for m in group)))
+    return candidates
+
+
+def _public_name(op: OpError) -> str | None:
+    """Return the name under which a policy can have a rule for an op."""
+    name = next((n for n in (op.called, op.op) if n in known_ops()), None)
+    return None if name in _CASTS else name
+
+
+def _of_ops(found: StepFidelity) -> list[Candidate]:
+    """Return a rule for each op that a policy can speak of."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, op in enumerate(found.ops):
+        if (name := _public_name(op)) is not None:
+            groups[name].append(i)
+    return [
+        _candidate(found, f"op:{write_op_rule(name, Rule.FP32)}", places, sum(found.ops[i].local_share for i in places))
+        for name, places in groups.items()
+    ]
+
+
+def _is_dear(candidate: Candidate, found: StepFidelity) -> bool:
+    return candidate.flops > DEAR * found.flops
+
+
+def candidates(found: StepFidelity, tries: int) -> list[Candidate]:
+    """Return the edits to try: modules and ops in turn, those with most local error first.
+
+    Args:
+        found: the step under the policy as it is.
+        tries: how many.
+    """
+    # what overflows in one module must be repaired there, whatever it costs
+    modules = (c for c in _of_modules(found) if not _is_dear(c, found) or math.isinf(c.local_share))
+    ops = (c for c in _of_ops(found) if not _is_dear(c, found))
+    lists = (sorted((c for c in group if c.local_share > 0), key=lambda c: -c.local_share) for group in (modules, ops))
+    mixed = [c for c in chain.from_iterable(zip_longest(*lists)) if c is not None]
+    distinct: dict[frozenset[int], Candidate] = {}
+    for candidate in mixed:
+        distinct.setdefault(candidate.covers, candidate)
+    return list(distinct.values())[:tries]
+
+
+def together(tried: Iterable[tuple[Candidate, Proposal]], found: StepFidelity) -> Candidate | None:
+    """Return the union of edits that are worth it, cheapest first, as long as it is not too dear; None for one or none."""
+    chosen: list[Candidate] = []
+    covered: frozenset[int] = frozenset()
+    for candidate, _ in sorted(tried, key=lambda pair: (pair[1].cost, -pair[1].gain)):
+        union = covered | candidate.covers
+        if union != covered and sum(found.ops[i].flops for i in union) <= DEAR * found.flops:
+            chosen, covered = [*chosen, candidate], union
+    if len(chosen) < 2:
+        return None
+    return _candidate(found, ", ".join(c.edit for c in chosen), covered, sum(c.local_share for c in chosen))
+
+
+def proposal(edit: str, before: StepFidelity, after: StepFidelity) -> Proposal:
+    """Say what an edit changed."""
+    return Proposal(
+        edit=edit,
+        gain=after.figure - before.figure if after.figure != before.figure else 0.0,
+        gradients=None if after.gradients is None else after.gradients.total,
+        outputs=after.outputs.total,
+        cost=max(0, before.low_flops - after.low_flops) / max(1, before.flops),
+    )
+
+
+def is_worth_it(found: Proposal) -> bool:
+    """Whether an edit gains more than chance."""
+    return found.gain >= WORTH_DB
+
+
+class Trials:
+    """Runs the step again under edited policies.
+
+    Args:
+        found: the step under the policy as it is.
+        again: measures the step under the policy with an edit.
+        tries: edits to try by themselves.
+
+    Attributes:
+        tried: edits that were tried by themselves.
+        proposals: those that pay, and what they give together, the best first.
+    """
+
+    def __init__(self, found: StepFidelity, again: Callable[[str], StepFidelity], tries: int) -> None:
+        self._found, self._again = found, again
+        self.tried: list[str] = []
+        self.proposals: list[Proposal] = []
+        worthy = []
+        for candidate in candidates(found, tries):
+            self.tried.append(candidate.edit)
+            result = self._attempt(candidate.edit)
+            if result is not None:
+                worthy.append((candidate, result))
+        union = together(worthy, found)
+        if union is not None:
+            self._attempt(union.edit)
+        if tries and found.figure == -math.inf and not self.proposals:
+            self._follow_overflow(tries)
+        self.proposals.sort(key=lambda p: -p.gain)
+
+    def _attempt(self, edit: str) -> Proposal | None:
+        result = proposal(edit, self._found, self._again(edit))
+        if not is_worth_it(result):
+            return None
+        self.proposals.append(result)
+        return result
+
+    def _follow_overflow(self, tries: int) -> None:
+        """Add a rule for whatever overflows next, as a value too large for one op is for the op that reads it."""
+        edits: list[str] = []
+        now = self._found
+        while now.figure == -math.inf and len(edits) < tries:
+            worst = next(iter(candidates(now, 1)), None)
+            if worst is None:
+                return
+            edits.append(worst.edit)
+            now = self._again(", ".join(edits))
+        if now.figure != -math.inf:
+            self.proposals.append(proposal(", ".join(edits), self._found, now))

@@ -1,0 +1,6 @@
+"""What `mezzo doctor` runs: a script under the tracer, or a model under every tool."""
+
+from .script import ScriptRun as ScriptRun
+from .script import trace_script as trace_script
+from .subject import CheckUp as CheckUp
+from .subject import check_up as check_up

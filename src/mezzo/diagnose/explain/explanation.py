@@ -1,0 +1,290 @@
+"""`explain`: what runs in 16 bit, what the casts cost, and whether it pays on this device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...formats import dtype_name, native_support
+from ...policy import Policy
+from ...report import Document, Note, Pairs, Report, Table
+from ...trace import TraceContext, preserve_state
+from ..memory import size
+from ..trial import LossFn, bind_copy, device_of, loss_of, scale_of
+from .op_counter import ALIGNMENT, Counts, OpCounter
+
+_LOW = ("fp16", "bf16")
+_WORTH = 1.1
+"""A gain below this is none: launch cost and noise move a step as much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleRow:
+    """What one module ran itself, its submodules left out.
+
+    Attributes:
+        module: name, empty for the root.
+        cls: class name.
+        ops: (dtype, number of ops).
+        flops: (dtype, floating-point operations).
+        weight_casts: casts of parameters.
+        up_casts: casts of activations to fp32.
+        down_casts: casts of activations to 16 bit.
+        grad_casts: casts in backward.
+        ping_pong: pairs of those of activations.
+        cast_bytes: bytes moved by casts.
+        unaligned: (sizes, how often) of 16-bit products off the grid of tensor cores.
+    """
+
+    module: str
+    cls: str
+    ops: tuple[tuple[str, int], ...]
+    flops: tuple[tuple[str, int], ...]
+    weight_casts: int
+    up_casts: int
+    down_casts: int
+    grad_casts: int
+    ping_pong: int
+    cast_bytes: int
+    unaligned: tuple[tuple[tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation(Report):
+    """What a policy does to one step of a model.
+
+    Attributes:
+        model: class name.
+        policy: text, with the compute dtype decided.
+        device: as torch prints it.
+        native: the device has units for the compute dtype.
+        native_reason: where that was read.
+        rows: by module, in the order they ran.
+        fp32_s: seconds of a step in fp32, the fastest of several; 0 where nothing was timed.
+        policy_s: seconds of a step under the policy.
+        has_backward: the step had a backward.
+    """
+
+    model: str
+    policy: str
+    device: str
+    native: bool
+    native_reason: str
+    rows: tuple[ModuleRow, ...]
+    fp32_s: float
+    policy_s: float
+    has_backward: bool
+
+    @property
+    def low_share(self) -> float:
+        """Share of the floating-point operations of products that run in 16 bit."""
+        flops = [pair for row in self.rows for pair in row.flops]
+        return sum(n for name, n in flops if name in _LOW) / max(1, sum(n for _, n in flops))
+
+    @property
+    def casts(self) -> int:
+        """Casts between formats, of weights, activations and gradients."""
+        return sum(r.weight_casts + r.up_casts + r.down_casts + r.grad_casts for r in self.rows)
+
+    @property
+    def gain(self) -> float:
+        """How many times faster the step was measured to be; 1 where nothing was timed."""
+        return self.fp32_s / self.policy_s if self.policy_s else 1.0
+
+    def verdict(self) -> str:
+        """Say whether the policy pays here, and why or why not."""
+        if not self.low_share:
+            return "Nothing runs in 16 bit: the policy changes no product of this model."
+        measured = f"{self.gain:.2f}x, measured" if self.policy_s else "not measured"
+        if self.gain >= _WORTH:
+            return f"It pays: {measured}; {self.low_share:.0%} of the operations run in 16 bit."
+        reasons = []
+        if not self.native:
+            reasons.append(f"the device has no units for the format ({self.native_reason})")
+        if self.low_share < 0.5:
+            reasons.append(f"only {self.low_share:.0%} of the operations run in 16 bit")
+        if self.policy_s and sum(n for r in self.rows for _, n in r.flops) / self.policy_s < 1e10:
+            reasons.append("the step is bound by launching ops, not by arithmetic: use a larger batch or torch.compile")
+        if self.casts > sum(n for r in self.rows for _, n in r.ops) / 4:
+            reasons.append("casts are a large part of the ops: store weights in 16 bit (bf16-master)")
+        return f"Expect no gain ({measured}): {'; '.join(reasons) or 'casts and memory cost what the products gain'}."
+
+    def document(self) -> Document:
+        """Return the layout."""
+        flops = sum(n for r in self.rows for _, n in r.flops)
+        facts = Pairs(
+            pairs=(
+                ("device", f"{self.device}: {self.native_reason}"),
+                ("step", "forward and backward" if self.has_backward else "forward"),
+                ("flops", f"{flops:.3g}, {self.low_share:.1%} of them in 16 bit"),
+                ("casts", f"{self.casts:,}, moving {size(sum(r.cast_bytes for r in self.rows))}"),
+                (
+                    "time",
+                    f"fp32 {self.fp32_s * 1e3:.3g} ms, policy {self.policy_s * 1e3:.3g} ms"
+                    if self.policy_s
+                    else "not measured",
+                ),
+            )
+        )
+        table = Table(
+            title="By module, submodules left out",
+            columns=("module", "class", "ops", "flops", "weight casts", "up", "down", "backward", "cast bytes"),
+            rows=tuple(
+                (r.module or "(root)", r.cls, _pairs(r.ops), sum(n for _, n in r.flops),
+                 r.weight_casts, r.up_casts, r.down_casts, r.grad_casts, r.cast_bytes)
+                for r in self.rows
+            ),
+        )  # fmt: skip
+        notes = [Note(text=text) for text in self.advice()]
+        return Document(
+            title=f"mezzo explain of {self.model} under {self.policy}",
+            verdict=self.verdict(),
+            # slow is not faulty
+            is_good=True,
+            blocks=(facts, table, *notes),
+        )
+
+    def advice(self) -> tuple[str, ...]:
+        """Return what would make the step cheaper, with the numbers."""
+        texts = []
+        for row in self.rows:
+            if row.unaligned:
+                off = ", ".join(" x ".join(map(str, sizes)) for sizes, _ in row.unaligned[:3])
+                where = row.module or self.model
+                texts.append(f"{where}: products of {off} have sizes that are no multiples of {ALIGNMENT}.")
+        bouncing = [r for r in self.rows if r.ping_pong]
+        if bouncing:
+            worst = max(bouncing, key=lambda r: r.ping_pong)
+            total = sum(r.ping_pong for r in bouncing)
+            texts.append(
+                f"activations go up to fp32 and down again {total} time{'s' * (total > 1)}, most in {worst.module or self.model}."
+            )
+        casts = sum(r.weight_casts for r in self.rows)
+        if casts:
+            texts.append(f"weights are cast {casts} times a step: params=bf16, master=split stores them so.")
+        return tuple(texts)
+
+
+def _pairs(pairs: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in pairs)
+
+
+def _row(name: str, cls: str, c: Counts) -> ModuleRow:
+    return ModuleRow(
+        module=name,
+        cls=cls,
+        ops=tuple(sorted(c.ops.items())),
+        flops=tuple(sorted(c.flops.items())),
+        weight_casts=c.weight_casts,
+        up_casts=c.up_casts,
+        down_casts=c.down_casts,
+        grad_casts=c.grad_casts,
+        ping_pong=c.ping_pong,
+        cast_bytes=c.cast_bytes,
+        unaligned=tuple(sorted(c.unaligned.items())),
+    )
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _count(model: nn.Module, run: Callable[[], None]) -> dict[str, Counts]:
+    context = TraceContext(model, 0, _nothing, _nothing)
+    counter = OpCounter(context, model)
+    context.modules.install()
+    try:
+        with context.names, counter:
+            run()
+    finally:
+        context.modules.remove()
+    return counter.counts
+
+
+def _seconds(run: Callable[[], None], device: torch.device, budget_s: float) -> float:
+    """Return the fastest of the runs that fit in a budget, at least one, after one that is not counted."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    times = [once()]
+    while sum(times) < budget_s:
+        times.append(once())
+    return min(times)
+
+
+def _step(model: nn.Module, batch: Any, loss_fn: LossFn | None, scale: float) -> Callable[[], None]:
+    def run() -> None:
+        with torch.set_grad_enabled(model.training):
+            loss = loss_of(model, batch, loss_fn)
+            if loss.requires_grad:
+                (loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own
+        for p in model.parameters():
+            p.grad = None
+
+    return run
+
+
+def explain(
+    model: nn.Module,
+    batch: Any,
+    policy: Policy | str = "auto",
+    *,
+    loss_fn: LossFn | None = None,
+    budget_s: float = 0.5,
+) -> Explanation:
+    """Say what a policy runs in which precision, what its casts cost, and whether it pays on this device.
+
+    The step is run once under a counter and, for the verdict, timed in fp32 and under the policy.
+
+    Args:
+        model: in training mode the step has a backward; is left as it was.
+        batch: as in `mezzo.diagnose.lint`.
+        policy: a policy or its text.
+        loss_fn: computes the loss from (model, batch).
+        budget_s: seconds of timing for each of fp32 and the policy; 0 measures nothing.
+
+    Returns:
+        Counts by module, times, and the verdict.
+
+    Raises:
+        PolicyError: the policy does not fit the model.
+
+    Writes: nothing. Syncs: yes.
+    """
+    device = device_of(model)
+    chosen = (Policy.parse(policy) if isinstance(policy, str) else policy).resolve(device)
+    compute = chosen.compute or torch.float32
+    native = native_support(device, compute)
+    classes = {name: type(m).__name__ for name, m in model.named_modules()}
+    seconds = {"fp32": 0.0, "policy": 0.0}
+    with preserve_state(model):
+        with bind_copy(model, chosen) as runnable:
+            run = _step(runnable, batch, loss_fn, scale_of(chosen, device))
+            counts = _count(runnable, run)
+            if budget_s:
+                seconds["policy"] = _seconds(run, device, budget_s)
+        if budget_s:
+            with bind_copy(model, Policy()) as plain:
+                seconds["fp32"] = _seconds(_step(plain, batch, loss_fn, 1.0), device, budget_s)
+    return Explanation(
+        model=type(model).__name__,
+        policy=str(chosen),
+        device=str(device),
+        native=native.native,
+        native_reason=f"{dtype_name(compute)}: {native.reason}",
+        rows=tuple(_row(name, classes.get(name, ""), c) for name, c in counts.items()),
+        fp32_s=seconds["fp32"],
+        policy_s=seconds["policy"],
+        has_backward=model.training,
+    )

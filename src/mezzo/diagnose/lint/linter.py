@@ -1,0 +1,100 @@
+"""`lint`: one traced pass that reports code which loses numbers, before it costs a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...policy import Policy
+from ...report import Block, Document, Heading, Pairs, Report
+from ...trace import LintWarning, Trace, explain_lint, preserve_state, source_line
+from ..trial import bind_copy, device_of, loss_of, scale_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintReport(Report):
+    """What a lint pass saw.
+
+    Attributes:
+        model: class name.
+        policy: the policy's text, empty where the model ran as it is.
+        warnings: in the order they were seen.
+    """
+
+    model: str
+    policy: str
+    warnings: tuple[LintWarning, ...]
+
+    def document(self) -> Document:
+        """Return the layout."""
+        count = len(self.warnings)
+        verdict = f"{count} lint rule{'s' * (count != 1)} broken." if count else "Clean."
+        under_policy = f" under {self.policy}" if self.policy else ""
+        blocks: list[Block] = []
+        for warning in self.warnings:
+            blocks += lint_blocks(warning)
+        return Document(
+            title=f"mezzo lint of {self.model}{under_policy}", verdict=verdict, is_good=not count, blocks=tuple(blocks)
+        )
+
+
+def lint_blocks(warning: LintWarning) -> list[Block]:
+    """Lay one warning out."""
+    site = warning.lint.site
+    where = "" if site.frame is None else f" {Path(site.frame.file).name}:{site.frame.line}"
+    pairs = [("why", warning.why)]
+    if site.frame is not None:
+        pairs.append(("line", f"{site.frame}   {source_line(site.frame)}"))
+    if site.library is not None and site.library != site.frame:
+        pairs.append(("library", f"{site.library}   {source_line(site.library)}"))
+    pairs.append(("instead", warning.advice))
+    return [Heading(text=f"{warning.lint.rule}:{where}, module {site.path}"), Pairs(pairs=tuple(pairs))]
+
+
+def lint(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    policy: Policy | str | None = None,
+) -> LintReport:
+    """Run one forward and backward and report broken lint rules, with file and line of each.
+
+    Rules: whole numbers beyond a format's exact range, constants that round to 0 or inf, squares close to overflow,
+    rows masked altogether, frequency and statistics buffers in 16 bit, running sums in 16 bit, backward inside a region,
+    16-bit weights under autocast, a loss that ends in 16 bit, clipping before unscaling, fp16 without a loss scale.
+
+    Args:
+        model: is left as it was: weights, gradients, buffers, mode and random state.
+        batch: a tensor, a tuple of positional or a dict of named arguments of `model`, or whatever `loss_fn` takes.
+        loss_fn: computes the loss from (model, batch); without it, the mean of the squares of every floating output.
+        policy: the precision to run under; None runs the model as it is, in the region the caller is in.
+
+    Returns:
+        The report; its `is_healthy` says that there is nothing to change.
+
+    Raises:
+        PolicyError: the policy does not fit the model.
+
+    Writes: nothing. Syncs: yes.
+    """
+    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    with preserve_state(model), bind_copy(model, chosen) as runnable:
+        trace = Trace(runnable)
+        with trace:
+            loss = loss_of(runnable, batch, loss_fn)
+            if loss.requires_grad:
+                scaled = loss * scale_of(chosen, device_of(model))
+                with torch.autocast(loss.device.type, enabled=False):
+                    scaled.backward()  # type: ignore[no-untyped-call]  # torch's own
+    # without a policy, the caller's scaler is not known here
+    lints = [x for x in trace.record.lints if chosen is not None or x.rule != "no-loss-scale"]
+    return LintReport(
+        model=type(model).__name__,
+        policy="" if chosen is None else str(chosen),
+        warnings=tuple(explain_lint(x) for x in lints),
+    )

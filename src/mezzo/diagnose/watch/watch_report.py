@@ -1,0 +1,261 @@
+"""What a watch saw, and how it is laid out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal
+
+from ...formats import FORMATS
+from ...report import Band, Block, Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Table
+from ...trace import BIAS, BINS, Histogram, largest_scale, number
+
+Kind = Literal["activation", "gradient", "weight"]
+KINDS: tuple[Kind, ...] = ("activation", "gradient", "weight")
+SHOWN = ("fp16", "bf16", "e4m3", "e5m2")
+"""Formats whose ranges are held against every histogram."""
+_WARN_SHARE = 0.05
+_WARN_HEADROOM = 1.0
+_LOST_SHARE = 0.5
+_ROWS = 12
+_POINTS = 128
+_LAYERS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One step.
+
+    Attributes:
+        step: number, from 0.
+        applied: it was taken.
+        scale: loss scale its gradients carried.
+        grad_norm: of the true gradients.
+        loss: sum of the losses given to `backward`; with a closure, the last one; None if there was none.
+        reason: what was not finite; empty if it was taken.
+        names: some parameters whose gradients were not finite.
+    """
+
+    step: int
+    applied: bool
+    scale: float
+    grad_norm: float
+    loss: float | None
+    reason: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRecord:
+    """Exponents of one tensor over the sampled steps.
+
+    Attributes:
+        kind: activation (output of a leaf module), gradient (as carried, times the loss scale) or weight.
+        name: of the module or parameter.
+        histogram: of the sampled values.
+        lost: share of sampled weights with a gradient that a taken step did not move; 0 where masters keep updates.
+    """
+
+    kind: Kind
+    name: str
+    histogram: Histogram
+    lost: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchReport(Report):
+    """A run as its watch saw it.
+
+    Attributes:
+        model: class name.
+        policy: text; empty for a model that is not prepared.
+        compute: short name of the format low ops run in.
+        every: sampled one step in so many.
+        num_steps: how many there were.
+        steps: every step of a prepared run; none of another.
+        tensors: by kind and name.
+        loss_scale: of the last step; 1 where it is not known.
+        host_share: share of the host's time that watching took, as measured in this run.
+    """
+
+    model: str
+    policy: str
+    compute: str
+    every: int
+    num_steps: int
+    steps: tuple[StepRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    loss_scale: float
+    host_share: float
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps that were skipped."""
+        return sum(not s.applied for s in self.steps)
+
+    def total(self, kind: Kind) -> Histogram:
+        """Return the histogram of all tensors of a kind."""
+        empty = Histogram(counts=(0,) * BINS)
+        return reduce(Histogram.__add__, (t.histogram for t in self.tensors if t.kind == kind), empty)
+
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """The smallest and the largest exponent of anything that was seen; None if there were no numbers."""
+        found = [e for kind in KINDS for e in (self.total(kind).lowest, self.total(kind).highest) if e is not None]
+        return (min(found), max(found)) if found else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is about to be lost or is, in sentences."""
+        fmt = FORMATS[self.compute]
+        texts = []
+        for t in self.tensors:
+            h = t.histogram
+            seen = h.zeros + h.numbers + h.nonfinite
+            if t.kind == "activation" and h.headroom(fmt) < _WARN_HEADROOM:
+                texts.append(f"output of {t.name}: less than one binade below the largest {self.compute} number.")
+            if h.nonfinite and t.kind != "gradient":
+                texts.append(f"{t.kind} {t.name}: {h.nonfinite} of {seen} sampled values are inf or NaN.")
+            if t.kind == "gradient" and (flushed := h.flushed(fmt)) > _WARN_SHARE:
+                texts.append(
+                    f"gradient {t.name}: {flushed:.0%} of the numbers are 0 in {self.compute} at this loss scale."
+                )
+            if t.lost > _LOST_SHARE:
+                texts.append(f"weight {t.name}: {t.lost:.0%} of its updates are rounded away.")
+        return tuple(texts)
+
+    def _scale_in_words(self) -> str:
+        if len({s.scale for s in self.steps}) != 1 or not self.total("gradient").numbers:
+            return number(self.loss_scale)
+        bearable = largest_scale(self.total("gradient"), FORMATS["fp16"]) * self.loss_scale
+        return f"{number(self.loss_scale)}; the sampled gradients would fit fp16 up to {number(bearable)}"
+
+    def document(self) -> Document:
+        """Return the layout."""
+        skipped = f", {self.skipped} skipped" if self.policy else ""
+        pairs = [("steps", f"{self.num_steps}{skipped}; one in {self.every} sampled")]
+        if self.policy:
+            pairs.append(("loss scale", self._scale_in_words()))
+        pairs.append(("watching took", f"{self.host_share:.1%} of the host's time in this run"))
+        warnings = self.warnings
+        verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else "Healthy."
+        blocks: list[Block] = [Pairs(pairs=tuple(pairs)), *(Note(text=text) for text in warnings[:_ROWS])]
+        blocks += [_ranges(self), *_histograms(self), *_history(self.steps), *_skips(self.steps)]
+        return Document(
+            title=f"mezzo watch of {self.model}" + (f" under {self.policy}" if self.policy else ", not prepared"),
+            verdict=verdict,
+            is_good=not warnings,
+            blocks=tuple(blocks),
+        )
+
+
+def _ranges(report: WatchReport) -> Block:
+    rows: list[tuple[str | float, ...]] = []
+    for kind in KINDS:
+        h = report.total(kind)
+        if not h.numbers:
+            continue
+        shares = [x for name in SHOWN for x in (100 * h.flushed(FORMATS[name]), 100 * h.saturated(FORMATS[name]))]
+        zeros = 100 * h.zeros / (h.zeros + h.numbers + h.nonfinite)
+        rows.append((f"{kind}s", f"2^{h.lowest}…2^{h.highest}", zeros, *shares))
+    columns = tuple(f"{name} {what}" for name in SHOWN for what in ("<", ">"))
+    return Table(
+        title="Share in percent that is 0, and that each format would flush (<) or overflow (>)",
+        columns=("kind", "range", "0", *columns),
+        rows=tuple(rows),
+    )
+
+
+def _histograms(report: WatchReport) -> list[Block]:
+    totals = [(kind, report.total(kind)) for kind in KINDS]
+    series = tuple(
+        Series(name=f"{kind}s", values=_shares(h, report.ends)) for kind, h in totals if report.ends is not None
+    )
+    if report.ends is None:
+        return []
+    chart = Chart(
+        title="Exponents of all values, and the range of each format",
+        kind="bars",
+        labels=_powers(report.ends),
+        series=series,
+        unit="%",
+        bands=_bands(report.ends),
+    )
+    return [Heading(text="Where the numbers lie"), chart, *_layers(report), _by_layer(report)]
+
+
+def _layers(report: WatchReport) -> list[Block]:
+    """Show the exponents of each tensor, in the order of the model."""
+    ends = report.ends
+    blocks: list[Block] = []
+    for kind in KINDS:
+        found = [t for t in report.tensors if t.kind == kind and t.histogram.numbers]
+        every = max(1, math.ceil(len(found) / _LAYERS))
+        if found and ends is not None:
+            rows = tuple((t.name, _shares(t.histogram, ends)) for t in found[::every])
+            title = f"Exponents of {kind}s, layer by layer" + (f" (every {every}th)" if every > 1 else "")
+            blocks.append(Heat(title=title, labels=_powers(ends), rows=rows, unit="%", bands=_bands(ends)))
+    return blocks
+
+
+def _shares(h: Histogram, ends: tuple[int, int] | None) -> tuple[float, ...]:
+    low, high = ends or (0, -1)
+    return tuple(100 * h.counts[e + BIAS] / max(1, h.numbers) for e in range(low, high + 1))
+
+
+def _powers(ends: tuple[int, int]) -> tuple[str, ...]:
+    return tuple(f"2^{e}" for e in range(ends[0], ends[1] + 1))
+
+
+def _bands(ends: tuple[int, int]) -> tuple[Band, ...]:
+    return tuple(
+        (name, math.log2(FORMATS[name].smallest) - ends[0], math.floor(math.log2(FORMATS[name].max)) - ends[0])
+        for name in SHOWN
+    )
+
+
+def _by_layer(report: WatchReport) -> Block:
+    """Show the range of each tensor, those nearest to a limit of the compute format first."""
+    fmt = FORMATS[report.compute]
+    numeric = [t for t in report.tensors if t.histogram.numbers]
+    worst = sorted(numeric, key=lambda t: (t.histogram.headroom(fmt), -t.histogram.flushed(fmt)))[:_ROWS]
+    return Table(
+        title=f"Nearest to the limits of {report.compute}",
+        columns=("kind", "name", "range", "headroom, binades", "flushed %", "updates lost %"),
+        rows=tuple(
+            (t.kind, t.name, f"2^{t.histogram.lowest}…2^{t.histogram.highest}", t.histogram.headroom(fmt),
+             100 * t.histogram.flushed(fmt), 100 * t.lost)
+            for t in worst
+        ),
+    )  # fmt: skip
+
+
+def _history(steps: tuple[StepRecord, ...]) -> list[Block]:
+    if not steps:
+        return []
+    every = max(1, math.ceil(len(steps) / _POINTS))
+    shown = steps[::every]
+    norms = tuple(math.log2(s.grad_norm) if s.applied and s.grad_norm > 0 else math.nan for s in shown)
+    series = (
+        Series(name="loss scale", values=tuple(math.log2(s.scale) if s.scale > 0 else math.nan for s in shown)),
+        Series(name="gradient norm", values=norms),
+    )
+    labels = tuple(str(s.step) for s in shown)
+    losses = Series(name="loss", values=tuple(math.nan if s.loss is None else s.loss for s in shown))
+    charts: list[Block] = [
+        Chart(title="Loss scale and gradient norm over steps", kind="lines", labels=labels, series=series, unit="log2")
+    ]
+    if any(math.isfinite(value) for value in losses.values):
+        charts.append(Chart(title="Loss over steps", kind="lines", labels=labels, series=(losses,), unit="loss"))
+    return charts
+
+
+def _skips(steps: tuple[StepRecord, ...]) -> list[Block]:
+    skipped = [s for s in steps if not s.applied]
+    if not skipped:
+        return []
+    rows = tuple((s.step, number(s.scale), s.reason, ", ".join(s.names)) for s in skipped[-_ROWS:])
+    return [
+        Table(title="Skipped steps, the latest last", columns=("step", "scale", "not finite", "parameters"), rows=rows)
+    ]

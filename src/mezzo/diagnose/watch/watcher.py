@@ -1,0 +1,364 @@
+"""`watch`: samples a run: exponents of activations, gradients and weights, lost updates, scale, skips."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_hooks
+
+from ..._torch import autograd_node
+from ...errors import ConfigError
+from ...formats import LOW_DTYPES, dtype_name
+from ...optim.master_weights import keeps_masters, parameters
+from ...step import Stepper, StepResult
+from ...trace import BINS, Histogram, exponent_fields, plain, spaced, tensors_in
+from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
+
+_KEPT_RESULTS = 256
+
+
+class _Rows:
+    """Samples of many tensors in one block of device memory, counted by one reduction a step.
+
+    Args:
+        count: number of tensors.
+        width: values kept of each.
+        device: where.
+    """
+
+    def __init__(self, count: int, width: int, device: torch.device) -> None:
+        self.values = torch.zeros(count, width, dtype=torch.float32, device=device)
+        self._ones = torch.ones(1, 1, dtype=torch.int64, device=device).expand(count, width)
+        self._counts = torch.zeros(count, BINS, dtype=torch.int64, device=device)
+        self.filled = [0] * count
+        self._held = [0] * count
+        self._steps = 0
+
+    def put(self, row: int, tensor: Tensor) -> None:
+        """Keep evenly spaced values of a tensor in place of those that are kept. Writes: one row. Syncs: no."""
+        sample = spaced(tensor.detach(), self.values.shape[1])
+        count = sample.numel()
+        self.values[row, :count].copy_(sample)
+        if self._held[row] > count:
+            self.values[row, count:].zero_()
+        self._held[row] = count
+
+    def count(self) -> None:
+        """Add this step's samples to the histograms, all in one reduction. Syncs: no."""
+        self._counts.scatter_add_(1, exponent_fields(self.values).long(), self._ones)
+        self.values.zero_()
+        self.filled = [a + b for a, b in zip(self.filled, self._held, strict=True)]
+        self._held = [0] * len(self._held)
+        self._steps += 1
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether values wait to be counted."""
+        return any(self._held)
+
+    def histograms(self) -> list[Histogram]:
+        """Return the histograms so far. Syncs: one read."""
+        width = self.values.shape[1]
+        found = []
+        for filled, counts in zip(self.filled, self._counts.tolist(), strict=True):
+            # places that no value was put into hold zeros
+            counts[0] -= width * self._steps - filled
+            found.append(Histogram(counts=tuple(counts)))
+        return found
+
+
+class Watch:
+    """Watches a run until it is closed; made by `mezzo.diagnose.watch`.
+
+    Args:
+        model: whose activations, gradients and weights are watched.
+        amp: the stepper that trains it; None for a model that is not prepared: then the steps are those of any
+            optimizer of its parameters.
+        every: steps from one sampled step to the next.
+        width: values sampled of each tensor.
+
+    Writes: in sampled steps hooks on leaf modules and parameters; `step` and `backward` of the stepper, or torch's global
+        optimizer hooks. All are taken back by `close`.
+    """
+
+    def __init__(self, model: nn.Module, amp: Stepper | None, every: int, width: int) -> None:
+        self._model, self._amp, self._every = model, amp, every
+        self._leaves = [(n, m) for n, m in model.named_modules() if not any(True for _ in m.children())]
+        self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
+        device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
+        count = len(self._parameters)
+        # one block for all: activations, then gradients, then weights
+        self._first_gradient, self._first_weight = len(self._leaves), len(self._leaves) + count
+        self._rows = _Rows(self._first_weight + count, width, device)
+        self._moved = torch.zeros(3, count, dtype=torch.int64, device=device)
+        self._steps: list[StepRecord] = []
+        self._unread: list[tuple[int, StepResult, list[Tensor]]] = []
+        self._losses: list[Tensor] = []
+        self._seen = 0
+        self._spent_s, self._started = 0.0, time.perf_counter()
+        self._dtypes = {p.dtype for _, p in self._parameters}
+        self._have_masters: set[int] = set()
+        self._handles: list[Any] = []
+        self._sampling: list[Any] = []
+        self._ids = {id(p) for _, p in self._parameters}
+        self._running = 0
+        self._before: Tensor | None = None
+        self._install()
+
+    def _note_masters(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        kept = (p for o in optimizers if keeps_masters(o) for p in parameters(o) if p.dtype in LOW_DTYPES)
+        self._have_masters |= {id(p) for p in kept}
+
+    def _arm(self) -> None:
+        """Put hooks on the tensors of a step that is sampled, and take them off those of any other."""
+        if self._is_sampling == bool(self._sampling):
+            return
+        if self._sampling:
+            self._disarm()
+            return
+        for row, (_, module) in enumerate(self._leaves):
+            self._sampling.append(module.register_forward_hook(self._on_output(row)))
+        for row, (_, parameter) in enumerate(self._parameters):
+            handle = parameter.register_post_accumulate_grad_hook(self._on_gradient(self._first_gradient + row))  # type: ignore[no-untyped-call]  # torch's own
+            self._sampling.append(handle)
+
+    def _disarm(self) -> None:
+        for handle in self._sampling:
+            handle.remove()
+        self._sampling.clear()
+
+    def _end_step(self) -> None:
+        self._seen += 1
+        self._timed(self._arm)
+
+    def _install(self) -> None:
+        self._arm()
+        if self._amp is None:
+            self._handles += [
+                optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
+                optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
+            ]
+            return
+        self._note_masters(self._amp.optimizers)
+        step, backward = self._amp.step, self._amp.backward
+
+        def watched(closure: Any = None, **kwargs: Any) -> StepResult:
+            return self._step(step, closure, **kwargs)
+
+        def backward_watched(loss: Tensor, **kwargs: Any) -> None:
+            backward(loss, **kwargs)
+            self._losses.append(loss.detach())
+
+        # cover the methods on this one object
+        vars(self._amp).update(step=watched, backward=backward_watched)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._running += self._owns(optimizer)
+        if self._running == 1 and self._owns(optimizer):
+            self._note_masters([optimizer])
+            self._before = self._timed(self._sample_weights) if self._is_sampling else None
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._running -= self._owns(optimizer)
+        # an optimizer inside another, as in MasterWeights, is part of its step
+        if self._running == 0 and self._owns(optimizer):
+            before = self._before
+            if before is not None:
+                self._timed(lambda: self._compare_weights(before))
+            self._end_step()
+
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._ids for p in parameters(optimizer))
+
+    @property
+    def _is_sampling(self) -> bool:
+        return self._seen % self._every == 0
+
+    def _on_output(self, row: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._is_sampling or autograd_node() is not None:
+                return
+            start = time.perf_counter()
+            found = next((v for _, t in tensors_in(output, "") if (v := plain(t)) is not None), None)
+            if found is not None and found.numel():
+                self._dtypes.add(found.dtype)
+                with torch.no_grad():
+                    self._rows.put(row, found)
+            self._spent_s += time.perf_counter() - start
+
+        return hook
+
+    def _on_gradient(self, row: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if not self._is_sampling or parameter.grad is None:
+                return
+            start = time.perf_counter()
+            values = plain(parameter.grad)
+            if values is not None and values.numel():
+                with torch.no_grad():
+                    self._rows.put(row, values)
+            self._spent_s += time.perf_counter() - start
+
+        return hook
+
+    def _step(self, step: Callable[..., StepResult], closure: Any, **kwargs: Any) -> StepResult:
+        before = self._timed(self._sample_weights) if self._is_sampling else None
+        result = step(closure, **kwargs)
+        if before is not None:
+            self._timed(lambda: self._compare_weights(before))
+        losses, self._losses = self._losses[-1:] if closure is not None else self._losses, []
+        self._unread.append((self._seen, result, losses))
+        self._end_step()
+        if len(self._unread) >= _KEPT_RESULTS:
+            self._read_results()
+        return result
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = call()
+        self._spent_s += time.perf_counter() - start
+        return out
+
+    def _sample_weights(self) -> Tensor:
+        for row, (_, parameter) in enumerate(self._parameters):
+            self._rows.put(self._first_weight + row, parameter)
+        return self._rows.values[self._first_weight :].clone()
+
+    def _compare_weights(self, before: Tensor) -> None:
+        """Count samples with a gradient whose weight did not move; then count exponents."""
+        after = torch.zeros_like(before)
+        width = before.shape[1]
+        for row, (_, parameter) in enumerate(self._parameters):
+            sample = spaced(parameter.detach(), width)
+            after[row, : sample.numel()].copy_(sample)
+        meant = self._rows.values[self._first_gradient : self._first_weight] != 0
+        moved = after != before
+        # a skipped step moves nothing and is not counted
+        taken = moved.any()
+        self._moved[0] += (meant & taken).sum(1)
+        self._moved[1] += (meant & ~moved & taken).sum(1)
+        self._rows.count()
+
+    def _read_results(self) -> None:
+        for index, result, losses in self._unread:
+            self._steps.append(
+                StepRecord(
+                    step=index,
+                    applied=result.applied,
+                    scale=result.scale,
+                    grad_norm=result.grad_norm,
+                    loss=sum(float(loss) for loss in losses) if losses else None,
+                    reason=result.reason or "",
+                    names=() if result.applied else tuple(result.nonfinite)[:5],
+                )
+            )
+        self._unread.clear()
+
+    def _compute(self) -> torch.dtype:
+        """Return the format low ops run in: the policy's, else the 16-bit one that was seen."""
+        if self._amp is not None:
+            return self._amp.policy.compute or torch.float32
+        return next((dtype for dtype in LOW_DTYPES if dtype in self._dtypes), torch.float32)
+
+    @property
+    def report(self) -> WatchReport:
+        """What was seen so far. Syncs: yes, here and nowhere between reports."""
+        self._read_results()
+        if self._seen == 0 and self._amp is None and self._rows.is_holding:
+            self._timed(self._sample_weights)
+            self._rows.count()  # a model that is only run, never trained
+        moved = self._moved.tolist()
+        lost = [
+            lost / meant if meant and id(p) not in self._have_masters else 0.0
+            for meant, lost, (_, p) in zip(moved[0], moved[1], self._parameters, strict=True)
+        ]
+        kinds: list[tuple[Kind, str, float]] = [
+            *(("activation", name, 0.0) for name, _ in self._leaves),
+            *(("gradient", name, 0.0) for name, _ in self._parameters),
+            *(("weight", name, share) for (name, _), share in zip(self._parameters, lost, strict=True)),
+        ]
+        tensors = [
+            TensorRecord(kind=kind, name=name, histogram=histogram, lost=share)
+            for (kind, name, share), histogram, filled in zip(
+                kinds, self._rows.histograms(), self._rows.filled, strict=True
+            )
+            if filled
+        ]
+        elapsed = time.perf_counter() - self._started
+        return WatchReport(
+            model=type(self._model).__name__,
+            policy="" if self._amp is None else str(self._amp.policy),
+            compute=dtype_name(self._compute()),
+            every=self._every,
+            num_steps=self._seen,
+            steps=tuple(self._steps),
+            tensors=tuple(tensors),
+            loss_scale=self._steps[-1].scale if self._steps else 1.0,
+            host_share=self._spent_s / elapsed if elapsed else 0.0,
+        )
+
+    def close(self) -> None:
+        """Stop watching. What was seen stays. Writes: hooks, and `step` of the stepper, as they were."""
+        self._disarm()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._amp is not None:
+            for name in ("step", "backward"):
+                vars(self._amp).pop(name, None)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Watch:
+    """Watch a run: where its values lie in the formats' ranges, what is lost, what the scale does.
+
+    On every `every`-th step some values of each activation, gradient and weight are put into one block of memory
+    and counted by exponent in one reduction. The host reads nothing until `report` is asked for.
+
+    Args:
+        run: what `mezzo.prepare` returned; or a model that is not prepared, whose report has no loss scale and no
+            skipped steps, and whose gradients are those that its own loop made, scaled or not.
+        every: steps from one sampled step to the next; the first is sampled.
+        width: values sampled of each tensor, evenly spaced.
+
+    Returns:
+        The watch, to be closed or used as a context. Its `report` says how much host time it took.
+
+    Raises:
+        ConfigError: `every` or `width` below 1, or something else to watch.
+
+    Writes: hooks on leaf modules and parameters, and `step` and `backward` of a stepper or torch's global optimizer hooks, until it is
+        closed.
+    Syncs: no; `report` does.
+
+    >>> import mezzo
+    >>> model = nn.Linear(4, 1)
+    >>> amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    >>> with watch(amp) as w:
+    ...     amp.backward(model(torch.ones(2, 4)).sum())
+    ...     _ = amp.step()
+    >>> len(w.report.steps), w.report.skipped
+    (1, 0)
+    """
+    if every < 1 or width < 1:
+        raise ConfigError(f"watch was asked for every={every}, width={width}; both must be at least 1.")
+    if isinstance(run, Stepper):
+        return Watch(run.model, run, every, width)
+    if isinstance(run, nn.Module):
+        return Watch(run, None, every, width)
+    raise ConfigError(
+        f"watch was given {type(run).__name__}; it takes what mezzo.prepare returned, or a model that is not prepared."
+    )

@@ -1,0 +1,15 @@
+"""Reports: one layout, set as text, JSON or one HTML page."""
+
+from .document import Band as Band
+from .document import Block as Block
+from .document import Cell as Cell
+from .document import Chart as Chart
+from .document import Document as Document
+from .document import Heading as Heading
+from .document import Heat as Heat
+from .document import Note as Note
+from .document import Pairs as Pairs
+from .document import Report as Report
+from .document import Series as Series
+from .document import Source as Source
+from .document import Table as Table

@@ -1,0 +1,178 @@
+"""Draws charts as SVG text: no script, no font, no network."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from .document import Band, Chart, Heat
+
+WIDTH = 760
+_PLOT = 190
+_LEFT, _RIGHT, _TOP = 56, 12, 30
+_BAND_HEIGHT, _ROW_HEIGHT, _NAME_WIDTH = 12, 15, 210
+_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
+_LABELS, _LONGEST = 16, 20
+_FAINT = 1e-3
+"""Share of a row's largest value below which nothing is drawn."""
+
+
+def _steps(low: float, high: float) -> list[float]:
+    """Return round numbers between two ends, four to nine of them.
+
+    >>> _steps(22.76, 55.8)
+    [25.0, 30.0, 35.0, 40.0, 45.0, 50.0, 55.0]
+    """
+    power = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = max(s * power for s in (1, 2, 5) if s * power <= (high - low) / 4)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _ends(chart: Chart) -> tuple[float, float]:
+    """Return the vertical range: of the finite values, with 0 for bars."""
+    values = [v for s in chart.series for v in s.values if math.isfinite(v)]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if chart.kind == "bars":
+        low = min(low, 0.0)
+    return (low - 0.5, high + 0.5) if low == high else (low, high)
+
+
+def _shortened(label: str, longest: int = _LONGEST) -> str:
+    return label if len(label) <= longest else f"…{label[1 - longest :]}"
+
+
+def _label_height(labels: tuple[str, ...]) -> float:
+    return 16 + 3.2 * max((len(_shortened(label)) for label in labels), default=0)
+
+
+class _Plot:
+    """Turns positions and values into pixels."""
+
+    def __init__(self, count: int, low: float, high: float, left: int = _LEFT) -> None:
+        self.low, self.high, self.left = low, high, left
+        self.count = max(1, count)
+
+    def x(self, position: float) -> float:
+        return self.left + (position + 0.5) / self.count * (WIDTH - self.left - _RIGHT)
+
+    def y(self, value: float) -> float:
+        return _TOP + (self.high - value) / (self.high - self.low) * _PLOT
+
+
+def _axes(chart: Chart, frame: _Plot) -> list[str]:
+    parts = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{escape(chart.unit)}</text>']
+    for value in _steps(frame.low, frame.high):
+        y = frame.y(value)
+        parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    return parts
+
+
+def _labels(labels: tuple[str, ...], frame: _Plot, y: float) -> list[str]:
+    every = max(1, math.ceil(len(labels) / _LABELS))
+    return [
+        f'<text x="{frame.x(i):.1f}" y="{y:.1f}" text-anchor="end" transform="rotate(-30 {frame.x(i):.1f} {y:.1f})">'
+        f"<title>{escape(label)}</title>{escape(_shortened(label, min(_LONGEST, int(frame.x(i) / 5.2))))}</text>"
+        for i, label in enumerate(labels)
+        if i % every == 0
+    ]
+
+
+def _bands(bands: tuple[Band, ...], frame: _Plot, top: float) -> list[str]:
+    """Draw each span on a row of its own, with its name before it."""
+    parts = []
+    for i, (name, low, high) in enumerate(bands):
+        left, right = max(frame.left, frame.x(low - 0.5)), min(WIDTH - _RIGHT, frame.x(high + 0.5))
+        y = top + _BAND_HEIGHT * (i + 0.5)
+        parts.append(f'<text x="{frame.left - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        if right > left:
+            parts.append(
+                f'<line class="band" x1="{left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}" '
+                f'stroke="{_COLOURS[-1 - i % len(_COLOURS)]}"/>'
+            )
+    return parts
+
+
+def _lines(chart: Chart, frame: _Plot) -> list[str]:
+    parts = []
+    for n, series in enumerate(chart.series):
+        colour = _COLOURS[n % len(_COLOURS)]
+        points = [(frame.x(i), frame.y(v)) if math.isfinite(v) else None for i, v in enumerate(series.values)]
+        path, pen = [], "M"
+        for point in points:
+            path += [f"{pen}{point[0]:.1f} {point[1]:.1f}"] if point else []
+            pen = "L" if point else "M"
+        parts.append(f'<path d="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        for point, label, value in zip(points, chart.labels, series.values, strict=True):
+            if point:
+                parts.append(
+                    f'<circle cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="2.4" fill="{colour}">'
+                    f"<title>{escape(f'{label}: {value:.4g} {chart.unit}')}</title></circle>"
+                )
+    return parts
+
+
+def _columns(chart: Chart, frame: _Plot) -> list[str]:
+    parts = []
+    slot = (WIDTH - _LEFT - _RIGHT) / frame.count * 0.8
+    width = slot / max(1, len(chart.series))
+    for n, series in enumerate(chart.series):
+        for i, (label, value) in enumerate(zip(chart.labels, series.values, strict=True)):
+            if math.isfinite(value) and value != 0:
+                x, top, base = frame.x(i) - slot / 2 + n * width, frame.y(max(value, 0)), frame.y(min(value, 0))
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{base - top:.1f}" '
+                    f'fill="{_COLOURS[n % len(_COLOURS)]}"><title>{escape(f"{label}: {value:.4g} {chart.unit}")}</title></rect>'
+                )
+    return parts
+
+
+def _legend(chart: Chart) -> list[str]:
+    if len(chart.series) == 1 and chart.series[0].name == chart.unit:
+        return []
+    parts = []
+    for n, series in enumerate(chart.series):
+        x = _LEFT + 8 + 140 * n
+        parts.append(f'<rect x="{x}" y="3" width="10" height="10" fill="{_COLOURS[n % len(_COLOURS)]}"/>')
+        parts.append(f'<text x="{x + 14}" y="12">{escape(series.name)}</text>')
+    return parts
+
+
+def _svg(title: str, height: float, parts: list[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}" '
+        'xmlns="http://www.w3.org/2000/svg">' + "".join(parts) + "</svg>"
+    )
+
+
+def draw(chart: Chart) -> str:
+    """Return a chart as one `<svg>` element; exact values show on hovering."""
+    frame = _Plot(len(chart.labels), *_ends(chart))
+    marks = _lines(chart, frame) if chart.kind == "lines" else _columns(chart, frame)
+    below = _TOP + _PLOT + 6
+    under = below + _BAND_HEIGHT * len(chart.bands)
+    parts = [*_axes(chart, frame), *_bands(chart.bands, frame, below), *marks, *_legend(chart)]
+    parts += _labels(chart.labels, frame, under + 10)
+    return _svg(chart.title, under + _label_height(chart.labels), parts)
+
+
+def draw_heat(heat: Heat) -> str:
+    """Return a heat map as one `<svg>` element: the darker, the more of the row's values lie there."""
+    frame = _Plot(len(heat.labels), 0.0, 1.0, _NAME_WIDTH)
+    width = (WIDTH - _NAME_WIDTH - _RIGHT) / frame.count
+    parts = []
+    for n, (name, values) in enumerate(heat.rows):
+        y, most = n * _ROW_HEIGHT, max(values, default=0.0) or 1.0
+        shown = _shortened(name, 32)
+        parts.append(f'<text x="{_NAME_WIDTH - 6}" y="{y + 11}" text-anchor="end">{escape(shown)}</text>')
+        for i, value in enumerate(values):
+            if value >= most * _FAINT:
+                parts.append(
+                    f'<rect x="{frame.x(i - 0.5):.1f}" y="{y}" width="{width:.2f}" height="{_ROW_HEIGHT - 2}" '
+                    f'fill="{_COLOURS[0]}" fill-opacity="{0.12 + 0.88 * value / most:.2f}">'
+                    f"<title>{escape(f'{name}, {heat.labels[i]}: {value:.3g} {heat.unit}')}</title></rect>"
+                )
+    below = _ROW_HEIGHT * len(heat.rows) + 4
+    under = below + _BAND_HEIGHT * len(heat.bands)
+    parts += [*_bands(heat.bands, frame, below), *_labels(heat.labels, frame, under + 10)]
+    return _svg(heat.title, under + _label_height(heat.labels), parts)

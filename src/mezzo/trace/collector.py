@@ -1,0 +1,358 @@
+"""Watches every op of a program and writes down where non-finite values come from and where they go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import OpOverload, TorchDispatchMode, autograd_node, tree_map
+from .context import TraceContext
+from .flushed_gradients import FlushWatch
+from .fp64_reference import Fp64Reference
+from .frames import Owner, caller, is_called_from
+from .host_reads import HostReads, Read
+from .lines import LineWatch
+from .lint_rules import LintWatch
+from .measure import amax, full_rows, is_finite, numbers, offending_values, rerun, sanitised, tensor_facts, wide_results
+from .ops import Call, op_facts
+from .records import Event, EventKind, Sink, SinkKind, Site
+from .reference_path import ReferencePath
+from .storage_notes import StorageNotes
+from .updates import UpdateWatch
+
+Causes = frozenset[int]
+NO_CAUSE: Causes = frozenset()
+_CLIPS = "torch/nn/utils/clip_grad.py"
+_STOPS = 8
+"""How often a program that catches the end it is given is ended again."""
+_METRICS = frozenset({"div", "mean", "std", "var", "reciprocal", "corrcoef", "floor_divide"})
+
+
+def _has_nan(tensors: Iterable[Tensor]) -> bool:
+    return any(bool(t.isnan().any()) for t in tensors)
+
+
+class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Sees every op that reaches torch's dispatcher: forward, backward, optimizer, the parts of composites.
+
+    Every storage that received non-finite values carries the indices of the events they come from, so a bad
+    loss or gradient can name its origin however many ops lie between.
+
+    Args:
+        context: where the program stands.
+        on_sink: called after a sink was noted.
+        on_loss: called with each tensor that a backward starts from.
+
+    Attributes:
+        context: as given.
+        events: how non-finite values came about, in order.
+        sinks: what they reached, in order.
+        ops: number of ops seen.
+        lints: lint rules that were broken.
+        updates: 16-bit weights whose updates were lost.
+        lines: magnitudes by source line.
+
+    Syncs: at every op. Reads values; writes none, and draws none of the program's random numbers.
+    """
+
+    def __init__(self, context: TraceContext, on_sink: Callable[[], None], on_loss: Callable[[Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.context = context
+        self._on_sink, self._told_loss = on_sink, on_loss
+        self.events: list[Event] = []
+        self.sinks: list[Sink] = []
+        self.ops = 0
+        self.updates = UpdateWatch()
+        self.lints = LintWatch()
+        self.lines = LineWatch()
+        self.reference = ReferencePath()
+        self._carried: list[Tensor] | None = None
+        self.flushes = FlushWatch()
+        self._fp64 = Fp64Reference()
+        self._causes: StorageNotes[Causes] = StorageNotes()
+        self._reads = HostReads(self._causes)
+        self._pending_reads: list[Sink] = []
+        self._scalars: StorageNotes[Causes] = StorageNotes()
+        self.skipped = self.backwards = 0
+        self._was_updated = False
+        self._stop_with: BaseException | None = None
+        self._stops_left = 0
+        self._reached_step = -1
+        self._is_aside = False
+        self._has_scaled_grads = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[Any, Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one op and judge its results."""
+        kwargs = kwargs or {}
+        if self._is_aside:
+            return func(*args, **kwargs)
+        if self._stop_with is not None:
+            self._stops_left -= 1
+            if self._stops_left >= 0:
+                raise self._stop_with
+            return func(*args, **kwargs)
+        facts = op_facts(func)
+        site = self.context.site(facts.name)
+        self.ops += 1
+        if facts.makes_nothing:
+            return func(*args, **kwargs)
+        if facts.name == "ones_like" and self.context.is_backward_root():
+            self._on_loss(args[0], site)
+        if facts.name == "local_scalar_dense":
+            self.on_read(args[0], site)
+        call = Call(func, facts, args, kwargs)
+        try:
+            out = call.run(args, kwargs)
+        except Exception:
+            self._on_refusal(call, site)
+            raise
+        if facts.name.startswith("amp_"):
+            self._on_scaler(facts.name)
+        else:
+            self._judge(call, site)
+            self._reads.see(call, out)
+        return out
+
+    def stop(self, reason: BaseException) -> None:
+        """Raise from this op, and from the next ones if the program goes on."""
+        self._stop_with, self._stops_left = reason, _STOPS
+        raise reason
+
+    def _on_scaler(self, op: str) -> None:
+        self._has_scaled_grads = False
+        if op == "amp_update_scale":
+            self.skipped += not self._was_updated
+            self.end_step()
+            self._was_updated = False
+
+    def end_step(self) -> None:
+        """Say that an optimizer step was taken or left out."""
+        self._was_updated = True
+        self.context.end_step()
+        self.reference.clear()
+        self.flushes.clear()
+
+    def on_read(self, tensor: Tensor, site: Site) -> None:
+        """Take note of a value that the host reads. Syncs: yes, where non-finite values are about."""
+        read = self._reads.of(tensor)
+        if (
+            read is None
+            or caller() is Owner.MEZZO
+            or not any(self._leads_somewhere(self.events[i], read) for i in read.causes)
+        ):
+            return
+        sink = Sink(kind="read", name=f"at {site.frame}" if site.frame else "by the host", causes=read.causes,
+                    step=self.context.step, after=len(self.events))  # fmt: skip
+        if read.is_scalar:
+            self.reach(sink)
+        else:
+            # a program may ask, repair what it found, and go on
+            self._pending_reads.append(sink)
+
+    def on_read_in_python(self, tensor: Tensor) -> None:
+        """Take note of a tensor that becomes an array or a list, which no op shows."""
+        with self.aside():
+            self.on_read(tensor, self.context.site("item"))
+
+    @staticmethod
+    def _leads_somewhere(event: Event, read: Read) -> bool:
+        """Say whether a value that is read belongs to the training, and not to a statistic such as 0/0 found."""
+        is_metric = event.site.op in _METRICS and not event.site.root and not event.tracked
+        return read.tracked or not is_metric
+
+    def _on_refusal(self, call: Call, site: Site) -> None:
+        """Take note that an op raised, if it was given non-finite values."""
+        with self.aside():
+            bad = [(n, t) for n, t in call.inputs if not is_finite(t)]
+            causes = NO_CAUSE.union(*(self._causes.get(t) or self._leaf(call, site, n, t) for n, t in bad))
+        if causes:
+            self.reach(Sink(kind="read", name=f"{call.facts.name}, which raised", causes=causes,
+                            step=self.context.step, after=len(self.events)))  # fmt: skip
+
+    def settle_reads(self, *, has_failed: bool = False) -> None:
+        """Count what was asked about and led to no finite loss; at the end of a program what it left behind too."""
+        pending, self._pending_reads = self._pending_reads, []
+        if has_failed and not pending and self._reached_step != self.context.step:
+            causes = NO_CAUSE.union(*self._scalars.live())
+            if causes:
+                pending = [Sink(kind="exit", name="when the program ended", causes=causes, step=self.context.step,
+                                after=len(self.events))]  # fmt: skip
+        for sink in pending:
+            self.reach(sink)
+
+    def _judge(self, call: Call, site: Site) -> None:
+        self.reference.enter_node(autograd_node(), call)
+        self._carried = self.reference.see(call, site)
+        tops = [amax(t) for t in call.out]
+        self.flushes.see(call, site, tops)
+        bad = [t for t, top in zip(call.out, tops, strict=True) if not math.isfinite(top)]
+        if len(self._causes) or bad:
+            self._follow(call, site, bad)
+        self.lines.see(site, call.out, tops)
+        self.lints.see(call, site)
+        if site.phase == "optimizer":
+            self.updates.see(call)
+        elif self._has_scaled_grads and not site.root and site.phase == "forward" and is_called_from(_CLIPS):
+            self.lints.add("clip-before-unscale", site, call.out[0].dtype if call.out else torch.float32,
+                           "gradients", self.context.loss_scale)  # fmt: skip
+
+    def _follow(self, call: Call, site: Site, bad: list[Tensor]) -> None:
+        """Take in an op while non-finite values are about."""
+        sources = [s for s in call.inputs if (bad or self._is_marked(call, s[1])) and not is_finite(s[1])]
+        absorbed = self._fp64.carry(call) if sources else ""
+        if absorbed:
+            causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))
+            self.reach(Sink(kind="activation", name=f"{call.facts.name}: {absorbed}", causes=causes,
+                            step=self.context.step, after=len(self.events)))  # fmt: skip
+        if bad:
+            self._on_nonfinite(call, site, sources, bad)
+        elif not call.facts.writes:
+            for tensor in call.out:
+                self._causes.forget(tensor)
+
+    def _is_marked(self, call: Call, tensor: Tensor) -> bool:
+        return self._causes.get(call.original(tensor)) is not None
+
+    def _on_nonfinite(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> None:
+        causes = self._causes_of(call, site, sources, bad)
+        if not sources and self._is_arithmetic(call, bad):
+            causes = self._event(call, site, bad, "source")
+            self._fp64.start(call)
+        elif not sources:
+            causes = self._event(call, site, bad, "constant")
+        elif self._reached_step != self.context.step and self._is_source_anyway(call):
+            causes |= self._event(call, site, bad, "source", causes)
+        elif _has_nan(bad) and not _has_nan(t for _, t in sources):
+            causes = self._event(call, site, bad, "mixed", causes)
+        for tensor in bad:
+            older = self._causes.get(tensor) if call.facts.writes else None
+            self._causes.note(tensor, causes | (older or NO_CAUSE))
+            if tensor.numel() == 1 and not site.root and site.phase == "forward":
+                self._scalars.note(tensor, causes)
+
+    @staticmethod
+    def _is_arithmetic(call: Call, bad: list[Tensor]) -> bool:
+        """Tell computed non-finite values from ones the program wrote on purpose, such as a mask's -inf."""
+        given = [x for x in numbers(call.args, call.kwargs) if not math.isfinite(x)]
+        if not given:
+            return bool(call.inputs)
+        return _has_nan(bad) and not any(math.isnan(x) for x in given)
+
+    @staticmethod
+    def _is_source_anyway(call: Call) -> bool:
+        """Say whether the op goes wrong on the finite part of its inputs too."""
+        if call.facts.draws or any(not math.isfinite(x) for x in numbers(call.args, call.kwargs)):
+            return False
+        return not all(is_finite(t) for t in rerun(call.func, call.facts, sanitised(call.args), sanitised(call.kwargs)))
+
+    def _causes_of(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> Causes:
+        """Return the causes of those inputs that made the results bad."""
+        if len(sources) > 1 and not call.facts.draws:
+            sources = [s for s in sources if self._matters(call, s[1], bad)] or sources
+        causes = NO_CAUSE
+        for name, tensor in sources:
+            known = self._causes.get(call.original(tensor))
+            causes |= self._leaf(call, site, name, tensor) if known is None else known
+        return causes
+
+    @staticmethod
+    def _matters(call: Call, source: Tensor, bad: list[Tensor]) -> bool:
+        """Say whether repairing one input alone makes an element of the results finite."""
+        args, kwargs = tree_map(lambda v: sanitised(v) if v is source else v, (call.args, call.kwargs))
+        out = rerun(call.func, call.facts, args, kwargs)
+        was_bad = [~t.isfinite() for t in call.out]
+        return any(bool((o.isfinite() & b).any()) for o, b in zip(out, was_bad, strict=True))
+
+    def _leaf(self, call: Call, site: Site, name: str, tensor: Tensor) -> Causes:
+        original = call.original(tensor)
+        called = self.context.name_of(original) or f"argument {name!r} of {call.facts.name}, made outside the trace"
+        causes = self._event(call, site, [tensor], "leaf", leaf=called)
+        self._causes.note(original, causes)
+        return causes
+
+    def _event(
+        self, call: Call, site: Site, bad: list[Tensor], kind: EventKind, parents: Causes = NO_CAUSE, leaf: str = ""
+    ) -> Causes:
+        index, computed = len(self.events), kind in ("source", "mixed")
+        # beside inherited non-finite values, the op is judged by its finite ones
+        args, kwargs = sanitised((call.args, call.kwargs)) if parents else (call.args, call.kwargs)
+        names = [self.context.name_of(call.original(t)) if site.phase == "optimizer" else "" for t in bad]
+        if site.phase == "optimizer" and not site.module:
+            site = replace(site, module=names[0].rpartition(" ")[2].rpartition(".")[0])
+        judged = self.reference.judge(call, self._carried) if computed else (None, None)
+        given = ", ".join(str(x) for x in numbers(call.args, call.kwargs) if not math.isfinite(x))
+        event = Event(
+            index=index,
+            kind=kind,
+            kernel=call.facts.kernel,
+            site=site,
+            inputs=tuple(tensor_facts(n, t) for n, t in call.inputs),
+            outputs=tuple(tensor_facts(n or f"result {i}", t) for i, (n, t) in enumerate(zip(names, bad, strict=True))),
+            parents=parents,
+            wide=wide_results(call.func, call.facts, args, kwargs, bad[0].dtype) if kind == "source" else (),
+            offending=offending_values(call.inputs, bad[0]) if computed else (),
+            full_rows=full_rows(call.facts, call.args, call.inputs) if computed else 0,
+            loss_scale=self.context.loss_scale if site.phase == "backward" else 1.0,
+            flush=judged[1],
+            reference=judged[0],
+            leaf=leaf or (given if kind == "constant" else ""),
+            tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),
+        )
+        self.events.append(event)
+        if event.full_rows:
+            self.lints.softmax(site, bad[0].dtype, event.full_rows, call.facts.kernel)
+        return frozenset((index,))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let ops of the tool itself pass unseen."""
+        was, self._is_aside = self._is_aside, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._is_aside = was
+
+    def sink(self, kind: SinkKind, name: str, tensor: Tensor) -> None:
+        """Note that a tensor, known to be non-finite, is one that matters."""
+        self.reach(self.sink_of(kind, name, tensor))
+
+    def sink_of(self, kind: SinkKind, name: str, tensor: Tensor) -> Sink:
+        """Return what is to be noted of a non-finite tensor, once it is known to matter."""
+        causes = self._causes.get(tensor) or NO_CAUSE
+        return Sink(kind=kind, name=name, causes=causes, step=self.context.step, after=len(self.events))
+
+    def reach(self, sink: Sink) -> None:
+        """Note that non-finite values reached something that matters."""
+        self._reached_step = sink.step
+        self.sinks.append(sink)
+        self._on_sink()
+
+    def was_spoiled(self, name: str, buffer: Tensor) -> bool:
+        """Say whether a buffer received non-finite values; a mask that held them all along did not."""
+        events = [self.events[i] for i in self._causes.get(buffer) or ()]
+        return any(e.kind != "constant" and e.leaf != f"buffer {name}" for e in events)
+
+    def _on_loss(self, loss: Tensor, site: Site) -> None:
+        self.context.enter_backward(loss)
+        self._has_scaled_grads = self.context.loss_scale > 1
+        self.lints.loss(loss, site, self.context.loss_scale, self.context.names.backward_dtype)
+        self.backwards += 1
+        with self.aside():
+            self._told_loss(loss)
+        if loss.is_floating_point() and not is_finite(loss):
+            self.sink("loss", "loss", loss)
+        else:
+            self._pending_reads.clear()

@@ -1,0 +1,237 @@
+"""Where a program stands when an op runs: phase, module, line, step, loss scale."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._torch import autograd_node, next_node_number, node_number, storage_id
+from .frames import locate
+from .modules import ModuleStack, Place
+from .ops import node_op
+from .records import Phase, Site
+
+_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
+_READS = frozenset({"numpy", "tolist", "array"})
+_SITES_KEPT = 400_000
+
+
+class Names(TorchFunctionMode):
+    """Keeps what the dispatcher does not see: the public name of the torch function that runs, and the region.
+
+    Attributes:
+        current: name of the function that runs; empty where torch calls itself.
+        backward_dtype: what the region around the running `backward` casts to; None outside regions.
+        on_read: called with a tensor before it becomes an array or a list.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = ""
+        self.backward_dtype: torch.dtype | None = None
+        self.on_read: Callable[[Tensor], None] | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function under its own name."""
+        above, self.current = self.current, public_name(getattr(func, "__name__", ""))
+        if self.current in _READS and self.on_read is not None and args and isinstance(args[0], Tensor):
+            self.on_read(args[0])
+        if self.current == "backward":
+            given = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]))
+            device = given.device.type
+            self.backward_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.current, self.backward_dtype = above, None
+
+
+def public_name(name: str) -> str:
+    """Return what a policy calls a torch function or operator.
+
+    >>> public_name("__rtruediv__"), public_name("__matmul__"), public_name("add_"), public_name("layer_norm")
+    ('div', 'matmul', 'add', 'layer_norm')
+    """
+    if not name.startswith("__"):
+        return name.strip("_")
+    name = name.strip("_")
+    for prefix in ("r", "i"):
+        stem = name.removeprefix(prefix)
+        if stem != name and hasattr(torch, _OPERATORS.get(stem, stem)) and not hasattr(torch, name):
+            name = stem
+    return _OPERATORS.get(name, name)
+
+
+def rank() -> int:
+    """Return this process's rank, 0 where no process group was started."""
+    started = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if started else 0
+
+
+class TraceContext:
+    """Answers "where are we?" for the op that is running.
+
+    A backward op is placed where the forward op it differentiates was placed. The link is the sequence number
+    autograd gives a node when the forward op runs: the node is made just before the op reaches the dispatcher.
+
+    Attributes:
+        modules: the modules that are running.
+        names: the public function that is running.
+        step: optimizer steps before this one, skipped ones counted.
+        loss_scale: factor on the loss of the last backward.
+        last_gradient_of: the leaf whose gradient arrived last in this step.
+        optimizers: optimizers seen.
+        rank: this process's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        step: int,
+        on_root: Callable[[nn.Module], None],
+        on_output: Callable[[nn.Module, Place, Any], None],
+    ) -> None:
+        self.modules = ModuleStack(model, self._on_root, on_output)
+        self.names = Names()
+        self.step = step
+        self.loss_scale = 1.0
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.is_optimizer_running = False
+        self.last_gradient_of: Tensor | None = None
+        self._told_root = on_root
+        self._step_ended = False
+        self._sites: dict[int | tuple[int, str], Site] = {}
+        self.rank = rank()
+
+    def _on_root(self, module: nn.Module) -> None:
+        if autograd_node() is None:
+            if self.last_gradient_of is not None and self.last_gradient_of.grad is None:
+                # zero_grad was called, so whatever scaler is at work skipped the step
+                self._step_ended = True
+            self._begin_step()
+        self._told_root(module)
+
+    def _begin_step(self) -> None:
+        if self._step_ended:
+            self.step, self._step_ended, self.last_gradient_of = self.step + 1, False, None
+
+    def end_step(self) -> None:
+        """Say that an optimizer step was applied or skipped; the next forward belongs to the next step."""
+        self._step_ended = True
+
+    def site(self, op: str) -> Site:
+        """Return where the running op stands.
+
+        Args:
+            op: its plain name.
+        """
+        node = autograd_node()
+        here = locate(node is not None)
+        if node is None or here.is_recompute:
+            place = self.modules.place
+            is_update = self.is_optimizer_running and self.modules.is_outside and node is None
+            site = self._site("optimizer" if is_update else "forward", place, here.user, here.library, op)
+            self._remember(site, next_node_number() - 1)
+            return site
+        origin = self._origin(node)
+        if origin is None:
+            return self._site("backward", Place(), here.user, here.library, node_op(node.name()))
+        nearer = here.user is not None
+        return Site(
+            phase="backward",
+            root=origin.root,
+            module=origin.module,
+            classes=origin.classes,
+            user=here.user if nearer else origin.user,
+            library=here.library if nearer else origin.library,
+            called=origin.called,
+            op=origin.op if "CopySlices" in node.name() else node_op(node.name()),
+            step=self.step,
+            rank=self.rank,
+        )
+
+    def _site(self, phase: Phase, place: Place, user: Any, library: Any, op: str) -> Site:
+        return Site(
+            phase=phase,
+            root=place.root,
+            module=place.module,
+            classes=place.classes,
+            user=user,
+            library=library,
+            called=self.names.current,
+            op=op,
+            step=self.step,
+            rank=self.rank,
+        )
+
+    def _remember(self, site: Site, sequence: int) -> None:
+        if len(self._sites) > _SITES_KEPT:
+            self._sites = dict(list(self._sites.items())[_SITES_KEPT // 2 :])
+        self._sites.setdefault(sequence, site)
+        self._sites.setdefault((sequence, site.op), site)
+
+    def _origin(self, node: Any) -> Site | None:
+        """Return the site of the forward op that made an autograd node."""
+        if "AccumulateGrad" in node.name():
+            return None
+        sequence = node_number(node)
+        if "CopySlices" in node.name():
+            # made after its op; the op's own node, which it runs, came just before
+            sequence -= 1
+        return self._sites.get((sequence, node_op(node.name()))) or self._sites.get(sequence)
+
+    def is_backward_root(self) -> bool:
+        """Say whether autograd is asking for ones to start a backward with."""
+        frame = sys._getframe(2)
+        for _ in range(8):
+            if frame.f_code.co_name == "_make_grads":
+                return True
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return False
+
+    def enter_backward(self, loss: Tensor) -> None:
+        """Take note of a backward from `loss`, and of the factor its last op multiplied it by. Syncs: yes."""
+        self._begin_step()
+        self.loss_scale = _factor(loss)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return what a tensor is called: parameter, buffer, input or optimizer state; empty if none of them."""
+        found = self.modules.name_of(tensor)
+        key = storage_id(tensor)
+        for optimizer in self.optimizers if not found else ():
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor) and storage_id(value) == key:
+                        return f"optimizer state {name} of {self.parameter_name(parameter)}"
+        return found
+
+    def parameter_name(self, parameter: Tensor) -> str:
+        """Return a parameter's name in the first module that holds it, or its place in an optimizer."""
+        known = self.modules.parameter_name(parameter)
+        for optimizer in self.optimizers if not known else ():
+            for i, group in enumerate(optimizer.param_groups):
+                for j, held in enumerate(group["params"]):
+                    if held is parameter:
+                        return f"param_groups[{i}]['params'][{j}]"
+        return known
+
+
+def _factor(loss: Tensor) -> float:
+    """Return the constant number a loss was multiplied by last, as a loss scaler does; 1 if there is none."""
+    node = loss.grad_fn
+    if node is None or node.name() != "MulBackward0":
+        return 1.0
+    for i, saved in ((1, "_saved_other"), (0, "_saved_self")):
+        value = getattr(node, saved, None)
+        if node.next_functions[i][0] is None and isinstance(value, Tensor) and value.numel() == 1:
+            return float(value)
+    return 1.0

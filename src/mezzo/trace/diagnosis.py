@@ -1,0 +1,124 @@
+"""A batch run again under the tracer: what the step's errors say about it, and what demotion acts on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from .._torch import dispatch_modes, function_modes
+from .collector import Collector
+from .findings import Finding
+from .frames import source_line
+from .preserve_state import preserve_state
+from .records import OUTSIDE
+from .trace_report import TraceReport
+from .tracer import Trace
+
+_NARROW_LOSS = "Add 'output=fp32' to the policy, or write output.float() before the loss."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """What running a batch again has shown.
+
+    Attributes:
+        report: the `mezzo.diagnose.TraceReport`; None where a trace around the run has one already.
+        sentence: op, module, line and verdict; empty where nothing was found.
+        fix: what to change, in a sentence.
+        edit: the policy edit that fixes it, where a module or an op of the model overflowed 16 bit; else empty.
+    """
+
+    report: TraceReport | None
+    sentence: str
+    fix: str
+    edit: str
+
+
+def rerun_traced(model: nn.Module, run: Callable[[], object], *, step: int, scale: float) -> Diagnosis:
+    """Run a batch again, op by op, and leave model, gradients and random state as they were.
+
+    Args:
+        model: names are relative to it.
+        run: runs the batch.
+        step: number of the step, from 0.
+        scale: loss scale that gradients handed to backward carry.
+
+    Returns:
+        The report, the first fault in words, and the policy edit where an op of the model overflowed 16 bit. Nothing
+        inside a trace, which has seen the batch the first time.
+
+    Writes: what it gives back. Syncs: at every op.
+    """
+    if any(isinstance(mode, Collector) for mode in dispatch_modes()):
+        return Diagnosis(report=None, sentence="", fix="", edit="")
+    with preserve_state(model), Trace(model, step=step) as t:
+        t.assume_scale(scale)
+        run()
+    return _of_batch(t.report)
+
+
+class LossTrace:
+    """A trace from the end of a forward to the end of a backward, taken off only where nobody's mode lies above it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace.__enter__()
+
+    def stop(self) -> Diagnosis | None:
+        """Return what was found; None if it cannot be taken off yet. Writes: the modes of this thread."""
+        if not self._trace.is_on_top:
+            return None
+        self._trace.__exit__(None, None, None)
+        return _of_loss(self._trace.report)
+
+
+def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
+    """Trace the program until `stop`; None in a side thread, or where a mode is on, which may be taken off before.
+
+    Args:
+        model: names are relative to it.
+        step: number of the step, from 0.
+
+    Writes: the modes of this thread.
+    """
+    functions = function_modes()
+    is_aside = threading.current_thread() is not threading.main_thread()
+    if is_aside or functions or dispatch_modes():
+        return None
+    return LossTrace(Trace(model, step=step))
+
+
+def _of_batch(report: TraceReport) -> Diagnosis:
+    fault = next(iter(report.faults), None)
+    if fault is None:
+        return Diagnosis(report=report, sentence="", fix="", edit="")
+    is_models = fault.verdict == "overflow" and fault.path != OUTSIDE
+    return Diagnosis(
+        report=report,
+        sentence=f"Run again op by op, the last batch shows {_found(fault)}",
+        fix=f"Add '{fault.fix.edit}' to the policy; {fault.fix.advice}"
+        if fault.fix.edit
+        else f"Fix: {fault.fix.advice}",
+        edit=fault.fix.edit if is_models else "",
+    )
+
+
+def _of_loss(report: TraceReport) -> Diagnosis:
+    """Return what was found outside the model, where no rule of its policy reaches."""
+    fault = next(iter(report.faults), None)
+    if fault is None:
+        return Diagnosis(report=report, sentence="", fix="", edit="")
+    is_narrow = fault.verdict in ("overflow", "underflow") and bool(fault.fix.edit)
+    return Diagnosis(
+        report=report,
+        sentence=f"The model's outputs are finite; what was computed from them shows {_found(fault)}",
+        fix=_NARROW_LOSS if is_narrow else f"Fix: {fault.fix.advice}",
+        edit="",
+    )
+
+
+def _found(fault: Finding) -> str:
+    line = "" if fault.frame is None else f" at {fault.frame} ({source_line(fault.frame)})"
+    return f"{fault.verdict} in {fault.op}, {fault.phase}, module {fault.path}{line}: {fault.why}"

@@ -1,0 +1,290 @@
+"""From records to findings: which event is the root cause, and what kind of fault it is. Pure functions of the record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .depth import Trend, grew_into, trends
+from .fix import Fix, fix_for
+from .records import Event, Flush, FlushedGradient, Frame, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
+from .verdict import Verdict, number, verdict_of
+
+FLUSHED_SHARE = 0.3
+"""Above this share of a step's gradients lost to fp16, or with a whole parameter's, a step is not what fp32 would take."""
+LOST_SHARE = 0.5
+"""Above this share of swallowed updates a weight hardly moves; the limit of the update monitor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One fault: what, where, how it is known, and what removes it.
+
+    Attributes:
+        verdict: kind of fault.
+        phase: forward, backward or optimizer.
+        op: plain name; in backward, of the forward op whose gradient went wrong.
+        kernel: the torch op that ran.
+        called: the public torch function that was called.
+        module: fully qualified name, empty for the root or outside.
+        path: module as a reader calls it.
+        frame: the line to look at: the user's own, else a library's.
+        library: nearest line of an installed package, where that is nearer.
+        step: of the first occurrence.
+        rank: of the process.
+        inputs: what went into the op.
+        outputs: what came out non-finite.
+        why: one sentence with the numbers.
+        fix: what to change.
+        reached: loss, gradients, weights, buffers or outputs it reached.
+        flush: the flush to zero that was divided by, for underflow.
+        steps: in which it reached them.
+    """
+
+    verdict: Verdict
+    phase: Phase
+    op: str
+    kernel: str
+    called: str
+    module: str
+    path: str
+    frame: Frame | None
+    library: Frame | None
+    step: int
+    rank: int
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    why: str
+    fix: Fix
+    reached: tuple[str, ...]
+    flush: Flush | None
+    steps: tuple[int, ...]
+
+    @property
+    def mend(self) -> Fix:
+        """Raise: the name of old versions."""
+        raise AttributeError("Finding.mend is now called fix: write finding.fix.edit and finding.fix.advice.")
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether this is more than a loss scaler finding its level: nothing lasting was reached then."""
+        lasting = any(r.startswith(("parameter", "buffer")) for r in self.reached)
+        return self.verdict != "loss-scale" or lasting
+
+
+def is_mostly_flushed(gradients: Iterable[FlushedGradient]) -> bool:
+    """Say whether fp16 took so much of a step's gradients that training cannot do what fp32 would."""
+    counts = [(g.flushed, g.numel) for g in gradients]
+    numel = sum(n for _, n in counts)
+    return sum(f for f, _ in counts) > FLUSHED_SHARE * numel or any(f == n > 1 for f, n in counts)
+
+
+def find(record: TraceRecord) -> tuple[Finding, ...]:
+    """Return the faults of a trace, the first one first.
+
+    A non-finite value is a fault only if it reached a loss, a gradient, a parameter, a buffer or an output; of the
+    events behind it, those that are not consequences of others are named. A mask's -inf is written on purpose and is
+    never a fault by itself.
+    """
+    found = [_of_event(record, e, sinks) for e, sinks in _root_causes(record)]
+    found += _of_flushed(record, bool(found))
+    found += _of_trends(record, bool(found))
+    found += _of_lost_updates(record.lost)
+    return _merged(found)
+
+
+def _ancestors(record: TraceRecord, causes: frozenset[int]) -> list[Event]:
+    seen: set[int] = set()
+    todo = list(causes)
+    while todo:
+        index = todo.pop()
+        if index not in seen:
+            seen.add(index)
+            todo += record.events[index].parents
+    return [record.events[i] for i in sorted(seen)]
+
+
+def _root_causes(record: TraceRecord) -> list[tuple[Event, list[Sink]]]:
+    reached: dict[int, list[Sink]] = {}
+    for sink in record.sinks:
+        for event in _roots(_ancestors(record, sink.causes), sink):
+            reached.setdefault(event.index, []).append(sink)
+    return [(record.events[i], reached[i]) for i in sorted(reached)]
+
+
+def _roots(events: list[Event], sink: Sink) -> list[Event]:
+    """Return the root causes of a sink, out of all it descends from."""
+    sources = [e for e in events if e.kind == "source"]
+    if sink.kind == "read":
+        # a value made outside, such as the best loss so far, may be asked for
+        events = [e for e in events if not (e.kind == "leaf" and _is_mask(e))]
+    mixed = [e for e in events if e.kind == "mixed"]
+    leaves = [e for e in events if e.kind == "leaf" and not (mixed and _is_mask(e))]
+    constants = [e for e in events if e.kind == "constant"]
+    if sources or leaves:
+        return sorted([*sources, *leaves], key=lambda e: e.index)
+    if mixed:
+        return mixed[:1]
+    # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not
+    return constants if sink.kind not in ("output", "read", "exit") else []
+
+
+def _is_mask(leaf: Event) -> bool:
+    return all(t.neginf == t.nonfinite for t in leaf.outputs)
+
+
+def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
+    verdict, why = verdict_of(event)
+    trend = grew_into(event, record.sizes) if verdict == "overflow" else None
+    if trend is not None:
+        verdict, why = "exploding", f"{trend} {why}"
+    site = event.site
+    return Finding(
+        verdict=verdict,
+        phase=site.phase,
+        op=site.op,
+        kernel=event.kernel,
+        called=site.called,
+        module=site.module,
+        path=site.path,
+        frame=site.frame,
+        library=site.library,
+        step=site.step,
+        rank=site.rank,
+        inputs=event.inputs,
+        outputs=event.outputs,
+        why=why,
+        fix=fix_for(verdict, event),
+        reached=tuple(dict.fromkeys(f"{s.kind} {s.name}".replace("loss loss", "loss") for s in sinks)),
+        flush=event.flush if verdict == "underflow" else None,
+        steps=tuple(sorted({s.step for s in sinks})),
+    )
+
+
+def _of_trends(record: TraceRecord, is_faulty: bool) -> list[Finding]:
+    """Report sizes that grow or shrink over depth while everything is still finite."""
+    return [] if is_faulty else [_of_trend(record, t) for t in trends(record.sizes)[:1]]
+
+
+def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
+    place: Literal["forward", "backward"] = "forward" if trend.kind == "output" else "backward"
+    return Finding(
+        verdict=trend.verdict,
+        phase=place,
+        op=trend.cls or "gradient",
+        kernel="",
+        called="",
+        module=trend.pattern,
+        path=trend.pattern,
+        frame=None,
+        library=None,
+        step=trend.step,
+        rank=record.rank,
+        inputs=(),
+        outputs=(),
+        why=str(trend),
+        fix=Fix(
+            edit="",
+            advice="normalise between layers, add residual paths, or scale the initial weights; "
+            "no precision and no loss scale repairs this.",
+        ),
+        reached=(),
+        flush=None,
+        steps=(trend.step,),
+    )
+
+
+def _of_flushed(record: TraceRecord, is_faulty: bool) -> list[Finding]:
+    """Report gradients that are 0 in fp16 and not in fp32. Layers that shrink in fp32 too are another fault."""
+    steps: dict[int, list[FlushedGradient]] = {}
+    for g in record.flushed:
+        steps.setdefault(g.step, []).append(g)
+    bad = [step for step, found in steps.items() if is_mostly_flushed(found)]
+    if is_faulty or not bad or any(t.verdict == "vanishing" for t in trends(record.sizes)):
+        return []
+    found = steps[bad[0]]
+    share = sum(g.flushed for g in found) / sum(g.numel for g in found)
+    worst = max((g for g in found if g.flush is not None), key=lambda g: g.flushed)
+    flush = worst.flush
+    assert flush is not None
+    site, wanted = flush.site, min(g.wanted_scale for g in found if g.flush is not None)
+    gone = [g.name for g in found if g.flushed]
+    return [
+        Finding(
+            verdict="underflow",
+            phase="backward",
+            op=site.op,
+            kernel=flush.kernel,
+            called=site.called,
+            module=site.module,
+            path=site.path,
+            frame=site.frame,
+            library=site.library,
+            step=site.step,
+            rank=site.rank,
+            inputs=(),
+            outputs=(),
+            why=f"{share:.1%} of the gradients are 0 in {flush.dtype} and not in fp32: {site.op} flushed {flush.share:.1%} of "
+            f"its results (fp32: up to {number(flush.wide_amax)}) at loss scale {number(worst.loss_scale)}.",
+            fix=Fix(
+                edit="",
+                advice=f"scale the loss: a loss scale of {number(wanted)} keeps them, and torch.amp.GradScaler or "
+                "mezzo.GradScaler find it; or use bf16, which has the range of fp32.",
+            ),
+            reached=tuple(f"gradient {name}" for name in gone),
+            flush=flush,
+            steps=tuple(bad),
+        )
+    ]
+
+
+def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
+    worst = [u for u in lost if u.lost > LOST_SHARE * u.intended]
+    if not worst:
+        return []
+    first = worst[0]
+    same = [u for u in worst if u.site.step == first.site.step]
+    share = sum(u.lost for u in same) / sum(u.intended for u in same)
+    site: Site = first.site
+    names = ", ".join(u.name for u in same[:3]) + (f" and {len(same) - 3} more" if len(same) > 3 else "")
+    return [
+        Finding(
+            verdict="lost-update",
+            phase="optimizer",
+            op="step",
+            kernel=first.optimizer,
+            called="",
+            module=first.name.rpartition(".")[0],
+            path=first.name,
+            frame=site.frame,
+            library=site.library,
+            step=site.step,
+            rank=site.rank,
+            inputs=(),
+            outputs=(),
+            why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
+            f"of {first.dtype} at the weight, and were rounded away.",
+            fix=Fix(
+                edit="params=bf16, master=split" if first.dtype == "bf16" else "params=fp16, master=fp32",
+                advice="keep the weights in fp32, or use mezzo.optim, which keeps what 16 bits cannot hold.",
+            ),
+            reached=tuple(f"parameter {u.name}" for u in same),
+            flush=None,
+            steps=tuple(sorted({u.site.step for u in worst})),
+        )
+    ]
+
+
+def _merged(found: list[Finding]) -> tuple[Finding, ...]:
+    """Fold findings that name the same op on the same line into the first of them."""
+    kept: dict[tuple[object, ...], Finding] = {}
+    for f in found:
+        key = (f.verdict, f.phase, f.op, f.module, str(f.frame))
+        if key in kept:
+            old = kept[key]
+            reached = tuple(dict.fromkeys((*old.reached, *f.reached)))
+            kept[key] = replace(old, steps=tuple(sorted({*old.steps, *f.steps})), reached=reached)
+        else:
+            kept[key] = f
+    return tuple(kept.values())

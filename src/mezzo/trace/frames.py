@@ -1,0 +1,135 @@
+"""Which line of whose code an op was called from."""
+
+from __future__ import annotations
+
+import enum
+import linecache
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.utils.checkpoint
+
+from .records import Frame
+
+
+class Owner(enum.Enum):
+    """Whose code a file is."""
+
+    TORCH = "torch"
+    MEZZO = "mezzo"
+    STDLIB = "stdlib"
+    LIBRARY = "library"
+    """An installed package, mezzo's own applications among them."""
+    USER = "user"
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_MEZZO = Path(__file__).parents[1]
+_TRACER = str(Path(__file__).parent)
+_STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_ENGINE = Path(torch.autograd.graph.__file__).name, "_engine_run_backward"
+_CHECKPOINT = torch.utils.checkpoint.__file__
+
+
+@cache
+def owner(filename: str) -> Owner:
+    """Say whose code a file is, from where it lies.
+
+    The user's code is what is neither torch, mezzo, the standard library nor an installed package.
+    """
+    if filename.startswith("<frozen"):
+        return Owner.STDLIB
+    if filename.startswith(_TORCH):
+        return Owner.TORCH
+    path = Path(filename)
+    if _MEZZO in path.parents:
+        inside = path.relative_to(_MEZZO).parts[0]
+        return Owner.LIBRARY if inside in ("train", "bench") else Owner.MEZZO
+    if "site-packages" in path.parts or "dist-packages" in path.parts:
+        return Owner.LIBRARY
+    return Owner.STDLIB if filename.startswith(_STDLIB) else Owner.USER
+
+
+def _frame(frame: FrameType) -> Frame:
+    code = frame.f_code
+    return Frame(file=code.co_filename, line=frame.f_lineno, function=code.co_name)
+
+
+def _is_engine(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == _ENGINE[1] and code.co_filename.endswith(_ENGINE[0])
+
+
+class Location:
+    """Where the running op was called from.
+
+    Attributes:
+        user: nearest frame of the user's code; inside backward only what backward itself called.
+        library: nearest frame of an installed package when that is nearer than `user`.
+        is_recompute: the op is part of a checkpoint's second forward.
+    """
+
+    __slots__ = ("is_recompute", "library", "user")
+
+    def __init__(self, user: Frame | None, library: Frame | None, is_recompute: bool) -> None:
+        self.user, self.library, self.is_recompute = user, library, is_recompute
+
+
+def locate(in_backward: bool) -> Location:
+    """Walk the Python stack outwards from the running op.
+
+    Args:
+        in_backward: an autograd node is running, so the walk ends where the engine was entered: what called
+            `backward()` did not call this op, and a worker thread's stack ends there by itself.
+
+    Returns:
+        The nearest frames of the user's code and of a library.
+    """
+    user = library = None
+    is_recompute = False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        kind = owner(filename)
+        if kind is Owner.USER:
+            user = user or _frame(frame)
+        elif kind is Owner.LIBRARY:
+            library = library or (None if user else _frame(frame))
+        elif kind is Owner.TORCH:
+            if in_backward and _is_engine(frame):
+                break
+            is_recompute = is_recompute or (in_backward and filename == _CHECKPOINT)
+        if user and not in_backward:
+            break
+        frame = frame.f_back
+    return Location(user, library, is_recompute)
+
+
+def is_called_from(ending: str) -> bool:
+    """Say whether a file whose path ends so is on the Python stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(ending):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def caller() -> Owner:
+    """Say whose code called the running op; frames of torch and of the tracer are passed over."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if owner(filename) not in (Owner.TORCH, Owner.STDLIB) and not filename.startswith(_TRACER):
+            return owner(filename)
+        frame = frame.f_back
+    return Owner.USER
+
+
+def source_line(frame: Frame) -> str:
+    """Return the text of the line a frame points at, stripped; empty where the source is not at hand."""
+    return linecache.getline(frame.file, frame.line).strip()

@@ -1,0 +1,226 @@
+"""Lint rules: code that loses numbers before anything is inf or NaN, seen op by op, and what to write instead."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..binding.bind import record
+from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
+from .measure import amax
+from .ops import Call
+from .records import Lint, LintRule, Site
+from .verdict import number
+
+_TAKES_CONSTANT = frozenset({
+    "add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "full", "fill", "full_like", "new_full",
+    "masked_fill", "where", "scalar_tensor",
+})  # fmt: skip
+_SCALES = frozenset({"mul", "div"})
+_KEEP_WIDE = re.compile(r"(^|[._])(inv_freq|freqs?(_cis)?|cos(_cached)?|sin(_cached)?|running_mean|running_var)$")
+_HEADROOM = 4.0
+"""Squares within two binades of the format's limit are about to overflow."""
+_MOST = 64
+"""Lints of one rule that are kept."""
+
+
+def _low(tensors: list[Tensor]) -> Tensor | None:
+    return next((t for t in tensors if t.dtype in LOW_DTYPES), None)
+
+
+def exact_integers(dtype: torch.dtype) -> float:
+    """Return the number up to which a format holds every integer.
+
+    >>> exact_integers(torch.float16), exact_integers(torch.bfloat16)
+    (2048.0, 256.0)
+    """
+    return 2.0 / format_of(dtype).eps
+
+
+class LintWatch:
+    """Checks each op against the rules that one op can break. Syncs: yes, at the ops it judges."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], Lint] = {}
+        self._counts: dict[LintRule, int] = {}
+        self.has_fp16 = False
+
+    def records(self) -> tuple[Lint, ...]:
+        """Return what was noticed, each line once a rule."""
+        return tuple(self._found.values())
+
+    def add(self, rule: LintRule, site: Site, dtype: torch.dtype, what: str, value: float, kernel: str = "") -> None:
+        """Note a broken rule, once for each line and op."""
+        key = (rule, str(site.frame), site.module, kernel, "" if kernel else what)
+        if key not in self._found and self._counts.get(rule, 0) < _MOST:
+            self._counts[rule] = self._counts.get(rule, 0) + 1
+            self._found[key] = Lint(
+                rule=rule, site=site, kernel=kernel, dtype=dtype_name(dtype), what=what, value=value
+            )
+
+    def see(self, call: Call, site: Site) -> None:
+        """Take in one op."""
+        low = _low(call.out)
+        if low is None:
+            return
+        if site.phase == "forward":
+            self.has_fp16 = self.has_fp16 or (low.dtype is torch.float16 and len(call.inputs) > 0)
+            self._integers(call, site, low)
+            self._squares(call, site, low)
+            self._accumulator(call, site, low)
+        if site.phase != "backward":
+            self._constant(call, site, low)
+
+    def _integers(self, call: Call, site: Site, low: Tensor) -> None:
+        name = call.facts.name
+        if name == "arange":
+            if bool((low.diff() == 0).any()):
+                self.add("integers-in-16-bit", site, low.dtype, "arange", amax(low), call.facts.kernel)
+            return
+        source = call.args[0] if name == "to" and call.args else None
+        if not isinstance(source, Tensor) or source.dtype in LOW_DTYPES or source.is_complex() or not source.numel():
+            return
+        wide = source.double()
+        top = amax(wide)
+        whole = math.isfinite(top) and top > exact_integers(low.dtype) and bool((wide == wide.round()).all())
+        if whole and bool((low.double() != wide).any()):
+            self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel)
+
+    def _constant(self, call: Call, site: Site, low: Tensor) -> None:
+        name = call.facts.name
+        if name not in _TAKES_CONSTANT and name not in _SCALES:
+            return
+        facts = format_of(low.dtype)
+        for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
+            vanishes = name in _TAKES_CONSTANT and 0 < abs(value) <= facts.smallest / 2
+            if vanishes or (abs(value) > facts.max and name != "div"):
+                becomes = "0" if vanishes else "inf"
+                self.add("constant-lost", site, low.dtype, becomes, value, call.facts.kernel)
+
+    def _squares(self, call: Call, site: Site, low: Tensor) -> None:
+        if low.dtype is not torch.float16:
+            return
+        args, name = call.args, call.facts.name
+        is_square = (
+            name == "square"
+            or (name == "pow" and len(args) > 1 and args[1] == 2)
+            or (name == "mul" and len(args) > 1 and args[0] is args[1])
+        )
+        if is_square and (top := amax(low)) * _HEADROOM > format_of(low.dtype).max:
+            self.add("squares-near-overflow", site, low.dtype, site.called or name, top, call.facts.kernel)
+
+    def _accumulator(self, call: Call, site: Site, low: Tensor) -> None:
+        is_sum = call.facts.kernel in ("aten.add_", "aten.sub_") and low.dim() == 0
+        if is_sum and not site.root:
+            self.add("half-accumulator", site, low.dtype, "a running sum", float(low.detach()), call.facts.kernel)
+
+    def softmax(self, site: Site, dtype: torch.dtype, rows: int, kernel: str) -> None:
+        """Note rows of a softmax with nothing left in them."""
+        self.add("masked-row", site, dtype, f"{rows} row{'s' * (rows > 1)}", float(rows), kernel)
+
+    def model(self, model: nn.Module, site: Site, in_region: bool) -> None:
+        """Look over a model before it runs: buffers that must stay wide, weights that a region expects wide."""
+        for name, buffer in model.named_buffers():
+            if buffer.dtype in LOW_DTYPES and _KEEP_WIDE.search(name):
+                self.add("buffer-in-16-bit", site, buffer.dtype, f"buffer {name}", 0.0)
+        low = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_DTYPES]
+        if in_region and low and record(model) is None:
+            what = f"{len(low)} trainable parameters, {low[0][0]} first"
+            self.add("half-weights-in-region", site, low[0][1].dtype, what, float(len(low)))
+
+    def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
+        """Look at the tensor backward starts from, and at the region it starts in."""
+        if region is not None:
+            self.add("backward-in-region", site, region, "backward", 0.0)
+        if loss.dtype in LOW_DTYPES:
+            self.add("loss-in-16-bit", site, loss.dtype, "the loss", float(loss.detach()))
+        if self.has_fp16 and loss_scale == 1.0:
+            self.add("no-loss-scale", site, torch.float16, "backward", loss_scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintWarning:
+    """A lint in words.
+
+    Attributes:
+        lint: what was seen.
+        why: what it costs, with the numbers.
+        advice: what to write instead.
+    """
+
+    lint: Lint
+    why: str
+    advice: str
+
+
+def explain_lint(lint: Lint) -> LintWarning:
+    """Say what a lint costs and what to write instead."""
+    why, advice = _TEXTS[lint.rule](lint)
+    return LintWarning(lint=lint, why=why, advice=advice)
+
+
+def _exact(lint: Lint) -> str:
+    return number(2.0 / format_of(parse_dtype(lint.dtype)).eps)
+
+
+def _constant(lint: Lint) -> tuple[str, str]:
+    facts = format_of(parse_dtype(lint.dtype))
+    if lint.what == "0":
+        return (
+            f"the constant {number(lint.value)} is 0 in {lint.dtype}, whose smallest number is {number(facts.smallest)}.",
+            f"write at least {number(facts.tiny)}, or run this in fp32.",
+        )
+    return (
+        f"the constant {number(lint.value)} is inf in {lint.dtype}, which holds at most {number(facts.max)}.",
+        "write torch.finfo(x.dtype).min (or max), which fits whatever type x has.",
+    )
+
+
+_TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
+    "integers-in-16-bit": lambda x: (
+        f"whole numbers up to {number(x.value)} are cast to {x.dtype}, which is exact up to {_exact(x)}: neighbours become equal.",
+        "compute positions and phases in fp32: with torch.autocast(..., enabled=False) and x.float().",
+    ),
+    "constant-lost": _constant,
+    "squares-near-overflow": lambda x: (
+        f"squares reach {number(x.value)} of the {number(format_of(parse_dtype(x.dtype)).max)} that {x.dtype} holds.",
+        "square in fp32 (x.float().square()), or scale x down first.",
+    ),
+    "masked-row": lambda x: (
+        f"{x.what} of a softmax hold -inf alone, which gives NaN.",
+        "keep one entry in every row, or mask with torch.finfo(x.dtype).min.",
+    ),
+    "buffer-in-16-bit": lambda x: (
+        f"{x.what} is stored in {x.dtype}; frequencies and running statistics need fp32.",
+        "exclude it when casting the model: module.buffer = module.buffer.float().",
+    ),
+    "half-accumulator": lambda x: (
+        f"{x.what} is kept in {x.dtype}: additions smaller than half its spacing are lost (1000 ones sum to 256 in bf16).",
+        "start the sum in fp32: total = torch.zeros((), dtype=torch.float32).",
+    ),
+    "backward-in-region": lambda x: (
+        "backward runs inside the autocast region, so ops of its own (penalties, custom Functions) are cast again.",
+        "leave the region before loss.backward().",
+    ),
+    "half-weights-in-region": lambda x: (
+        f"{x.what} are stored in {x.dtype} under autocast: updates are rounded to {x.dtype} and gradients cannot be unscaled.",
+        "keep the weights in fp32, or mezzo.prepare with params and master.",
+    ),
+    "loss-in-16-bit": lambda x: (
+        f"the loss is {x.dtype} when backward starts; a scale of 65536 does not fit fp16, and small changes are lost.",
+        "compute the loss from float outputs: loss_fn(output.float(), target).",
+    ),
+    "clip-before-unscale": lambda x: (
+        f"gradients are clipped while they are still multiplied by {number(x.value)}.",
+        "call scaler.unscale_(optimizer) before clipping.",
+    ),
+    "no-loss-scale": lambda x: (
+        "ops run in fp16 and the loss is not scaled: gradients below 6e-8 become 0.",
+        "scale the loss: mezzo.GradScaler, or a policy with scaling; or use bf16.",
+    ),
+}

@@ -1,0 +1,223 @@
+"""Arithmetic on live tensors: what a tensor holds, and what an op would have given in a wider format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import OpOverload, tree_flatten, tree_map, without_autocast
+from ..formats import dtype_name
+from .ops import SOFTMAX_LIKE, OpFacts, results
+from .records import TensorFacts, Wide
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
+def amax(tensor: Tensor) -> float:
+    """Return the largest magnitude, NaN or inf if the tensor holds one. One pass. Syncs: yes."""
+    if tensor.numel() == 0:
+        return 0.0
+    return float(torch.linalg.vector_norm(_readable(tensor.detach()), math.inf))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Say whether every element is finite. Syncs: yes."""
+    return math.isfinite(amax(tensor))
+
+
+def spaced(tensor: Tensor, count: int) -> Tensor:
+    """Return at most `count` evenly spaced values of a tensor; a view where its memory allows. Syncs: no."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // count))]
+
+
+def exponent_fields(values: Tensor) -> Tensor:
+    """Return the exponent field of each fp32 value: 0 for zeros and subnormals, 255 for inf and NaN. Syncs: no."""
+    return (values.contiguous().view(torch.int32) >> 23) & 255
+
+
+def tensor_facts(name: str, tensor: Tensor) -> TensorFacts:
+    """Count what a report says about a tensor. Syncs: yes."""
+    values = _readable(tensor.detach())
+    finite = values.isfinite()
+    return TensorFacts(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        device=str(tensor.device),
+        amax=amax(values.masked_fill(~finite, 0)),
+        nan=int(values.isnan().sum()),
+        posinf=int(values.isposinf().sum()),
+        neginf=int(values.isneginf().sum()),
+        zeros=int((values == 0).sum()),
+    )
+
+
+def rms(tensor: Tensor) -> float:
+    """Return the root mean square of the finite values, computed in fp64. Syncs: yes."""
+    if tensor.numel() == 0:
+        return 0.0
+    values = _readable(tensor.detach()).nan_to_num(0.0, 0.0, 0.0)
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) / math.sqrt(tensor.numel())
+
+
+@contextmanager
+def _aside(draws: bool) -> Iterator[None]:
+    """Run without autograd and autocast; give random state back to the program."""
+    with torch.no_grad(), without_autocast():
+        if not draws:
+            yield
+            return
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if started else []):
+            yield
+
+
+def rerun(func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Run an op again on copies of what it writes.
+
+    Args:
+        func: the op.
+        facts: its schema.
+        args: positional arguments, values as they were before the op.
+        kwargs: named arguments.
+
+    Returns:
+        Its floating results, and the floating arguments it wrote.
+
+    Raises:
+        RuntimeError, NotImplementedError: the op has no kernel for these dtypes.
+    """
+    args = tuple(
+        tree_map(_clone, a) if name in facts.writes else a for name, a in zip(facts.arguments, args, strict=False)
+    )
+    kwargs = {name: tree_map(_clone, a) if name in facts.writes else a for name, a in kwargs.items()}
+    with _aside(facts.draws):
+        out = func(*args, **kwargs)
+    return results(facts, args, kwargs, out)
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def widened(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return an op's arguments with every narrower floating tensor, and every floating dtype named, widened."""
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
+        is_format = isinstance(value, torch.dtype) and value.is_floating_point and value != torch.float64
+        return dtype if is_format else value
+
+    return tree_map(widen, args), tree_map(widen, kwargs)
+
+
+def rerun_wide(
+    func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> list[Tensor] | None:
+    """Run an op again in a wider format.
+
+    Returns:
+        What `rerun` returns; None where no kernel of that format exists.
+    """
+    wide_args, wide_kwargs = widened(args, kwargs, dtype)
+    if facts.name in ("softmax", "log_softmax"):
+        # half_to_float is legal for half inputs only
+        wide_args = tuple(False if a is True else a for a in wide_args)
+    try:
+        return rerun(func, facts, wide_args, wide_kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def wide_results(
+    func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], narrow: torch.dtype
+) -> tuple[Wide, ...]:
+    """Recompute an op in fp32, then in fp64 while the result is not finite.
+
+    Args:
+        func: the op.
+        facts: its schema.
+        args: positional arguments, values before the op.
+        kwargs: named arguments.
+        narrow: dtype of the result that went wrong; formats no wider than it are left out.
+
+    Returns:
+        One entry a format tried.
+
+    Syncs: yes.
+    """
+    tried = []
+    for dtype in _WIDE:
+        if dtype.itemsize <= narrow.itemsize:
+            continue
+        out = rerun_wide(func, facts, args, kwargs, dtype)
+        if out is None:
+            continue
+        finite = all(is_finite(t) for t in out)
+        tops = [amax(t.nan_to_num(0.0, 0.0, 0.0)) for t in out]
+        has_nan = any(bool(t.isnan().any()) for t in out)
+        tried.append(Wide(dtype=dtype_name(dtype), is_finite=finite, amax=max(tops, default=0.0), has_nan=has_nan))
+        if finite:
+            break
+    return tuple(tried)
+
+
+def sanitised(value: Any) -> Any:
+    """Return arguments with every non-finite element replaced by 1, which lies in every op's domain."""
+
+    def repaired(item: Any) -> Any:
+        is_float = isinstance(item, Tensor) and item.is_floating_point() and item.dtype.itemsize > 1
+        return item.nan_to_num(1.0, 1.0, 1.0) if is_float else item
+
+    return tree_map(repaired, value)
+
+
+def offending_values(inputs: list[tuple[str, Tensor]], bad: Tensor) -> tuple[tuple[str, float], ...]:
+    """Return each input's value at the first non-finite element of a result.
+
+    Args:
+        inputs: floating inputs, by name.
+        bad: the result.
+
+    Returns:
+        (name, value) of inputs that broadcast to the shape of `bad`; empty where none does.
+
+    Syncs: yes.
+    """
+    where = (~_readable(bad).isfinite()).nonzero()
+    if not len(where):
+        return ()
+    index = tuple(where[0].tolist())
+    found = []
+    for name, tensor in inputs:
+        try:
+            found.append((name, float(tensor.broadcast_to(bad.shape)[index])))
+        except RuntimeError:
+            continue
+    return tuple(found)
+
+
+def full_rows(facts: OpFacts, args: tuple[Any, ...], inputs: list[tuple[str, Tensor]]) -> int:
+    """Count the rows of a softmax-like op in which every input is -inf. Syncs: yes."""
+    if facts.name not in SOFTMAX_LIKE or not inputs:
+        return 0
+    scores = dict(inputs).get("attn_mask", inputs[0][1])
+    dims = [a for a in args[1:2] if isinstance(a, int) and not isinstance(a, bool)]
+    return int(scores.isneginf().all(dims[0] if dims else -1).sum())
+
+
+def numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+    """Return the Python numbers among an op's arguments."""
+    flat, _ = tree_flatten((args, kwargs))
+    return [float(a) for a in flat if isinstance(a, (int, float)) and not isinstance(a, bool)]

@@ -1,0 +1,164 @@
+"""Which module is running, and what its parameters, buffers and inputs are called."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.utils.hooks import RemovableHandle
+
+from .._torch import storage_id
+
+
+def tensors_in(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested mappings, sequences and dataclasses, with a name for each."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, f"{name}[{i}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def _readable(name: str) -> str:
+    """Return a name without the levels torch.compile adds.
+
+    >>> _readable("layers._orig_mod.0._orig_mod")
+    'layers.0'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _call_arguments(args: tuple[Any, ...]) -> Any:
+    """Return the arguments of the call that runs a global pre-hook; torch hands such a hook no named ones."""
+    named = sys._getframe(2).f_locals.get("kwargs") or {}
+    return {**dict(enumerate(args)), **named}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where the program stands among modules.
+
+    Attributes:
+        root: class name of the outermost module, empty outside.
+        module: name below the root.
+        classes: class names from outermost to innermost.
+    """
+
+    root: str = ""
+    module: str = ""
+    classes: tuple[str, ...] = ()
+
+
+OUTSIDE = Place()
+
+
+class ModuleStack:
+    """The modules whose forward is running, kept by torch's two global forward hooks while installed.
+
+    Args:
+        model: its submodules are named relative to it wherever they are called from; None names each
+            module relative to the outermost one that is called.
+        on_root: called with each outermost module before it runs.
+        on_output: called with (module, place, output) after each module's forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        on_root: Callable[[nn.Module], None],
+        on_output: Callable[[nn.Module, Place, Any], None],
+    ) -> None:
+        self._names: dict[int, tuple[str, str]] = {}
+        self._on_root, self._on_output = on_root, on_output
+        self._stack: list[tuple[nn.Module, Place]] = []
+        self._handles: list[RemovableHandle] = []
+        self._parameters: dict[int, tuple[Tensor, str]] = {}
+        self.roots: list[nn.Module] = []
+        self.inputs: list[tuple[str, Tensor]] = []
+        if model is not None:
+            self._learn(model)
+
+    def install(self) -> None:
+        """Start to follow modules. Writes: torch's global module hooks."""
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._before),
+            module_hooks.register_module_forward_hook(self._after, with_kwargs=False, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Stop to follow modules. Writes: torch's global module hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stack.clear()
+        self.inputs.clear()
+
+    @property
+    def place(self) -> Place:
+        """Where the program stands now."""
+        return self._stack[-1][1] if self._stack else OUTSIDE
+
+    def _learn(self, root: nn.Module) -> None:
+        """Name a root's modules. The root is held, so that ids stay its own."""
+        self.roots.append(root)
+        cls = type(getattr(root, "_orig_mod", root)).__name__
+        for name, module in root.named_modules():
+            self._names.setdefault(id(module), (cls, _readable(name)))
+        for name, parameter in root.named_parameters():
+            self._parameters.setdefault(id(parameter), (parameter, _readable(name)))
+
+    def _place_of(self, module: nn.Module) -> Place:
+        above = self.place
+        if id(module) not in self._names and not self._stack:
+            self._learn(module)
+        cls = type(module).__name__
+        root, name = self._names.get(id(module), (above.root, f"{above.module}.<{cls}>".lstrip(".")))
+        return Place(root, name, (*above.classes, cls))
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        place = self._place_of(module)
+        if not self._stack:
+            self.inputs = [(f"input {n} of {place.root}", t) for n, t in tensors_in(_call_arguments(args), "")]
+            self._on_root(module)
+        self._stack.append((module, place))
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        while self._stack:
+            top, place = self._stack.pop()
+            if top is module:
+                self._on_output(module, place, output)
+                return
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether no module's forward is running."""
+        return not self._stack
+
+    def parameter_name(self, parameter: Tensor) -> str:
+        """Return a parameter's name in the first root that holds it; empty if none does."""
+        return self._parameters.get(id(parameter), (parameter, ""))[1]
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return what a tensor's memory is called: parameter, buffer or input; empty if none of them."""
+        key = storage_id(tensor)
+        for root in self.roots:
+            for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+                for name, held in named:
+                    local = getattr(held, "_local_tensor", held)
+                    if local.layout is torch.strided and storage_id(local) == key:
+                        return f"{kind} {_readable(name)}"
+        for name, held in self.inputs:
+            if held.layout is torch.strided and storage_id(held) == key:
+                return name
+        return ""

@@ -1,0 +1,198 @@
+"""Ops: what a schema says an op reads and writes, and one op as it ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import OpOverload, sparse_values, tree_map, unwrapped
+
+_RENAMED = {
+    "to_copy": "to",
+    "convolution_overrideable": "convolution",
+    "safe_softmax": "softmax",
+    "softmax_backward_data": "softmax_backward",
+}
+_PREFIXES = ("foreach_", "native_", "cudnn_", "miopen_", "thnn_fused_")
+_SUFFIXES = re.compile(r"(_legit(_no_training)?|_with_update|_for_cpu|_functional)$")
+_ATTENTION = re.compile(r"^scaled_dot_product(_\w+)?_attention")
+_GARBAGE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}
+_OVERWRITES = {
+    "copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential", "cauchy", "geometric",
+    "log_normal", "set",
+}  # fmt: skip
+_HIDDEN_WRITES = ("running_mean", "running_var")
+SOFTMAX_LIKE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
+
+
+def plain_name(name: str) -> str:
+    """Return an op's name as a reader knows it: no namespace, overload, underscore or backend.
+
+    >>> plain_name("aten._foreach_addcdiv_"), plain_name("_log_softmax"), plain_name("native_layer_norm")
+    ('addcdiv', 'log_softmax', 'layer_norm')
+    """
+    name = name.rsplit(".", 1)[-1].strip("_")
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    name = _SUFFIXES.sub("", name)
+    if _ATTENTION.match(name) and not name.endswith("backward"):
+        return "scaled_dot_product_attention"
+    return _RENAMED.get(name, name)
+
+
+def node_op(node_name: str) -> str:
+    """Return the plain name of the forward op an autograd node differentiates.
+
+    A custom Function keeps its class name.
+
+    >>> node_op("NativeLayerNormBackward0"), node_op("ClampedLogBackward"), node_op("ToCopyBackward0")
+    ('layer_norm', 'ClampedLog', 'to')
+    """
+    name = node_name.rsplit("::", 1)[-1]
+    builtin = re.fullmatch(r"(\w+)Backward\d+", name)
+    if builtin is None:
+        return name.removesuffix("Backward")
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", builtin[1]).lower()
+    return plain_name(snake)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpFacts:
+    """What the collector must know before it runs an op.
+
+    Attributes:
+        name: plain name.
+        kernel: torch's name without overload, as "aten.addmm".
+        arguments: names in the order of the schema.
+        makes_nothing: a view, or memory that holds no value yet; no result to judge.
+        writes: names of arguments the op writes.
+        overwrites: the old values of what it writes are not read.
+        draws: it draws random numbers.
+    """
+
+    name: str
+    kernel: str
+    arguments: tuple[str, ...]
+    makes_nothing: bool
+    writes: frozenset[str]
+    overwrites: bool
+    draws: bool
+
+
+@cache
+def op_facts(func: OpOverload[Any, Any]) -> OpFacts:
+    """Read an op's schema once."""
+    schema = func._schema
+    base = schema.name.split("::")[-1]
+    name = plain_name(base)
+    writes = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    outs = {a.name for a in schema.arguments if a.is_out}
+    if "batch_norm" in base and "backward" not in base:
+        writes |= {a.name for a in schema.arguments if a.name in _HIDDEN_WRITES}
+    is_view = func.is_view or base in ("lift_fresh", "alias", "detach", "_unsafe_view")
+    return OpFacts(
+        name=name,
+        kernel=schema.name.replace("::", "."),
+        arguments=tuple(a.name for a in schema.arguments),
+        makes_nothing=is_view or name in _GARBAGE,
+        writes=frozenset(writes),
+        overwrites=bool(outs) or (name in _OVERWRITES and base.endswith("_")),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+def floating(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors in an argument, lists walked, with a name for each."""
+    if isinstance(value, Tensor):
+        values = plain(value)
+        if values is not None:
+            yield name, values
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from floating(item, f"{name}[{i}]")
+
+
+def plain(tensor: Tensor) -> Tensor | None:
+    """Return the floating values of a tensor as a strided one; None where there are none.
+
+    Complex tensors come as their real view, sparse ones as their values, distributed ones as their local part.
+    """
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    tensor = unwrapped(tensor)
+    if tensor.is_meta or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
+        return None
+    if tensor.layout is torch.sparse_coo:
+        tensor = sparse_values(tensor)
+    if tensor.is_complex() and tensor.layout is torch.strided:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.is_floating_point() and tensor.layout is torch.strided else None
+
+
+def arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Return the floating tensors among an op's arguments, by schema name."""
+    named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
+    return [pair for name, value in named for pair in floating(value, name)]
+
+
+def results(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
+    """Return the floating tensors an op produced: what it returned and what it wrote, each once."""
+    written = [a for name, a in zip(facts.arguments, args, strict=False) if name in facts.writes]
+    written += [a for name, a in kwargs.items() if name in facts.writes]
+    found = {id(t): t for v in (out, *written) for _, t in floating(v, "")}
+    return list(found.values())
+
+
+class Call:
+    """One op as it ran.
+
+    Attributes:
+        func: the op.
+        facts: its schema.
+        args: positional arguments; copies stand in for what the op wrote.
+        kwargs: named arguments, likewise.
+        inputs: the floating tensors it read, by name, values before.
+        out: the floating tensors it returned or wrote.
+    """
+
+    __slots__ = ("_originals", "args", "facts", "func", "inputs", "kwargs", "out")
+
+    def __init__(
+        self, func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.func, self.facts = func, facts
+        self._originals: dict[int, Tensor] = {}
+        self.args = tuple(self._kept(n, a) for n, a in zip(facts.arguments, args, strict=False))
+        self.kwargs = {n: self._kept(n, a) for n, a in kwargs.items()}
+        named = arguments(facts, self.args, self.kwargs)
+        self.inputs = [(n, t) for n, t in named if not (facts.overwrites and n.split("[")[0] in facts.writes)]
+        self.out: list[Tensor] = []
+
+    def _kept(self, name: str, value: Any) -> Any:
+        """Return an argument, copied if the op is about to write it and its old value counts."""
+        if name not in self.facts.writes or self.facts.overwrites:
+            return value
+
+        def copy(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            kept = item.clone()
+            self._originals[id(kept)] = item
+            return kept
+
+        return tree_map(copy, value)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op on the program's own arguments. Writes: what the op writes."""
+        out = self.func(*args, **kwargs)
+        self.out = results(self.facts, args, kwargs, out)
+        return out
+
+    def original(self, tensor: Tensor) -> Tensor:
+        """Return the program's tensor that a copied argument stands for."""
+        return self._originals.get(id(tensor), tensor)

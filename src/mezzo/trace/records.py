@@ -1,0 +1,374 @@
+"""What a trace writes down: plain frozen data, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["forward", "backward", "optimizer"]
+EventKind = Literal["source", "mixed", "constant", "leaf"]
+"""How non-finite values came about.
+
+source: arithmetic on finite values. mixed: NaN made from infinities. constant: written on purpose by an op that was
+given inf or NaN as a number. leaf: found in a tensor made before or outside the trace.
+"""
+SinkKind = Literal["loss", "gradient", "parameter", "buffer", "output", "activation", "read", "exit"]
+
+OUTSIDE = "(outside any module)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """A line of source."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """Where and when an op ran.
+
+    Attributes:
+        phase: forward, backward or optimizer; a checkpoint's recompute is forward.
+        root: class name of the outermost module, empty outside any module.
+        module: fully qualified name below the root, empty for the root itself.
+        classes: class names from the outermost module to the innermost.
+        user: nearest line of the user's code.
+        library: nearest line of an installed package, where that is nearer.
+        called: public name of the torch function that was called, empty where torch called itself.
+        op: plain name of the op; in backward, of the forward op whose gradient ran.
+        step: optimizer steps before this one, skipped ones counted.
+        rank: of this process.
+    """
+
+    phase: Phase
+    root: str
+    module: str
+    classes: tuple[str, ...]
+    user: Frame | None
+    library: Frame | None
+    called: str
+    op: str
+    step: int
+    rank: int
+
+    @property
+    def frame(self) -> Frame | None:
+        """The line to look at first."""
+        return self.user or self.library
+
+    @property
+    def path(self) -> str:
+        """Module path as a reader calls it: the name, else the root's class, else what stands outside."""
+        return self.module or self.root or OUTSIDE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorFacts:
+    """What a report says about a tensor.
+
+    Attributes:
+        name: the argument's name in the op's schema, or the name of a result.
+        dtype: short name.
+        shape: sizes.
+        device: as torch prints it.
+        amax: largest finite magnitude.
+        nan: count.
+        posinf: count.
+        neginf: count.
+        zeros: count.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    amax: float
+    nan: int
+    posinf: int
+    neginf: int
+    zeros: int
+
+    @property
+    def nonfinite(self) -> int:
+        """Count of all non-finite values."""
+        return self.nan + self.posinf + self.neginf
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wide:
+    """The same op on the same inputs in a wider format.
+
+    Attributes:
+        dtype: fp32 or fp64.
+        is_finite: every element of every result.
+        amax: largest finite magnitude of the results.
+        has_nan: a result holds NaN.
+    """
+
+    dtype: str
+    is_finite: bool
+    amax: float
+    has_nan: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flush:
+    """16-bit results that are 0 although the same op in fp32 gives another number.
+
+    Attributes:
+        site: where.
+        kernel: the op.
+        dtype: format that flushed.
+        share: of the elements, in [0, 1].
+        wide_amax: largest lost magnitude.
+        constant: the number written in the code that rounds to 0, None if it was no constant.
+        is_cancellation: no op flushed it: operands that 16 bit had rounded came out equal.
+    """
+
+    site: Site
+    kernel: str
+    dtype: str
+    share: float
+    wide_amax: float
+    constant: float | None
+    is_cancellation: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Non-finite values came into being, or into sight.
+
+    Attributes:
+        index: order of occurrence.
+        kind: how.
+        kernel: the op that ran, as torch calls it.
+        site: where and when.
+        inputs: floating inputs, values before the op.
+        outputs: floating results and written arguments.
+        parents: events whose non-finite values were inputs.
+        wide: recomputation in fp32, then fp64 while that is not finite.
+        offending: (argument, value) at the first non-finite element of the result, where elements correspond.
+        full_rows: rows of a softmax-like op whose every input is -inf.
+        loss_scale: factor on the loss of the running backward; 1 outside.
+        flush: the flush to zero an input came through.
+        reference: the op on fp32 values carried from the inputs of the program; None where they are not known.
+        tracked: an input leads to gradients.
+        leaf: what the tensor is called, for leaves; the number, for constants.
+    """
+
+    index: int
+    kind: EventKind
+    kernel: str
+    site: Site
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    parents: frozenset[int]
+    wide: tuple[Wide, ...]
+    offending: tuple[tuple[str, float], ...]
+    full_rows: int
+    loss_scale: float
+    flush: Flush | None
+    leaf: str
+    reference: Wide | None = None
+    tracked: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sink:
+    """A tensor that matters and that a non-finite value reached.
+
+    Attributes:
+        kind: the loss, a gradient, a parameter, a buffer, a model's output, an activation that became finite
+            again but is not what fp32 gives, a value the host read, or one that was there when the program ended.
+        name: its name.
+        causes: indices of the events it comes from.
+        step: as in `Site`.
+        after: number of events before it.
+    """
+
+    kind: SinkKind
+    name: str
+    causes: frozenset[int]
+    step: int
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """Magnitude of one module output or one parameter gradient.
+
+    Attributes:
+        kind: output of a module in forward, or gradient of a parameter.
+        root: class name of the outermost module.
+        name: module or parameter name.
+        cls: class name of the module.
+        dtype: short name.
+        rms: root mean square of the finite values, in fp64.
+        amax: largest finite magnitude.
+        nonfinite: count.
+        step: as in `Site`.
+        call: how many calls of the same module came before, in this step.
+    """
+
+    kind: Literal["output", "gradient"]
+    root: str
+    name: str
+    cls: str
+    dtype: str
+    rms: float
+    amax: float
+    nonfinite: int
+    step: int
+    call: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostUpdate:
+    """Updates of one 16-bit parameter that rounding swallowed in one optimizer step.
+
+    Attributes:
+        name: of the parameter.
+        dtype: short name.
+        optimizer: class name.
+        intended: elements whose update, computed in fp32, is not zero.
+        lost: those of them whose stored value did not change.
+        site: of the optimizer step.
+    """
+
+    name: str
+    dtype: str
+    optimizer: str
+    intended: int
+    lost: int
+    site: Site
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlushedGradient:
+    """What fp16 left of one parameter's gradient in one step.
+
+    Attributes:
+        name: of the parameter.
+        numel: number of elements.
+        flushed: those that are 0 and are not 0 in fp32, from the op on that flushed them.
+        flush: where most of them were lost.
+        loss_scale: factor on the loss.
+        wanted_scale: factor that keeps nearly all of them.
+        step: as in `Site`.
+    """
+
+    name: str
+    numel: int
+    flushed: int
+    flush: Flush | None
+    loss_scale: float
+    wanted_scale: float
+    step: int
+
+
+LintRule = Literal[
+    "integers-in-16-bit", "constant-lost", "squares-near-overflow", "masked-row", "buffer-in-16-bit", "half-accumulator",
+    "backward-in-region", "half-weights-in-region", "loss-in-16-bit", "clip-before-unscale", "no-loss-scale",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lint:
+    """Code that loses numbers, seen in a program that may still be finite.
+
+    Attributes:
+        rule: which one.
+        site: where.
+        kernel: the op, as torch calls it; empty where it is none.
+        dtype: the 16-bit format at work.
+        what: the tensor, buffer, parameter or constant, in words.
+        value: the number the rule is about.
+    """
+
+    rule: LintRule
+    site: Site
+    kernel: str
+    dtype: str
+    what: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineRange:
+    """Exponents of what one line of source computed: of sampled values, and of the largest ones.
+
+    Attributes:
+        file: of the line.
+        line: its number.
+        phase: forward, backward or optimizer.
+        dtypes: of the results, short names, sorted.
+        lowest: exponent of the smallest finite magnitude above 0; None if there is none.
+        highest: exponent of the largest finite magnitude, of all values; None if there is none above 0.
+        middle: exponents between which nine tenths of the magnitudes lie; None if there are none.
+        zeros: share of values that are 0.
+        ops: plain names, sorted.
+    """
+
+    file: str
+    line: int
+    phase: Phase
+    dtypes: tuple[str, ...]
+    lowest: int | None
+    highest: int | None
+    middle: tuple[int, int] | None
+    zeros: float
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRecord:
+    """Everything a trace saw.
+
+    Attributes:
+        model: class name of the traced model, or of the first one seen.
+        events: in order.
+        sinks: in order.
+        sizes: in order.
+        lost: lost updates.
+        lints: lint rules that the code broke.
+        lines: magnitudes by line.
+        ops: number of ops seen.
+        steps: number of steps begun.
+        rank: of this process.
+        torch: version.
+        flushed: gradients, and what fp16 flushed of them.
+        forwards: outermost modules that ran with gradients on.
+        inferences: those that ran without.
+        backwards: passes.
+        updates: optimizer steps taken.
+        skipped: those that a loss scaler left out.
+        ended: the error that ended the program; empty if there was none.
+    """
+
+    model: str
+    events: tuple[Event, ...]
+    sinks: tuple[Sink, ...]
+    sizes: tuple[Size, ...]
+    lost: tuple[LostUpdate, ...]
+    lints: tuple[Lint, ...]
+    lines: tuple[LineRange, ...]
+    ops: int
+    steps: int
+    rank: int
+    torch: str
+    flushed: tuple[FlushedGradient, ...] = ()
+    forwards: int = 0
+    inferences: int = 0
+    backwards: int = 0
+    updates: int = 0
+    skipped: int = 0
+    ended: str = ""

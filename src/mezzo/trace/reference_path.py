@@ -1,0 +1,204 @@
+"""fp32 values carried from the inputs, op by op: what a 16-bit forward would hold had nothing been rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .._torch import tree_map
+from ..formats import LOW_DTYPES, dtype_name, format_of
+from .measure import amax, numbers, rerun_wide
+from .ops import Call
+from .records import Flush, Site, Wide
+from .storage_notes import StorageNotes
+from .wide_values import WideValues
+
+
+def vanishing_constant(call: Call, dtype: torch.dtype) -> float | None:
+    """Return the first number among an op's arguments that is not 0 and rounds to 0 in a format."""
+    half = format_of(dtype).smallest / 2
+    return next((x for x in numbers(call.args, call.kwargs) if 0 < abs(x) <= half), None)
+
+
+def draws(call: Call) -> bool:
+    """Say whether an op's result depends on random numbers; attention without dropout only might."""
+    given = dict(zip(call.facts.arguments, call.args, strict=False)) | call.kwargs
+    is_attention = "dropout_p" in call.facts.arguments
+    return call.facts.draws and not (is_attention and given.get("dropout_p", 0.0) == 0.0)
+
+
+def run_in_fp32(call: Call, values: dict[int, Tensor]) -> list[Tensor] | None:
+    """Run an op in fp32 with some inputs exchanged, on the draws of the run.
+
+    Args:
+        call: the op as it ran.
+        values: what to put in the place of an argument, by its id.
+
+    Returns:
+        One tensor for each of `call.out`; None where fp32 has no kernel, or cannot have the same draws.
+
+    Syncs: no.
+    """
+    if draws(call):
+        return None
+    args, kwargs = tree_map(lambda v: values.get(id(v), v), (call.args, call.kwargs))
+    wide = rerun_wide(call.func, call.facts, args, kwargs, torch.float32)
+    is_same = wide is not None and [t.shape for t in wide] == [t.shape for t in call.out]
+    return wide if is_same else None
+
+
+class ReferencePath:
+    """Carries fp32 values along the forward, and remembers which of them 16 bit turned into 0.
+
+    Whether a fault is one of precision or of arithmetic is decided by them: the op that failed is finite on them, or
+    it is not.
+    """
+
+    def __init__(self) -> None:
+        self._wide = WideValues()
+        self._flushes: StorageNotes[Flush] = StorageNotes()
+        self._low = torch.float16
+        self._node: object = None
+        self._tape: list[Call] = []
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        """Return what a tensor would hold; None where it holds that, or where nothing is known."""
+        return self._wide.get(tensor)
+
+    def behind(self, tensors: Iterable[Tensor]) -> Flush | None:
+        """Return the zero that 16 bit made and that one of these tensors came through."""
+        return next((f for f in (self._flushes.get(t) for t in tensors) if f is not None), None)
+
+    def clear(self) -> None:
+        """Start anew: what memory holds now is what the next step begins with."""
+        self._wide, self._flushes, self._tape = WideValues(), StorageNotes(), []
+
+    def _known(self, call: Call) -> dict[int, Tensor]:
+        found = ((id(t), self._wide.get(call.original(t))) for _, t in call.inputs)
+        return {key: wide for key, wide in found if wide is not None}
+
+    def see(self, call: Call, site: Site) -> list[Tensor] | None:
+        """Take in one op.
+
+        Returns:
+            Its results in fp32, on fp32 inputs; None where they are not known to differ.
+
+        Syncs: yes.
+        """
+        if site.phase == "backward":
+            self._forget(call)
+            return None
+        known = self._known(call)
+        low = next((t.dtype for t in (*call.out, *(t for _, t in call.inputs)) if t.dtype in LOW_DTYPES), None)
+        self._low = low or self._low
+        wide = self._dropout(call, known) or run_in_fp32(call, known) if known or low is not None else None
+        if wide is None:
+            self._forget(call)
+            return None
+        inherited = self.behind(call.original(t) for _, t in call.inputs)
+        local: list[Tensor] | None = None if known else wide
+        for i, (tensor, value) in enumerate(zip(call.out, wide, strict=True)):
+            lost = (tensor == 0) & (value != 0)
+            if bool(lost.any()):
+                local = local or run_in_fp32(call, {}) or wide
+                self._flushes.note(tensor, self._flush(call, site, tensor, lost, value, local[i], inherited))
+            elif not call.facts.writes:
+                self._flushes.forget(tensor)
+            self._wide.put(tensor, value)
+        return wide
+
+    @staticmethod
+    def _dropout(call: Call, known: dict[int, Tensor]) -> list[Tensor] | None:
+        """Return what fused dropout makes of fp32 inputs with the mask that was drawn."""
+        if call.facts.kernel != "aten.native_dropout" or not known or len(call.out) != 1:
+            return None
+        source, share = known.get(id(call.args[0]), call.args[0]), float(call.args[1])
+        keep = call.out[0] != 0
+        return [source.float() * keep / (1 - share if share < 1 else 1)]
+
+    def _forget(self, call: Call) -> None:
+        if len(self._wide) or len(self._flushes):
+            for tensor in call.out:
+                self._wide.forget(tensor)
+                self._flushes.forget(tensor)
+
+    def _flush(
+        self, call: Call, site: Site, tensor: Tensor, lost: Tensor, wide: Tensor, local: Tensor, inherited: Flush | None
+    ) -> Flush:
+        """Say where the zeros of a result come from: this op, one before it, or operands that rounding made equal."""
+        is_here = tensor.dtype in LOW_DTYPES and bool((lost & (local != 0)).any())
+        if not is_here and inherited is not None:
+            return inherited
+        dtype = tensor.dtype if tensor.dtype in LOW_DTYPES else self._low
+        return Flush(
+            site=site,
+            kernel=call.facts.kernel,
+            dtype=dtype_name(dtype),
+            share=float(lost.double().mean()),
+            wide_amax=amax(wide[lost]),
+            constant=vanishing_constant(call, dtype) if is_here else None,
+            is_cancellation=not is_here,
+        )
+
+    def enter_node(self, node: object, call: Call) -> None:
+        """Keep the ops of the autograd node that runs; its forward's values are what they are judged with."""
+        if node is not self._node:
+            self._node, self._tape = node, []
+        if node is not None and len(self._wide):
+            self._tape.append(call)
+
+    def judge(self, call: Call, wide: list[Tensor] | None) -> tuple[Wide | None, Flush | None]:
+        """Judge an op that made non-finite values from finite ones by what it gives on fp32 values.
+
+        Args:
+            call: the op; in backward, the last that `enter_node` took in.
+            wide: what `see` returned for it.
+
+        Returns:
+            The result on fp32 values where they are known, and the zero of 16 bit that it came through.
+
+        Syncs: yes.
+        """
+        flush = self._decisive(call)
+        if self._tape and self._tape[-1] is call:
+            flush = flush or self.behind(c.original(t) for c in self._tape for _, t in c.inputs)
+            wide = self._run_tape()
+        if wide is None:
+            return None, flush
+        bad = [value[~tensor.isfinite()] for tensor, value in zip(call.out, wide, strict=True)]
+        tops = [amax(value) for value in bad]
+        return Wide(
+            dtype="fp32",
+            is_finite=all(math.isfinite(top) for top in tops),
+            amax=max((top for top in tops if math.isfinite(top)), default=0.0),
+            has_nan=any(math.isnan(top) for top in tops),
+        ), flush
+
+    def _decisive(self, call: Call) -> Flush | None:
+        """Return the zero without which the op would not have failed; of one operand alone, where several hold some."""
+        found = [(t, f) for _, t in call.inputs if (f := self.behind([call.original(t)])) is not None]
+        for tensor, flush in found if len(found) > 1 else ():
+            value = self._wide.get(call.original(tensor))
+            wide = None if value is None else run_in_fp32(call, {id(tensor): value})
+            if wide is not None and all(
+                math.isfinite(amax(w[~t.isfinite()])) for t, w in zip(call.out, wide, strict=True)
+            ):
+                return flush
+        return found[0][1] if found else None
+
+    def _run_tape(self) -> list[Tensor] | None:
+        """Run the ops of one autograd node again on fp32 values of the forward; None where none of them has any."""
+        values: dict[int, Tensor] = {}
+        is_known, wide = False, None
+        for call in self._tape:
+            known = {id(t): v for _, t in call.inputs if (v := values.get(id(call.original(t)))) is not None}
+            forward = {k: v for k, v in self._known(call).items() if k not in known}
+            is_known = is_known or bool(forward)
+            wide = run_in_fp32(call, {**forward, **known})
+            if wide is None:
+                return None
+            values |= {id(tensor): value for tensor, value in zip(call.out, wide, strict=True)}
+        return wide if is_known else None

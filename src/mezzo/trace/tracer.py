@@ -1,0 +1,330 @@
+"""`trace`: a context in which the first bad op of a training step is found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils.hooks import RemovableHandle
+
+from .._torch import autograd_node, dispatch_modes, function_modes, is_compiler_loaded
+from ..errors import RegionError
+from ..formats import dtype_name
+from .collector import Collector
+from .context import TraceContext
+from .findings import find, is_mostly_flushed
+from .measure import is_finite, rms, tensor_facts
+from .modules import Place, tensors_in
+from .ops import plain
+from .pending_outputs import PendingOutputs
+from .records import FlushedGradient, Size, TraceRecord
+from .trace_report import TraceReport
+
+
+class Trace:
+    """Follows a program op by op while its `with` block runs.
+
+    Args:
+        model: names are given relative to it; None names modules relative to whichever is called from outside.
+        step: number of the first step.
+        on_reached: called, with the trace, after a non-finite value reached a loss, gradient, parameter, buffer or output.
+        on_root: called, with the number of the step, before each outermost module runs.
+
+    Raises:
+        RegionError: a trace that already ran is entered again.
+
+    Writes: while it runs, torch's global module and optimizer hooks, one hook per parameter; all are gone after.
+    Syncs: at every op.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        *,
+        step: int = 0,
+        on_reached: Callable[[Trace], None] | None = None,
+        on_root: Callable[[int], None] | None = None,
+    ) -> None:
+        self._context = TraceContext(model, step, self._on_root, self._on_output)
+        self._collector = Collector(self._context, self._on_sink, self._on_loss)
+        self._context.names.on_read = self._collector.on_read_in_python
+        self._on_reached = on_reached
+        self._tell_step = on_root
+        self._model = model
+        self._sizes: list[Size] = []
+        self._calls: dict[tuple[int, int], int] = {}
+        self._followed: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._pending = PendingOutputs()
+        self._flushed: dict[tuple[int, str], FlushedGradient] = {}
+        self._contexts = ExitStack()
+        self._is_eager = self._was_loss_seen = False
+        self._forwards = self._inferences = self._backwards = self._updates = 0
+        self._ended = ""
+        self._updates_running = 0
+        self._judged_steps: set[int] = set()
+        self._roots_since_backward: set[int] = set()
+        self.is_running = True
+        self._is_spent = False
+
+    def __enter__(self) -> Trace:
+        if self._is_spent:
+            raise RegionError(
+                "a trace was entered twice; it records one run. Write `with diagnose.trace(model)` again."
+            )
+        self._is_spent = True
+        self._context.modules.install()
+        self._handles += [
+            optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
+            optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
+        ]
+        if self._model is not None:
+            self._follow(*self._model.parameters())
+        self._contexts.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        self._run_eagerly()
+        self._contexts.enter_context(self._context.names)
+        self._contexts.enter_context(self._collector)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._contexts.close()
+        self._context.modules.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        has_failed = isinstance(error, (Exception, SystemExit)) and getattr(error, "code", 1) not in (None, 0)
+        self._ended = repr(error) if has_failed else ""
+        self.is_running = False
+        self._settle_step()
+        for sink in self._pending.dropped(is_over=True):
+            self._collector.reach(sink)
+        self._collector.settle_reads(has_failed=has_failed)
+
+    def _run_eagerly(self) -> None:
+        """Have compiled models run eagerly, so that their ops are seen one by one; the compiler is not imported for it."""
+        if not self._is_eager and is_compiler_loaded():
+            self._is_eager = True
+            self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
+
+    @property
+    def is_on_top(self) -> bool:
+        """Whether no mode was put on after this one that is still on."""
+        dispatch = dispatch_modes()
+        functions = function_modes()
+        return dispatch[-1:] == [self._collector] and functions[-1:] == [self._context.names]
+
+    @property
+    def record(self) -> TraceRecord:
+        """What was seen so far."""
+        roots = self._context.modules.roots
+        return TraceRecord(
+            model=type(getattr(roots[0], "_orig_mod", roots[0])).__name__ if roots else "",
+            events=tuple(self._collector.events),
+            sinks=tuple(self._collector.sinks),
+            sizes=tuple(self._sizes),
+            lost=tuple(self._collector.updates.lost),
+            lints=self._collector.lints.records(),
+            lines=self._collector.lines.records(),
+            ops=self._collector.ops,
+            flushed=tuple(self._flushed.values()),
+            forwards=self._forwards,
+            inferences=self._inferences,
+            backwards=self._collector.backwards + self._backwards,
+            updates=self._updates,
+            skipped=self._collector.skipped,
+            ended=self._ended,
+            steps=self._context.step + 1,
+            rank=self._context.rank,
+            torch=torch.__version__,
+        )
+
+    @property
+    def report(self) -> TraceReport:
+        """What was found so far."""
+        record = self.record
+        return TraceReport(record=record, findings=find(record))
+
+    def stop(self, reason: BaseException) -> None:
+        """End the program: raise, and raise again at the next ops if the program caught it. Then trace no more."""
+        self._collector.stop(reason)
+
+    def assume_scale(self, scale: float) -> None:
+        """Say what factor gradients carry that backward is given, where no loss is there to show it."""
+        self._context.loss_scale = scale
+
+    def _on_sink(self) -> None:
+        if self._on_reached is not None:
+            self._on_reached(self)
+
+    def _on_loss(self, loss: Tensor) -> None:
+        self._was_loss_seen = True
+        self._pending.differentiated(loss)
+
+    def _settle_step(self) -> None:
+        """Judge the gradients of a step, once they have all arrived."""
+        now = [g for (step, _), g in self._flushed.items() if step == self._context.step]
+        if self._context.step not in self._judged_steps and is_mostly_flushed(now):
+            self._judged_steps.add(self._context.step)
+            self._on_sink()
+
+    def _on_root(self, module: nn.Module) -> None:
+        self._run_eagerly()
+        if autograd_node() is None:
+            self._settle_step()
+            self._was_loss_seen = False
+            for sink in self._pending.dropped():
+                self._collector.reach(sink)
+            if id(module) in self._roots_since_backward:
+                self._collector.settle_reads()
+            self._roots_since_backward.add(id(module))
+            self._forwards += torch.is_grad_enabled()
+            self._inferences += not torch.is_grad_enabled()
+        if self._tell_step is not None and autograd_node() is None:
+            self._tell_step(self._context.step)
+        with self._collector.aside():
+            self._collector.lints.model(module, self._context.site("call"), _in_region(module))
+        self._follow(*module.parameters(), *(t for _, t in self._context.modules.inputs))
+
+    def _follow(self, *leaves: Tensor) -> None:
+        """Watch the gradients of leaves arrive."""
+        for leaf in leaves:
+            if leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._followed:
+                self._followed[id(leaf)] = leaf
+                self._handles.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]  # torch's own
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._roots_since_backward.clear()
+        if not self._was_loss_seen:
+            # backward was given gradients, so the tensor it began with was not seen
+            self._pending.clear()
+            self._was_loss_seen = True
+            self._backwards += 1
+        self._context.last_gradient_of = parameter
+        gradient = None if parameter.grad is None else plain(parameter.grad)
+        if gradient is None:
+            return
+        name = self._context.parameter_name(parameter) or "of an input"
+        with self._collector.aside():
+            self._size("gradient", name, "", id(parameter), gradient)
+            is_bad = not is_finite(gradient)
+            self._flushed[self._context.step, name] = self._collector.flushes.lost(
+                name, gradient, self._context.loss_scale, self._context.step
+            )
+        if is_bad:
+            self._collector.sink("gradient", name, gradient)
+
+    def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
+        if autograd_node() is not None:
+            return
+        with self._collector.aside():
+            tensors = [(n, v, t.requires_grad) for n, t in tensors_in(output, "output") if (v := plain(t)) is not None]
+            if tensors:
+                self._size("output", place.module, type(module).__name__, id(module), tensors[0][1], place.root)
+            if not self._context.modules.is_outside:
+                return
+            buffers = [
+                (n, b) for n, b in module.named_buffers() if self._collector.was_spoiled(n, b) and not is_finite(b)
+            ]
+            outputs = [(f"{n} of {place.root}", t, grad) for n, t, grad in tensors if not is_finite(t)]
+        for name, tensor, grad in outputs:
+            if grad:
+                # what still leads to a loss is judged there
+                self._pending.add(tensor, self._collector.sink_of("output", name, tensor))
+        for name, buffer in buffers:
+            self._collector.sink("buffer", name, buffer)
+        for name, tensor, grad in outputs:
+            if not grad:
+                self._collector.sink("output", name, tensor)
+
+    def _size(self, kind: Any, name: str, cls: str, key: int, tensor: Tensor, root: str = "") -> None:
+        call = self._calls.get((key, self._context.step), 0)
+        self._calls[key, self._context.step] = call + 1
+        facts = tensor_facts(name, tensor)
+        self._sizes.append(
+            Size(
+                kind=kind,
+                root=root,
+                name=name,
+                cls=cls,
+                dtype=dtype_name(tensor.dtype),
+                rms=rms(tensor),
+                amax=facts.amax,
+                nonfinite=facts.nonfinite,
+                step=self._context.step,
+                call=call,
+            )
+        )
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates_running += 1
+        if self._updates_running > 1:
+            # an optimizer inside another, as in MasterWeights, is part of its step
+            return
+        if optimizer not in self._context.optimizers:
+            self._context.optimizers.append(optimizer)
+        late = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._followed]
+        self._follow(*late)
+        for p in late:
+            self._on_gradient(p)
+        self._settle_step()
+        self._context.is_optimizer_running = True
+        with self._collector.aside():
+            self._collector.updates.begin(optimizer)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates_running -= 1
+        if self._updates_running:
+            return
+        site = self._context.site("step")
+        self._context.is_optimizer_running = False
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        names = {id(p): self._context.parameter_name(p) for p in parameters}
+        with self._collector.aside():
+            self._collector.updates.end(optimizer, names, site)
+            bad = [(p, v) for p in parameters if (v := plain(p)) is not None and not is_finite(v)]
+        for p, values in bad:
+            self._collector.sink("parameter", names[id(p)], values)
+        self._updates += 1
+        self._collector.end_step()
+
+
+def _in_region(model: nn.Module) -> bool:
+    first = next(model.parameters(), None)
+    return first is not None and torch.is_autocast_enabled(first.device.type)
+
+
+def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
+    """Return a context that finds the first bad op of the program inside it.
+
+    Every op of forward, backward and optimizer is seen, one by one, so the program runs slower; its numbers, its
+    random state and its gradients are those of an untraced run.
+
+    Args:
+        model: names in the report are relative to it; None names modules relative to whichever is called first.
+        step: number of the first step, for the report.
+
+    Returns:
+        The context. Its `report` can be read inside and after the block.
+
+    Raises:
+        RegionError: the context is entered a second time.
+
+    Writes: nothing that outlives the block.
+    Syncs: at every op.
+
+    >>> model, x = nn.Linear(2, 1), torch.full((1, 2), float("nan"))
+    >>> with trace(model) as t:
+    ...     model(x).sum().backward()
+    >>> t.report.findings[0].verdict, t.report.findings[0].why
+    ('inherited', 'input [0] of Linear already holds 2 NaN when addmm first reads it.')
+    """
+    return Trace(model, step=step)

@@ -1,0 +1,147 @@
+"""What kind of fault an event is, judged from its numbers alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
+from .records import Event, Wide
+
+Verdict = Literal[
+    "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update"
+]
+"""Kinds of fault.
+
+overflow: the value exists, the format is too small. underflow: a 16-bit zero that is none in fp32 was divided by, or
+its logarithm taken. singularity: the value does not exist in any format. loss-scale: a gradient that a smaller loss
+scale keeps finite. inherited: a parameter, buffer, input or constant was bad before any op. exploding, vanishing:
+sizes grow or shrink layer by layer. lost-update: a 16-bit weight that its updates do not move.
+"""
+_ENTIRE = frozenset({
+    "exp", "exp2", "expm1", "sinh", "cosh", "square", "add", "sub", "mul", "mm", "bmm", "addmm", "baddbmm", "addbmm",
+    "addmv", "mv", "dot", "linear", "convolution", "sum", "mean", "cumsum", "prod", "cumprod", "addcmul", "polyval",
+    "linalg_vector_norm", "softplus", "mse_loss", "dist", "to",
+})  # fmt: skip
+_LOW_NAMES = tuple(dtype_name(d) for d in LOW_DTYPES)
+
+
+def number(x: float) -> str:
+    """Write a number for a sentence.
+
+    >>> number(65504.0), number(7.82e8), number(0.0)
+    ('65504', '7.82e+08', '0')
+    """
+    return f"{x:.5g}" if abs(x) < 1e5 else f"{x:.3g}"
+
+
+def narrow_dtype(event: Event) -> torch.dtype:
+    """Return the dtype of the result that went wrong."""
+    return parse_dtype(event.outputs[0].dtype)
+
+
+def verdict_of(event: Event) -> tuple[Verdict, str]:
+    """Return the kind of fault an event is, and one sentence with the numbers that show it."""
+    if event.kind in ("leaf", "constant"):
+        return "inherited", _inherited(event)
+    if event.kind == "mixed":
+        return "singularity", _mixed(event)
+    finite = next((w for w in event.wide if w.is_finite), None)
+    if finite is None:
+        return _never_finite(event)
+    halvings = _halvings(event, finite)
+    if halvings is not None:
+        scale = event.loss_scale / 2**halvings
+        return "loss-scale", (
+            f"the gradient reaches {number(finite.amax)} at loss scale {number(event.loss_scale)}, more than "
+            f"{_limit(event)}; it is finite at scale {number(scale)} = {number(event.loss_scale)} / 2^{halvings}."
+        )
+    return "overflow", _overflow(event, finite)
+
+
+def _inherited(event: Event) -> str:
+    bad = event.outputs[0]
+    counts = {"NaN": bad.nan, "inf": bad.posinf, "-inf": bad.neginf}
+    held = " and ".join(f"{n} {name}" for name, n in counts.items() if n)
+    if event.kind == "constant":
+        return f"the code writes the number {event.leaf or held} here, and it reached the end unmasked."
+    return f"{event.leaf} already holds {held} when {event.site.op} first reads it."
+
+
+def _mixed(event: Event) -> str:
+    if event.full_rows:
+        return f"every entry of {event.full_rows} row{'s' * (event.full_rows > 1)} is -inf, so there is nothing to share out: 0/0."
+    values = ", ".join(f"{name}={number(v)}" for name, v in event.offending)
+    return f"infinities written on purpose meet and give NaN{' at ' + values if values else ''}."
+
+
+def _limit(event: Event) -> str:
+    dtype = narrow_dtype(event)
+    return f"the {number(format_of(dtype).max)} that {dtype_name(dtype)} holds"
+
+
+def _halvings(event: Event, finite: Wide) -> int | None:
+    """Return how often the loss scale must be halved for this gradient to fit; None if that is not the cause."""
+    if event.site.phase != "backward" or event.loss_scale <= 1 or finite.has_nan:
+        return None
+    limit = format_of(narrow_dtype(event)).max
+    halvings = max(1, math.ceil(math.log2(finite.amax / limit))) if finite.amax > 0 else 1
+    return halvings if 2**halvings <= event.loss_scale else None
+
+
+def _overflow(event: Event, finite: Wide) -> str:
+    top = max((t.amax for t in event.inputs), default=0.0)
+    where = "" if finite.amax > format_of(narrow_dtype(event)).max else " on the way to its result"
+    return (
+        f"{dtype_name(narrow_dtype(event))} overflows{where}: it holds at most "
+        f"{number(format_of(narrow_dtype(event)).max)}, and the same op in {finite.dtype} gives "
+        f"{number(finite.amax)} from inputs of at most {number(top)}."
+    )
+
+
+def _never_finite(event: Event) -> tuple[Verdict, str]:
+    values = ", ".join(f"{name}={number(v)}" for name, v in event.offending)
+    if event.reference is not None and event.reference.is_finite:
+        return "underflow", _underflow(event)
+    has_nan = any(t.nan for t in event.outputs)
+    if not event.wide and event.outputs[0].dtype in _LOW_NAMES:
+        return (
+            "overflow",
+            f"finite inputs of at most {number(max(t.amax for t in event.inputs))} gave a non-finite result.",
+        )
+    if not has_nan and event.kernel.split(".")[-1].strip("_").removeprefix("foreach_") in _ENTIRE:
+        return "overflow", f"the result is larger than any format holds{', at ' + values if values else ''}."
+    tried = " and ".join(w.dtype for w in event.wide) or "its own format"
+    return "singularity", f"not finite in {tried} either{': at ' + values if values else ''}."
+
+
+def _low_name(event: Event) -> str:
+    """Return the 16-bit format at work: the op's own, else that of what it read."""
+    return next((t.dtype for t in (*event.outputs, *event.inputs) if t.dtype in _LOW_NAMES), "16 bit")
+
+
+def _underflow(event: Event) -> str:
+    flush, reference = event.flush, event.reference
+    assert reference is not None
+    if flush is None:
+        return (
+            f"rounding to {_low_name(event)} on the way here moved its argument to where no value exists; on the values of "
+            f"an fp32 run {event.site.op} gives {number(reference.amax)}."
+        )
+    if flush.is_cancellation:
+        return (
+            f"{flush.site.op} gives exactly 0 because {flush.dtype} rounded what it is computed from (fp32: up to "
+            f"{number(flush.wide_amax)}), and {event.site.op} divides by, or takes the logarithm of, that 0."
+        )
+    if flush.constant is not None:
+        return (
+            f"the constant {number(flush.constant)} rounds to 0 in {flush.dtype}, whose smallest number is "
+            f"{number(format_of(parse_dtype(flush.dtype)).smallest)}; so {event.site.op} divides by, or takes the "
+            "logarithm of, exactly 0."
+        )
+    return (
+        f"{flush.site.op} flushed {flush.share:.1%} of its results to 0 in {flush.dtype} (fp32: up to "
+        f"{number(flush.wide_amax)}), and {event.site.op} divides by, or takes the logarithm of, that 0."
+    )

@@ -1,0 +1,143 @@
+"""The page, looked at by a browser: no complaint on the console, plots drawn, nothing fetched."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tests.zoo import faulty_state
+from torch import Tensor, nn
+
+import mezzo
+import mezzo.diagnose as diagnose
+from mezzo.diagnose import Report
+
+BROWSER = next((b for b in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if b), None)
+BLUE, RED, GREEN = (0x25, 0x63, 0xEB), (0xDC, 0x26, 0x26), (0x05, 0x96, 0x69)
+INK = (0x1F, 0x29, 0x37)
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium")
+
+
+def look(page: Path, shot: Path) -> str:
+    """Open a page in a headless browser without a network, take its picture, return the console."""
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    ]
+    done = subprocess.run(
+        [str(BROWSER), *flags, f"--user-data-dir={shot.parent / 'profile'}", "--enable-logging=stderr",
+         "--window-size=1000,3000", f"--screenshot={shot}", page.as_uri()],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def count(shot: Path, colour: tuple[int, int, int]) -> int:
+    with Image.open(shot) as image:
+        return sum(1 for pixel in image.convert("RGB").get_flattened_data() if pixel == colour)
+
+
+class Encoder(nn.Module):
+    """Two layers with attention, one of which adds an error that bf16 cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x) + 64 - 64
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 6, 8)
+
+
+def traced() -> Report:
+    with diagnose.trace() as t:
+        faulty_state.growing_residual(torch.float16)()
+    return t.report
+
+
+def stopped() -> Report:
+    """The report that an exception carries."""
+    model = Encoder()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16, output=fp32, guard.patience=1")
+    nn.init.constant_(model.layers[0].norm2.weight, 6e4)
+    amp.backward(model(batch()).mean())
+    with pytest.raises(mezzo.errors.NonFiniteStep) as caught:
+        amp.step()
+    return caught.value.report
+
+
+def watched() -> Report:
+    model = Encoder()
+    amp = mezzo.prepare(model, mezzo.optim.AdamW(model.parameters()), "fp16, output=fp32, scaling.init_scale=1e9")
+    with diagnose.watch(amp, every=2) as w:
+        for _ in range(20):
+            amp.zero_grad()
+            amp.backward(model(batch()).square().mean())
+            amp.step()
+    return w.report
+
+
+def compared() -> Report:
+    return diagnose.compare(Encoder(), batch(), None, "bf16", tries=2)
+
+
+def explained() -> Report:
+    return diagnose.explain(Encoder(), batch(), "bf16", budget_s=0.01)
+
+
+def linted() -> Report:
+    return diagnose.lint(Encoder(), batch(), policy="fp16")
+
+
+def remembered() -> Report:
+    model = Encoder()
+    return diagnose.memory(model, torch.optim.AdamW(model.parameters()), "bf16", batch=batch())
+
+
+PAGES: dict[str, tuple[Callable[[], Report], tuple[tuple[int, int, int], ...]]] = {
+    "trace": (traced, (BLUE, RED)),
+    "stopped": (stopped, (BLUE, RED)),
+    "watch": (watched, (BLUE, RED, GREEN)),
+    "compare": (compared, (BLUE, GREEN)),
+    "memory": (remembered, (BLUE,)),
+    "explain": (explained, ()),
+    "lint": (linted, ()),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_each_page_in_a_browser(name: str, tmp_path: Path) -> None:
+    make, colours = PAGES[name]
+    page = make().to_html(tmp_path / "report.html")
+    assert look(page, tmp_path / "page.png") == ""
+    for colour in colours:
+        assert count(tmp_path / "page.png", colour) > 300, "a series is not drawn"
+    assert count(tmp_path / "page.png", INK) > 100, "no text is drawn"
+
+
+def test_a_page_with_an_error_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "bad.html"
+    page.write_text(
+        "<!doctype html><link rel=icon href='data:,'><script>undefinedFunction()</script>", encoding="utf-8"
+    )
+    assert "undefinedFunction" in look(page, tmp_path / "page.png")
+    assert count(tmp_path / "page.png", BLUE) == 0

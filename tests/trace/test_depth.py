@@ -1,0 +1,79 @@
+"""Trends over depth: steady changes are found, jumps and short chains are not."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from mezzo.trace.depth import BINADES, LAYERS, STEADY, chains, trends
+from mezzo.trace.records import Size
+
+
+def size(
+    name: str, rms: float, *, kind: str = "output", nonfinite: int = 0, call: int = 0, cls: str = "Linear"
+) -> Size:
+    return Size(
+        kind=kind, root="Net", name=name, cls=cls, dtype="fp32", rms=rms, amax=4 * rms, nonfinite=nonfinite, step=0,
+        call=call,
+    )  # fmt: skip
+
+
+def stack(values: list[float], **named: object) -> list[Size]:
+    return [size(f"layers.{i}", v, **named) for i, v in enumerate(values)]
+
+
+@given(st.integers(LAYERS, 60), st.floats(-3, 3, allow_nan=False), st.floats(-40, 40))
+def test_a_geometric_chain_is_a_trend_exactly_beyond_the_limit(count: int, per_layer: float, start: float) -> None:
+    found = trends(stack([2.0 ** (start + per_layer * i) for i in range(count)]))
+    total = abs(per_layer) * (count - 1)
+    if abs(total - BINADES) < 1e-6:
+        return
+    assert bool(found) == (total > BINADES)
+    if found:
+        assert found[0].verdict == ("exploding" if per_layer > 0 else "vanishing")
+        assert math.isclose(abs(found[0].binades), total, rel_tol=1e-9)
+
+
+def test_a_jump_at_one_layer_is_no_trend() -> None:
+    assert trends(stack([1.0] * 10 + [2.0**30] * 10)) == []
+
+
+@pytest.mark.parametrize("share", [STEADY - 0.2, STEADY + 0.05])
+def test_steadiness_is_a_share_of_the_layers(share: float) -> None:
+    moves = [3.0 if (i + 1) * share - int(i * share) >= 1 else -0.1 for i in range(40)]
+    logs = [sum(moves[:i]) for i in range(41)]
+    assert bool(trends(stack([2.0**x for x in logs]))) == (share > STEADY)
+
+
+def test_a_short_chain_is_no_trend() -> None:
+    assert trends(stack([2.0 ** (10 * i) for i in range(LAYERS - 1)])) == []
+    assert trends(stack([2.0 ** (10 * i) for i in range(LAYERS)])) != []
+
+
+def test_an_overflowed_chain_is_left_to_the_event() -> None:
+    values = stack([2.0 ** (10 * i) for i in range(LAYERS)])
+    assert trends([*values, size(f"layers.{LAYERS}", 1.0, nonfinite=3)]) == []
+
+
+def test_gradients_are_read_from_the_last_layer() -> None:
+    grads = [size(f"layers.{i}.weight", 2.0 ** (3 * i - 40), kind="gradient", cls="") for i in range(12)]
+    [found] = trends(grads)
+    assert (found.verdict, found.pattern) == ("vanishing", "layers.*.weight")
+    assert found.sizes[0] > found.sizes[-1]
+
+
+def test_gradients_flushed_to_zero_end_the_chain() -> None:
+    grads = [size(f"layers.{i}.weight", 2.0 ** (4 * i - 60) if i > 4 else 0.0, kind="gradient") for i in range(14)]
+    [found] = trends(grads)
+    assert found.verdict == "vanishing" and found.sizes[-1] > 0
+
+
+def test_chains_keep_classes_patterns_and_first_calls_apart() -> None:
+    linear = stack([1.0] * 8)
+    tanh = [size(f"layers.{i}", 2.0, cls="Tanh") for i in range(8)]
+    again = stack([9.0] * 8, call=1)
+    found = chains([*linear, *tanh, *again])
+    assert {key[2]: [s.rms for s in chain] for key, chain in found.items()} == {"Linear": [1.0] * 8, "Tanh": [2.0] * 8}

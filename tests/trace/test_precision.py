@@ -1,0 +1,118 @@
+"""Precision or arithmetic: decided by fp32 values carried from the inputs, for any op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mezzo.diagnose as diagnose
+
+FP16, BF16 = torch.float16, torch.bfloat16
+Function = Callable[[Tensor], Tensor]
+
+
+class Body(nn.Module):
+    def __init__(self, compute: Function) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+def first(compute: Function, dtype: torch.dtype, x: Tensor) -> diagnose.Finding | None:
+    x = x.to(dtype).requires_grad_()
+    with diagnose.trace() as t:
+        Body(compute)(x).float().mean().backward()
+    return next(iter(t.report.findings), None)
+
+
+PRECISION: dict[str, tuple[Function, torch.dtype, Tensor, str]] = {
+    "cumprod": (lambda x: x.cumprod(0).log(), FP16, torch.full((8,), 1e-2), "cumprod flushed"),
+    "bmm": (lambda x: torch.bmm(x, x).log(), FP16, torch.full((1, 2, 2), 1e-5), "bmm flushed"),
+    "1-tanh": (lambda x: (1 - x.tanh()).log(), FP16, torch.full((4,), 5.0), "rsub gives exactly 0"),
+    "softplus": (lambda x: F.softplus(x).log(), FP16, torch.full((4,), -20.0), "softplus flushed"),
+    "erfc": (lambda x: torch.erfc(x).log(), FP16, torch.full((4,), 4.0), "erfc flushed"),
+    "exp2": (lambda x: torch.exp2(x).log(), FP16, torch.full((4,), -30.0), "exp2 flushed"),
+    "sigmoid rounds to 1": (
+        lambda x: torch.where(x > 0, 1 - x.sigmoid(), x.sigmoid()).log(), BF16, torch.tensor([8.0, 9.0, -3.0]),
+        "rsub gives exactly 0",
+    ),
+    "eps": (lambda x: 1 / (x * 1e-3 + 1e-9), FP16, torch.full((4,), 1e-7), "the constant 1e-09 rounds to 0"),
+    "a difference": (
+        lambda x: ((x + 0.001).square() - x.square()).rsqrt(), BF16, torch.full((4,), 1.0), "gives exactly 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRECISION)
+def test_what_only_16_bit_makes_is_underflow(name: str) -> None:
+    compute, dtype, x, words = PRECISION[name]
+    found = first(compute, dtype, x)
+    assert found is not None and found.verdict == "underflow" and words in found.why
+
+
+@pytest.mark.parametrize("name", PRECISION)
+def test_the_same_in_fp32_is_finite(name: str) -> None:
+    compute, dtype, x, _ = PRECISION[name]
+    assert compute(x.to(dtype).float()).isfinite().all()
+
+
+ARITHMETIC: dict[str, Function] = {
+    "log of 0": lambda x: (x - x).log(),
+    "division by 0": lambda x: x / (x * 0),
+    "flushed beside a true 0": lambda x: (x * torch.tensor([0.0, 1.0], dtype=x.dtype)).log(),
+    "root of 0": lambda x: (x * 0).sqrt(),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_what_fp32_has_too_is_no_underflow(name: str, dtype: torch.dtype) -> None:
+    found = first(ARITHMETIC[name], dtype, torch.tensor([0.5, 2.0]))
+    assert found is not None and found.verdict == "singularity"
+
+
+def gradients(factor: float, dtype: torch.dtype = FP16, scale: float = 1.0) -> diagnose.TraceReport:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    with diagnose.trace(model) as t:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+            y = model(torch.randn(16, 64))
+        (y.float().square().mean() * factor * scale).backward()
+    return t.report
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e-6, 1e-9])
+def test_gradients_that_fp16_flushes_are_underflow(factor: float) -> None:
+    report = gradients(factor)
+    [found] = report.faults
+    assert (found.verdict, found.phase, found.op) == ("underflow", "backward", "to")
+    assert "GradScaler" in found.fix.advice and found.flush is not None and found.flush.share > 0.5
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e-6])
+def test_the_scale_that_is_named_keeps_them(factor: float) -> None:
+    [found] = gradients(factor).faults
+    scale = float(found.fix.advice.split("a loss scale of ")[1].split(" ")[0])
+    assert gradients(factor, scale=scale).answer == "healthy"
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_formats_with_the_range_of_fp32_do_not_flush(dtype: torch.dtype) -> None:
+    assert gradients(1e-6, dtype).answer == "healthy"
+
+
+def test_zeros_that_fp32_has_too_are_no_fault() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)  # every unit is off: the gradient of the first layer is 0 in any format
+    with diagnose.trace(model) as t:
+        with torch.autocast("cpu", dtype=FP16):
+            y = model(torch.randn(4, 8))
+        (y.float().mean() * 64).backward()
+    assert t.report.answer == "healthy"

@@ -1,0 +1,232 @@
+"""Habits that lose numbers while everything is still finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tests.zoo.case import Case
+from tests.zoo.faulty_forward import BF16, FP16, Run, functional
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintCase(Case):
+    """A program with one rule; `verdict` is the lint's rule."""
+
+    op: str = ""
+
+
+def scaled_step(model: nn.Module, dtype: torch.dtype, loss_of: Callable[[], Tensor]) -> Run:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=dtype is FP16)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = loss_of()
+        scaler.scale(loss.float()).backward()
+
+    return run
+
+
+def rotary_phases(dtype: torch.dtype) -> Run:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[1]).float()
+            phases = positions[:, None] @ self.inv_freq[None]  # FAULT
+            return x * phases.float().sin().repeat(1, 2)
+
+    model, x = nn.Sequential(nn.Linear(8, 8), Rotary()), torch.randn(1, 4096, 8)
+    return scaled_step(model, dtype, lambda: model(x).float().square().mean())
+
+
+def positions_cast_by_hand(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(1, 3000, 8)
+
+    def loss() -> Tensor:
+        y = model(x)
+        position = torch.arange(3000).to(y.dtype)  # FAULT
+        return (y * position[:, None] / 3000).float().square().mean()
+
+    return scaled_step(model, dtype, loss)
+
+
+def positions_made_in_16_bit(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(1, 3000, 8)
+
+    def loss() -> Tensor:
+        y = model(x)
+        position = torch.arange(3000, dtype=y.dtype)  # FAULT
+        return (y * (position / 3000)[:, None]).float().square().mean()
+
+    return scaled_step(model, dtype, loss)
+
+
+def eps_that_rounds_to_zero(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return x / (x.abs().amax(-1, keepdim=True) + 1e-8)  # FAULT
+
+    return functional(compute, dtype, torch.randn(4, 8), scale=256.0)
+
+
+def clamp_that_rounds_to_zero(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return x.clamp(min=1e-12).float().log()  # FAULT
+
+    return functional(compute, dtype, torch.rand(4, 8) + 0.1, scale=256.0)
+
+
+def mask_beyond_the_format(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        keep = torch.ones_like(x).tril()
+        return (x + (1 - keep) * -1e9).softmax(-1)  # FAULT
+
+    return functional(compute, dtype, torch.randn(4, 4), scale=256.0)
+
+
+def squares_close_to_overflow(dtype: torch.dtype) -> Run:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = 150 * x.tanh()
+            return x * (x.pow(2).mean(-1, keepdim=True) + 1e-3).rsqrt()  # FAULT
+
+    model, x = nn.Sequential(nn.Linear(8, 8), Norm()), 9 * torch.randn(4, 8)
+    return scaled_step(model, dtype, lambda: model(x).float().square().mean())
+
+
+def product_with_itself(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        return (x * x).float().sum(-1).sqrt()  # FAULT
+
+    return functional(compute, dtype, torch.linspace(1, 200, 16), scale=256.0)
+
+
+def fully_masked_row(dtype: torch.dtype) -> Run:
+    def compute(x: Tensor) -> Tensor:
+        keep = torch.tensor([[True] * 4, [False] * 4])
+        weights = x.masked_fill(~keep, -math.inf).softmax(-1)  # FAULT
+        return torch.where(keep, weights, 0.0)
+
+    leaf = torch.randn(2, 4).to(dtype)
+    return lambda: compute(leaf)
+
+
+def rotary_buffer_cast_with_the_model(dtype: torch.dtype) -> Run:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.inv_freq.repeat(2)
+
+    model, x = Rotary().to(dtype), torch.randn(4, 8)
+
+    def run() -> None:
+        model(x)  # FAULT
+
+    return run
+
+
+def running_sum_of_losses(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def run() -> None:
+        total = torch.zeros((), dtype=dtype)
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=dtype), torch.no_grad():
+                total += model(x).float().square().mean()  # FAULT
+
+    return run
+
+
+def backward_inside_the_region(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()  # FAULT
+
+    return run
+
+
+def half_model_in_a_region(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8).to(dtype), torch.randn(4, 8)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(x).float().square().mean()  # FAULT
+        (loss * 256.0).backward()
+
+    return run
+
+
+def loss_in_16_bit(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(x).mean()
+        (loss * 256.0).backward()  # FAULT
+
+    return run
+
+
+def clipped_before_unscaled(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = F.mse_loss(model(x).float(), x)
+        scaler.scale(loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # FAULT
+        scaler.step(optimizer)
+        scaler.update()
+
+    return run
+
+
+def unscaled_fp16(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = F.mse_loss(model(x).float(), x)
+        loss.backward()  # FAULT
+
+    return run
+
+
+BOTH = (FP16, BF16)
+LINTS = [
+    LintCase(build=rotary_phases, module="1", verdict="integers-in-16-bit", dtypes=BOTH, names=("4095",)),
+    LintCase(build=positions_cast_by_hand, verdict="integers-in-16-bit", dtypes=BOTH, names=("2999",)),
+    LintCase(build=positions_made_in_16_bit, verdict="integers-in-16-bit", dtypes=BOTH),
+    LintCase(build=eps_that_rounds_to_zero, module="body", verdict="constant-lost", names=("1e-08 is 0 in fp16",)),
+    LintCase(build=clamp_that_rounds_to_zero, module="body", verdict="constant-lost", names=("1e-12 is 0 in fp16",)),
+    LintCase(build=mask_beyond_the_format, module="body", verdict="constant-lost", names=("-1e+09 is inf in fp16",)),
+    LintCase(build=squares_close_to_overflow, module="1", verdict="squares-near-overflow"),
+    LintCase(build=product_with_itself, module="body", verdict="squares-near-overflow"),
+    LintCase(build=fully_masked_row, verdict="masked-row", dtypes=BOTH, names=("1 row",)),
+    LintCase(
+        build=rotary_buffer_cast_with_the_model, verdict="buffer-in-16-bit", dtypes=BOTH, names=("buffer inv_freq",)
+    ),
+    LintCase(build=running_sum_of_losses, verdict="half-accumulator", dtypes=BOTH),
+    LintCase(build=backward_inside_the_region, verdict="backward-in-region", dtypes=BOTH),
+    LintCase(
+        build=half_model_in_a_region, verdict="half-weights-in-region", dtypes=BOTH, names=("2 trainable parameters",)
+    ),
+    LintCase(build=loss_in_16_bit, verdict="loss-in-16-bit", dtypes=BOTH),
+    LintCase(build=clipped_before_unscaled, verdict="clip-before-unscale", dtypes=BOTH, names=("256",)),
+    LintCase(build=unscaled_fp16, verdict="no-loss-scale"),
+]
