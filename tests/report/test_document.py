@@ -15,7 +15,7 @@ from tests.zoo import faulty_forward
 import mezzo.diagnose as diagnose
 from mezzo.report import Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Source, Table, html, terminal
 from mezzo.report.charts import draw, draw_heat
-from mezzo.report.document import to_plain
+from mezzo.report.report_base import to_plain
 
 DOCUMENT = Document(
     title="a <title>",

@@ -9,7 +9,7 @@ from .document import Heading as Heading
 from .document import Heat as Heat
 from .document import Note as Note
 from .document import Pairs as Pairs
-from .document import Report as Report
 from .document import Series as Series
 from .document import Source as Source
 from .document import Table as Table
+from .report_base import Report as Report

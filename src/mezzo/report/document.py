@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
-
-import torch
-
-from ..formats import dtype_name
+from typing import Literal, TypeAlias
 
 Cell: TypeAlias = str | int | float
 
@@ -157,67 +148,3 @@ class Document:
     is_good: bool
     blocks: tuple[Block, ...]
     details: tuple[Block, ...] = ()
-
-
-def to_plain(value: object) -> Any:
-    """Return data as JSON knows it: dataclasses as mappings, sets sorted, inf and NaN as words.
-
-    >>> to_plain({"x": (1.0, float("inf"))}), to_plain(torch.float16)
-    ({'x': [1.0, 'inf']}, 'fp16')
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): to_plain(v) for k, v in value.items()}
-    if isinstance(value, (frozenset, set)):
-        return [to_plain(v) for v in sorted(value)]
-    if isinstance(value, (list, tuple)):
-        return [to_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return dtype_name(value) if isinstance(value, torch.dtype) else value
-
-
-class Report:
-    """Base of every diagnosis. A subclass is a frozen dataclass that says how it is laid out."""
-
-    __slots__ = ()
-
-    def document(self) -> Document:
-        """Return the layout."""
-        raise NotImplementedError
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the diagnosis found nothing to change."""
-        return self.document().is_good
-
-    def __str__(self) -> str:
-        from .terminal import render
-
-        return render(self.document())
-
-    def to_text(self, *, full: bool = True) -> str:
-        """Return the report as text: all of it, or what fits one screen."""
-        from .terminal import render
-
-        return render(self.document(), full=full)
-
-    def to_json(self) -> str:
-        """Return the data as JSON text; inf and NaN are written as words."""
-        return json.dumps({"report": type(self).__name__, **to_plain(self)}, indent=1)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page that opens without a network.
-
-        Args:
-            path: file to write; its folder must exist.
-
-        Returns:
-            The path.
-        """
-        from .html import render
-
-        path = Path(path)
-        path.write_text(render(self.document()), encoding="utf-8")
-        return path
