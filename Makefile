@@ -1,13 +1,14 @@
 # make demo       set-up and the main job: the recipe, then a text classifier in fp32 and in AMP
 # make test       set-up and every test of the two-core budget
 # make test-all   the long tests too
+# make docs       the site in build/site; any broken link or name is an error
 # make check      what CI checks: format, lint, types, import layers, documentation blocks, tests
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-all check format lint types clean
+.PHONY: setup demo test test-all check format lint types docs clean
 
 setup: $(READY)
 
@@ -36,7 +37,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types test
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: lint types docs test
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis

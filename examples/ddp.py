@@ -20,15 +20,15 @@ rank, world = dist.get_rank(), dist.get_world_size()
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = mezzo.optim.AdamW(model.parameters(), lr=2e-2, master="split")
 amp = mezzo.prepare(model, optimizer, "bf16-master, reduce=bf16")  # gradients travel in bf16 too
 wrapped = DistributedDataParallel(amp.model)
 
 target = torch.randn(16, 1)
 generator = torch.Generator().manual_seed(1 + rank)
-for step in range(60):
+for step in range(120):
     x = torch.randn(64, 16, generator=generator)
-    if step == 30 and rank == world - 1:
+    if step == 60 and rank == world - 1:
         x[0, 0] = float("nan")  # a bad batch on one rank: every rank leaves this step out
     loss = (wrapped(x) - x @ target).square().mean()
     amp.zero_grad()

@@ -24,7 +24,7 @@ layers = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in
 model = nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 1))
 
 fully_shard(model, policy, units=model[1:4])  # first the shards, gathered in the dtypes their ops run in,
-optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-2)  # then the optimizer of what is left here,
+optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-2, master="split")  # then the optimizer of what is left here,
 amp = mezzo.prepare(model, optimizer, policy)  # then the policy
 
 target = torch.randn(16, 1)

@@ -7,6 +7,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import mezzo
 from mezzo.integrations.lightning import MezzoPrecision
 
 
@@ -32,8 +33,8 @@ class Digits(LightningModule):
         self.log("accuracy", (self(x).argmax(1) == y).float().mean())
 
     def configure_optimizers(self) -> object:
-        """AdamW of torch: mezzo's kernels take its steps."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        """AdamW that keeps what 16-bit weights cannot hold."""
+        optimizer = mezzo.optim.AdamW(self.parameters(), lr=3e-3, master="split")
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=60)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

@@ -25,7 +25,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages(mezzo.__path__, "mezzo.")
 
 def blocks(text: str) -> list[tuple[int, str]]:
     """Return (first line, code) for each fenced Python block."""
-    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    found = re.finditer(r"^```python(?: [^\n]*)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [(text[: m.start(1)].count("\n") + 1, m.group(1)) for m in found]
 
 
