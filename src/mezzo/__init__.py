@@ -1,7 +1,7 @@
 """Mixed precision for PyTorch that you can see, steer and trust."""
 
 from importlib import import_module as _import_module
-from typing import Any as _Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import cuda as cuda
 from . import optim as optim
@@ -23,12 +23,19 @@ _LAZY = ("diagnose", "distributed", "integrations")
 _RENAMED = {"dist": "distributed", "scaling": "loss_scale"}
 
 
-def __getattr__(name: str) -> _Any:
-    """Import a folder when it is first asked for; `import mezzo` loads none of these."""
-    if name in _LAZY:
-        return _import_module(f"{__name__}.{name}")
-    if name == "monitor":
-        return _import_module(f"{__name__}.integrations.trackers").monitor
-    if name in _RENAMED:
-        raise AttributeError(f"mezzo.{name} is now called mezzo.{_RENAMED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if _TYPE_CHECKING:
+    from . import diagnose as diagnose
+    from . import distributed as distributed
+    from . import integrations as integrations
+    from .integrations.trackers import monitor as monitor
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import a folder when it is first asked for; `import mezzo` loads none of these."""
+        if name in _LAZY:
+            return _import_module(f"{__name__}.{name}")
+        if name == "monitor":
+            return _import_module(f"{__name__}.integrations.trackers").monitor
+        if name in _RENAMED:
+            raise AttributeError(f"mezzo.{name} is now called mezzo.{_RENAMED[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,9 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*number of training batches")
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning", "ignore:.*is_gradient_checkpointing")
+@pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec, LeafSpec:FutureWarning", "ignore:.*is_gradient_checkpointing"
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_example_reaches_what_it_asserts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,15 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..kernels.weights import AUX_STATE
 from ..optim.master_weights import MasterWeights, parameters
 from ..policy import Policy
+
+_COLUMNS = ("", "declared", "observed", "bytes")
+
+
+def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as a notebook shows it."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,19 +77,28 @@ class Report:
         """The rows that are not as declared."""
         return tuple(row for row in self.rows if not row.is_as_declared)
 
-    def __str__(self) -> str:
-        lines = [("", "declared", "observed", "bytes")]
+    @property
+    def _total(self) -> str:
+        return f"{self.bytes_per_parameter:.2f} bytes for each of {self.num_parameters} parameters"
+
+    def _cells(self) -> Iterator[tuple[str, str, str, str]]:
         for row in self.rows:
             observed = ", ".join(f"{name} x{count}" for name, count in row.observed) or "none yet"
             mark = "" if row.is_as_declared else f"  differs: {', '.join(row.differing[:3])}"
-            lines.append((row.what, row.declared, observed + mark, str(row.nbytes) if row.nbytes else ""))
+            yield row.what, row.declared, observed + mark, str(row.nbytes) if row.nbytes else ""
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return html_table(f"{self.policy}: {self._total}", _COLUMNS, self._cells())
+
+    def __str__(self) -> str:
+        lines = [_COLUMNS, *self._cells()]
         widths = [max(len(line[column]) for line in lines) for column in range(3)]
         table = [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(line, [*widths, 0], strict=True)).rstrip()
             for line in lines
         ]
-        total = f"{self.bytes_per_parameter:.2f} bytes for each of {self.num_parameters} parameters"
-        return "\n".join([f"policy: {self.policy}", *table, total])
+        return "\n".join([f"policy: {self.policy}", *table, self._total])
 
 
 Found = tuple[str, Tensor, torch.dtype | None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from html import escape
 from types import MappingProxyType
 
 from .flags import Reason, StepFlags
@@ -72,6 +73,10 @@ class StepResult:
 
     def __bool__(self) -> bool:
         return self.applied
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return f"<code>{escape(repr(self))}</code>"
 
     def __repr__(self) -> str:
         facts = self._verdict.facts()

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from html import escape
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -62,6 +63,16 @@ class Stepper:
         binding.before_forward = _weakly(self._engine)
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine)
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(part).__name__ for part in (self.model, *self.optimizers))
+        counters = self.counters()
+        done = f"{counters.applied} steps taken, {counters.skipped} skipped, loss scale {self.scale:g}"
+        return f"Stepper({names}, policy={str(self.policy)!r}: {done})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what was done, and what is kept."""
+        return f"<p><code>{escape(repr(self))}</code></p>{self.report()._repr_html_()}"
 
     def backward(
         self,

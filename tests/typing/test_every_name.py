@@ -1,0 +1,43 @@
+"""The program that `mypy --strict` reads uses every public name, and the package tells type checkers to look."""
+
+from __future__ import annotations
+
+import ast
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import mezzo
+
+PROGRAM = Path(__file__).with_name("every_name.py")
+LAZY = ("diagnose", "distributed", "integrations", "monitor")
+INTERNAL = {"binding", "casting", "errors", "formats", "kernels", "loss_scale", "policy", "step"}
+
+
+def used() -> set[str]:
+    nodes = list(ast.walk(ast.parse(PROGRAM.read_text(encoding="utf-8"))))
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute)} | {n.id for n in nodes if isinstance(n, ast.Name)}
+
+
+def public(thing: object) -> set[str]:
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
+def test_every_public_name_is_used() -> None:
+    names = (public(mezzo) | set(LAZY)) - INTERNAL
+    assert {name for name in names if name.islower() or name[0].isupper()} - used() == set()
+
+
+@pytest.mark.parametrize("kind", [mezzo.Stepper, mezzo.StepResult], ids=["Stepper", "StepResult"])
+def test_every_public_method_is_used(kind: type) -> None:
+    assert public(kind) - used() - {"consensus", "agree"} == set()
+
+
+def test_the_package_is_marked_as_typed() -> None:
+    assert files("mezzo").joinpath("py.typed").is_file()
+
+
+def test_a_name_that_does_not_exist_is_an_error_at_run_time() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'preparre'"):
+        getattr(mezzo, "preparre")  # noqa: B009
