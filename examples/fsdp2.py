@@ -18,7 +18,7 @@ else:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 rank, world = dist.get_rank(), dist.get_world_size()
 
-policy = mezzo.Policy.parse("bf16-master")
+policy = mezzo.Policy.parse("bf16-master, output=fp32")
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(3)]
 model = nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 1))

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: `Trainer(policy="bf16-master")` in place of `TrainingArguments(bf16=True)`."""
+"""The Hugging Face Trainer: `Trainer(policy="bf16-master, output=fp32")` in place of `TrainingArguments(bf16=True)`."""
 
 import tempfile
 
@@ -22,7 +22,7 @@ with tempfile.TemporaryDirectory() as folder:
         logging_steps=10, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
     optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-2, master="split")
-    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), policy="bf16-master")
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), policy="bf16-master, output=fp32")
     trainer.train()
 
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

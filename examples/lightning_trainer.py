@@ -1,4 +1,4 @@
-"""Lightning's Trainer: `plugins=MezzoPrecision("bf16-master")` in place of `precision="bf16-mixed"`."""
+"""Lightning's Trainer: `plugins=MezzoPrecision("bf16-master, output=fp32")` in place of `precision="bf16-mixed"`."""
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.
 train, test = torch.utils.data.random_split(data, [1440, 357])
 
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-plugin = MezzoPrecision("bf16-master")
+plugin = MezzoPrecision("bf16-master, output=fp32")
 trainer = Trainer(accelerator="cpu", max_epochs=3, gradient_clip_val=1.0, plugins=plugin, **quiet)
 model = Digits()
 trainer.fit(model, DataLoader(train, batch_size=48, shuffle=True))

@@ -14,7 +14,7 @@ model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules=
 frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
 
 adapters = [p for p in model.parameters() if p.requires_grad]
-amp = mezzo.prepare(model, torch.optim.AdamW(adapters, lr=2e-2), "bf16", cache="persistent")
+amp = mezzo.prepare(model, torch.optim.AdamW(adapters, lr=2e-2), "bf16, output=fp32", cache="persistent")
 
 tokens = torch.arange(32).repeat(4, 1) % 8
 losses = []

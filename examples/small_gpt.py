@@ -56,7 +56,7 @@ def start() -> mezzo.Stepper:
     """A fresh model, ready to train."""
     torch.manual_seed(0)
     model = GPT()
-    return mezzo.prepare(model, mezzo.optim.AdamW(model.parameters(), lr=3e-3, master="split"), "bf16-master")
+    return mezzo.prepare(model, mezzo.optim.AdamW(model.parameters(), lr=3e-3, master="split"), "bf16-master, output=fp32")
 
 
 def train(amp: mezzo.Stepper, steps: range) -> float:

@@ -6,6 +6,8 @@ import doctest
 import importlib
 import pkgutil
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,19 @@ def blocks(text: str) -> list[tuple[int, str]]:
     return [(text[: m.start(1)].count("\n") + 1, m.group(1)) for m in found]
 
 
+@pytest.fixture
+def accelerate_starts_anew() -> Iterator[None]:
+    """Let a page choose its precision: Accelerate keeps the first of a process."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("accelerate_starts_anew")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*number of training batches")
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -28,6 +28,7 @@ def policies(path: Path) -> mezzo.Policy:
 
 def drop_in(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
     scaler = mezzo.GradScaler("cpu", init_scale=8.0)
+    print(mezzo.cuda.amp.GradScaler)
     with mezzo.autocast("cpu", dtype=torch.float16, policy="fp16"):
         loss: Tensor = model(x).sum()
     scaled = scaler.scale(loss)

@@ -29,11 +29,6 @@ def test_every_public_name_is_used() -> None:
     assert {name for name in names if name.islower() or name[0].isupper()} - used() == set()
 
 
-@pytest.mark.parametrize("kind", [mezzo.Stepper, mezzo.StepResult], ids=["Stepper", "StepResult"])
-def test_every_public_method_is_used(kind: type) -> None:
-    assert public(kind) - used() - {"consensus", "agree"} == set()
-
-
 def test_the_package_is_marked_as_typed() -> None:
     assert files("mezzo").joinpath("py.typed").is_file()
 
