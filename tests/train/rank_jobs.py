@@ -18,7 +18,7 @@ from mezzo.train.tokens import encode, train_tokenizer
 def train(rank: int, world: int, config: TrainConfig) -> dict[str, Any]:
     """Return what a run came to, without what the clock and the number of ranks say."""
     result = run(config)
-    return {**result.to_dict(), "seconds": 0.0, "peak_memory_bytes": 0, "out": "", "ranks": 0}
+    return {**result.to_dict(), "seconds": 0.0, "peak_memory_bytes": 0, "out": "", "ranks": 0, "comm": {}}
 
 
 def evaluate_texts(rank: int, world: int, batch_size: int, count: int) -> tuple[Any, Any, list[int]]:

@@ -41,7 +41,7 @@ def tiny(data: Path, out: Path, **changes: Any) -> TrainConfig:
     """Return a run that takes a second: a BERT 32 wide, two layers deep."""
     options: dict[str, Any] = dict(
         data=str(data), out=out, vocab_size=300, layers=2, hidden=32, heads=2, max_length=24, batch_size=16, epochs=2,
-        token_dropout=0.1, policy="bf16",
+        token_dropout=0.1, policy="bf16", schedule="linear", max_norm=1.0,
     )  # fmt: skip
     return TrainConfig(**{**options, **changes})
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.train.test_update import UPDATES, config, loss_of, model
+from tests.train.test_train_step import UPDATES, config, loss_of, model
 from torch import Tensor
 
 from mezzo import Policy

@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from tests.train.small import tiny
 from tests.train.test_tokens import TEXTS
 from torch import Tensor, nn
+from transformers import get_scheduler
 
 from mezzo import Policy
 from mezzo.errors import LossScaleExhausted, NonFiniteStep
 from mezzo.train import TrainConfig
+from mezzo.train.config import SCHEDULES
 from mezzo.train.model import build_model, parameter_groups
 from mezzo.train.tokens import train_tokenizer
-from mezzo.train.train_step import Updater, warmup_then_decay
+from mezzo.train.train_step import Updater
 
 UPDATES = 8
 POISONED = 3
@@ -54,7 +56,7 @@ def by_torch_alone(policy: str, poisoned: int, max_norm: float = NEVER_CLIPS) ->
     """The same updates, written with torch's own region, scaler, optimizer and schedule."""
     net, dtype = model(), {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[policy]
     optimizer = torch.optim.AdamW(parameter_groups(net, config().weight_decay), lr=LR, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(UPDATES, config().warmup))
+    schedule = get_scheduler("linear", optimizer, round(0.1 * UPDATES), UPDATES)
     scaler = torch.amp.GradScaler("cpu", enabled=policy == "fp16")
     for step in range(UPDATES):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
@@ -97,9 +99,9 @@ def test_updates_are_those_of_torch(policy: str, poisoned: int) -> None:
     wanted = by_torch_alone(policy, poisoned)
     assert [step for step, done in enumerate(applied) if not done] == [step for step in [poisoned] if step >= 0]
     assert distance(net, wanted) < rounding(chosen.compute) < LR / 10
-    factor = warmup_then_decay(UPDATES, config().warmup)
     counted = [sum(applied[:step]) for step in range(UPDATES)]
-    assert rates == [LR * factor(done) for done in counted]  # a skipped update does not move the schedule
+    wanted_rates = _rates_of_transformers("linear", 0.1)
+    assert rates == [wanted_rates[done] for done in counted]  # a skipped update does not move the schedule
     if policy == "fp16":
         assert scales == [65536.0 if poisoned < 0 or step <= poisoned else 32768.0 for step in range(UPDATES)]
     else:
@@ -116,17 +118,36 @@ def test_clipped_updates_are_those_of_torch(max_norm: float) -> None:
     assert distance(net, wanted) < rounding(torch.float32) < distance(wanted, plain)
 
 
-@pytest.mark.parametrize("updates", [1, 2, 7, 100])
-@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 0.99])
-def test_the_rate_rises_to_its_peak_and_falls_towards_zero(updates: int, warmup: float) -> None:
-    factor = warmup_then_decay(updates, warmup)
-    rates = [factor(done) for done in range(updates + 1)]
-    peak = max(1, round(warmup * updates)) - 1
-    assert rates[peak] == 1.0
-    assert rates[: peak + 1] == sorted(rates[: peak + 1])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert rates[-1] == 0.0
-    assert min(rates[:-1]) > 0.0
+def _rates_of_transformers(name: str, warmup: float) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
+    schedule, rates = get_scheduler(name, optimizer, round(warmup * UPDATES), UPDATES), []
+    for _ in range(UPDATES):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_the_one_of_its_name_in_transformers(name: str) -> None:
+    warmup = None if name == "constant" else 0.5
+    asked = config().replace(schedule=name, warmup=warmup)
+    updater = Updater(model(), Policy.parse("fp32"), asked, updates=UPDATES)
+    rates = [updater.step(lambda step=step: loss_of(updater.model, step, False)).lr for step in range(UPDATES)]  # type: ignore[misc]
+    assert rates == _rates_of_transformers(name, warmup or 0.0)
+    assert name != "constant" or rates == [LR] * UPDATES
+
+
+def test_without_a_limit_nothing_is_clipped() -> None:
+    net, asked = model(), config().replace(max_norm=None)
+    updater = Updater(net, Policy.parse("fp32"), asked, updates=UPDATES)
+    for step in range(UPDATES):
+        updater.step(lambda step=step: 100.0 * loss_of(net, step, False))  # type: ignore[misc]
+    other = model()
+    limited = Updater(other, Policy.parse("fp32"), asked.replace(max_norm=NEVER_CLIPS), updates=UPDATES)
+    for step in range(UPDATES):
+        limited.step(lambda step=step: 100.0 * loss_of(other, step, False))  # type: ignore[misc]
+    assert distance(net, other) == 0.0
 
 
 @pytest.mark.parametrize(("policy", "error", "most"), [("bf16", NonFiniteStep, 25), ("fp16", LossScaleExhausted, 25)])

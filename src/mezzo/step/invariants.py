@@ -123,7 +123,8 @@ class Invariants:
 
     def _check_moved(self, before: Before, share: OptimizerGrads, facts: StepStats) -> None:
         rates = [float(group["lr"]) for group in share.optimizer.param_groups if "lr" in group]
-        if facts.grad_norm == 0 or (rates and max(rates) == 0):
+        # A scheduler that on_applied called has moved the rates since; a warm-up begins at 0.
+        if facts.grad_norm == 0 or (rates and max(rates) == 0) or max(before.rates, default=1.0) == 0:
             return
         still = [p for p in share.params if int(checksum(local(p))) == before.weights[p]]
         changed_state = any(

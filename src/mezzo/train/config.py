@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError, did_you_mean
 from ..policy import Policy, as_policy
@@ -15,8 +15,39 @@ REVIEWS = "reviews"
 """The name of the built-in data set."""
 PRETRAINED_LR = 3e-5
 SCRATCH_LR = 1e-3
-MAY_DIFFER_ON_RESUME = ("resume", "overwrite", "out", "amp", "policy", "device")
+WARMUP = 0.1
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+)
+"""Schedules of the transformers library that need nothing but the number of updates."""
+MAY_DIFFER_ON_RESUME = ("resume", "overwrite", "out", "amp", "policy", "device", "log_every", "tracker")
 """Fields that leave a run comparable with its past: where it lies and in what precision it goes on."""
+
+
+_PATHS = ("dev_data", "test_data", "label_map", "out")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "Path": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+}
+
+
+def _fits(value: object, kind: str) -> bool:
+    """Whether a value read from JSON is one of a field's; fields that do not exist are somebody else's to refuse."""
+    if kind.startswith("Literal") or not kind:
+        return True
+    name, _, optional = kind.partition(" | ")
+    if value is None:
+        return bool(optional)
+    return isinstance(value, _KINDS[name]) and (kind == "bool" or not isinstance(value, bool))
 
 
 def _check(condition: bool, message: str) -> None:
@@ -30,10 +61,14 @@ class TrainConfig:
 
     Attributes:
         data: a .tsv, .csv or .jsonl file with one labelled text a row, or "reviews", the built-in Chinese reviews.
-        dev_data: file for periodic evaluation; left out, a twentieth of the rows of `data`.
-        test_data: file for the final report; left out, a seventh of the rows of `data`.
+        dev_data: file for periodic evaluation; left out, `dev_share` of the rows of `data`.
+        test_data: file for the final report; left out, `test_share` of the rows of `data`.
+        dev_share: part of the rows of `data` that becomes the dev rows.
+        test_share: part of the rows of `data` that becomes the test rows; 0 reports on the dev rows.
         text_column: column, or JSON key, of the text.
         label_column: column, or JSON key, of the label; any words or numbers.
+        label_map: a .json or .tsv file with the names of the labels in their order; left out, the labels of the data, sorted.
+        rows: rows of `data` to use, drawn before it is split; 0 uses all.
         limit: training rows to use; 0 uses all. Dev and test rows stay as they are.
         model: local folder or hub name of a model to start from; left out, a BERT from random weights.
         vocab_size: entries of the tokenizer that is trained when `model` is left out.
@@ -44,18 +79,24 @@ class TrainConfig:
         dropout: dropped share of the hidden units of a BERT from random weights.
         token_dropout: share of the tokens that training hides behind the mask token.
         max_length: tokens kept of a text, the two marks around it included.
-        batch_size: texts in one update, of all ranks together.
+        batch_size: texts in one update, of all ranks together unless `per_rank`.
+        per_rank: `batch_size` is that of each rank.
         micro_batches: micro-batches that a batch is run in, one after the other and on the ranks at once; 0 is one for each rank.
         epochs: passes over the training rows.
         lr: peak learning rate; left out, 3e-5 with `model` and 1e-3 from random weights.
-        warmup: share of the updates over which the learning rate rises; it falls to 0 over the rest.
+        schedule: of the learning rate, by its name in the transformers library: "constant", "constant_with_warmup", "linear",
+            "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt".
+        warmup: share of the updates over which the learning rate rises, for schedules that have it; left out, 0.1.
         weight_decay: of AdamW, on matrices only: biases and norms are not decayed.
-        max_norm: gradients are clipped to this norm.
+        max_norm: gradients are clipped to this norm; none clips nothing.
         ema: decay of a moving average of the weights, which then is what is evaluated and saved; 0 keeps none.
         amp: mixed precision as `policy` says; --no-amp trains in fp32.
         policy: a policy's text or .toml file: "auto", "bf16", "fp16", "fp16, output=fp32", ...
         device: "auto", "cpu", "cuda", ...
+        evaluate: evaluate on the dev rows now and then and keep the best model; --no-evaluate keeps the last.
         eval_every: updates from one evaluation and checkpoint to the next; 0 is once an epoch.
+        log_every: updates from one line about the loss to the next, where standard error is no terminal; 0 prints none.
+        tracker: "tensorboard" or "wandb" gets losses, learning rate and loss scale as well; "none" nobody.
         seed: of the weights, the order of the rows and dropout; the split has its own, fixed seed.
         out: folder of the run.
         resume: go on from the checkpoint in `out`, bit for bit as if never stopped.
@@ -69,8 +110,12 @@ class TrainConfig:
     data: str = REVIEWS
     dev_data: Path | None = None
     test_data: Path | None = None
+    dev_share: float = 0.05
+    test_share: float = 1 / 7
     text_column: str = "text"
     label_column: str = "label"
+    label_map: Path | None = None
+    rows: int = 0
     limit: int = 0
     model: str | None = None
     vocab_size: int = 8000
@@ -82,17 +127,22 @@ class TrainConfig:
     token_dropout: float = 0.0
     max_length: int = 128
     batch_size: int = 32
+    per_rank: bool = False
     micro_batches: int = 0
     epochs: int = 3
     lr: float | None = None
-    warmup: float = 0.1
+    schedule: str = "constant"
+    warmup: float | None = None
     weight_decay: float = 0.01
-    max_norm: float = 1.0
+    max_norm: float | None = None
     ema: float = 0.0
     amp: bool = True
     policy: str = "auto"
     device: str = "auto"
+    evaluate: bool = True
     eval_every: int = 0
+    log_every: int = 50
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"
     seed: int = 0
     out: Path = Path("runs/train")
     resume: bool = False
@@ -102,13 +152,28 @@ class TrainConfig:
         """Refuse values outside their ranges."""
         for name in ("vocab_size", "layers", "hidden", "heads", "batch_size", "epochs"):
             _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("micro_batches", "limit", "intermediate", "eval_every", "seed"):
+        for name in ("micro_batches", "limit", "rows", "intermediate", "eval_every", "log_every", "seed"):
             _check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
-        for name in ("dropout", "token_dropout", "warmup", "ema"):
+        for name in ("dropout", "token_dropout", "warmup_share", "ema", "dev_share", "test_share"):
             _check(0.0 <= getattr(self, name) < 1.0, f"{name}={getattr(self, name)} must be at least 0 and below 1.")
         for name in ("learning_rate", "max_norm"):
             value = getattr(self, name)
-            _check(value > 0 and math.isfinite(value), f"{name}={value} must be positive.")
+            _check(value is None or (value > 0 and math.isfinite(value)), f"{name}={value} must be positive.")
+        shares = self.dev_share + self.test_share
+        _check(shares < 1, f"dev_share={self.dev_share} and test_share={self.test_share} leave no row to learn from.")
+        _check(
+            bool(self.dev_data or self.dev_share),
+            "dev_share=0 leaves no row for evaluation; write a share, or --dev-data.",
+        )
+        _check(
+            self.schedule in SCHEDULES,
+            f"there is no schedule {self.schedule!r}.{did_you_mean(self.schedule, SCHEDULES)}",
+        )
+        _check(
+            self.warmup is None or self.schedule != "constant",
+            f"warmup={self.warmup} was asked for, and the schedule is constant from its first update. Write "
+            "--schedule constant_with_warmup.",
+        )
         _check(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative.")
         _check(self.max_length >= 3, f"max_length={self.max_length} leaves no token beside the two marks; write 3 or more.")  # fmt: skip
         _check(self.hidden % self.heads == 0,
@@ -124,6 +189,15 @@ class TrainConfig:
         return SCRATCH_LR if self.model is None else PRETRAINED_LR
 
     @property
+    def warmup_share(self) -> float:
+        """The share of the updates over which the learning rate rises, as it holds."""
+        return WARMUP if self.warmup is None else self.warmup
+
+    def of_all_ranks(self, ranks: int) -> TrainConfig:
+        """Return the same run with the batch of all ranks together."""
+        return self.replace(batch_size=self.batch_size * ranks, per_rank=False) if self.per_rank else self
+
+    @property
     def chosen_policy(self) -> Policy:
         """The policy that holds, before a device has decided what "auto" is."""
         return as_policy(self.policy) if self.amp else as_policy("fp32")
@@ -135,6 +209,7 @@ class TrainConfig:
             ConfigError: they would not be equal, or not as many on each rank.
         """
         count, size = self.micro_batches or ranks, self.batch_size
+        size = size * ranks if self.per_rank else size
         _check(count % ranks == 0, f"micro_batches={count} cannot be shared by {ranks} ranks; write a multiple of {ranks}, or 0.")  # fmt: skip
         below = size // count * count
         fitting = " or ".join(str(fit) for fit in (below, below + count) if fit)
@@ -167,7 +242,11 @@ class TrainConfig:
         Raises:
             ConfigError: unknown field, or a value outside its range.
         """
-        paths = {name: Path(saved[name]) for name in ("dev_data", "test_data", "out") if saved.get(name) is not None}
+        kinds = {field.name: field.type for field in fields(cls)}
+        for name, value in saved.items():
+            fits = _fits(value, str(kinds.get(name, "")))
+            _check(fits, f"{name}={value!r} is not what a training configuration has there: {kinds.get(name)}.")
+        paths = {name: Path(saved[name]) for name in _PATHS if saved.get(name) is not None}
         return cls().replace(**{**saved, **paths})
 
     @classmethod
@@ -179,10 +258,13 @@ class TrainConfig:
         """
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"there is no training configuration in {path}: {error}.") from None
         _check(isinstance(saved, dict), f"{path} holds no training configuration.")
-        return cls.from_dict(saved)
+        try:
+            return cls.from_dict(saved)
+        except ConfigError as error:
+            raise ConfigError(f"{path} holds no training configuration: {error}") from None
 
     def differences(self, other: TrainConfig) -> dict[str, tuple[object, object]]:
         """Return the fields whose values would make a resumed run another run: name to (mine, other's)."""
@@ -193,6 +275,6 @@ class TrainConfig:
 def demo_config(out: Path, *, amp: bool) -> TrainConfig:
     """Return the short `reviews` training that `mezzo demo` runs in fp32 and in mixed precision."""
     return TrainConfig(
-        out=out, amp=amp, overwrite=True, vocab_size=8000, hidden=128, heads=2, dropout=0.3, token_dropout=0.4, max_length=160,
+        out=out, amp=amp, overwrite=True, schedule="linear", max_norm=1.0, vocab_size=8000, hidden=128, heads=2, dropout=0.3, token_dropout=0.4, max_length=160,
         batch_size=64, epochs=4, ema=0.995, eval_every=438,  # every second epoch: earlier ones differ by noise
     )  # fmt: skip

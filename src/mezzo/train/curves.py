@@ -7,8 +7,7 @@ from pathlib import Path
 
 from .checkpoint import write_whole
 from .metrics import read_metrics
-
-SMOOTHING = 0.95
+from .progress import SmoothedLoss
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -17,11 +16,8 @@ def smooth(values: list[float]) -> list[float]:
     >>> [round(value, 3) for value in smooth([1.0, 3.0])]
     [1.0, 2.026]
     """
-    found, mean = [], 0.0
-    for count, value in enumerate(values, start=1):
-        mean = SMOOTHING * mean + (1.0 - SMOOTHING) * value
-        found.append(mean / (1.0 - SMOOTHING**count))
-    return found
+    smoothed = SmoothedLoss()
+    return [smoothed.add(value) for value in values]
 
 
 def save_curves(metrics: Path, picture: Path) -> None:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from ..errors import DataError, did_you_mean
 from .config import REVIEWS, TrainConfig
 from .files import Row, read_reviews, read_rows
+from .labels import LabelMap, read_label_map
 
 SPLIT_SEED = 20180517
 """One split for every run, whatever its seed: test rows stay test rows."""
-DEV_SHARE = 1 / 20
-TEST_SHARE = 1 / 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +22,11 @@ class Corpus:
     """Texts with labels in three parts that share no text.
 
     Attributes:
-        labels: every label, sorted; a row's class is its index here.
+        labels: every label, in the order of the label map, else sorted; a row's class is its index here.
         train: rows to learn from.
         dev: rows for periodic evaluation.
         test: rows for the final report.
-        dropped: how many rows cleaning took out, by reason.
+        dropped: how many rows cleaning took out, by reason; "respelled" were not, but their labels lost spaces around them.
     """
 
     labels: tuple[str, ...]
@@ -35,6 +34,16 @@ class Corpus:
     dev: tuple[Row, ...]
     test: tuple[Row, ...]
     dropped: dict[str, int]
+
+    @property
+    def summary(self) -> str:
+        """What became of the rows, in a sentence."""
+        sizes = f"{len(self.train)} rows to learn from, {len(self.dev)} dev, {len(self.test)} test"
+        dropped = [f"{count} {reason}" for reason, count in self.dropped.items() if count and reason != "respelled"]
+        lost = f"; dropped: {', '.join(dropped)}" if dropped else ""
+        respelled = self.dropped.get("respelled", 0)
+        stripped = f"; {respelled} labels lost spaces around them" if respelled else ""
+        return f"{sizes}{lost}{stripped}"
 
     @property
     def fingerprint(self) -> str:
@@ -48,7 +57,7 @@ class Corpus:
 
 
 def clean(rows: Iterable[Row]) -> tuple[list[Row], Counter[str]]:
-    """Strip texts, and drop what is empty, said twice, or said with two labels.
+    """Strip texts and labels, and drop what is empty or has no label, is said twice, or said with two labels.
 
     Args:
         rows: in any order.
@@ -57,26 +66,29 @@ def clean(rows: Iterable[Row]) -> tuple[list[Row], Counter[str]]:
         The rows kept, in the order of their first appearance; and the number dropped for each reason.
     """
     labels: dict[str, set[str]] = {}
-    dropped: Counter[str] = Counter(empty=0, duplicate=0, contradictory=0)
+    dropped: Counter[str] = Counter(empty=0, unlabelled=0, duplicate=0, contradictory=0, respelled=0)
     for row in rows:
-        text = row.text.strip()
+        text, label = row.text.strip(), row.label.strip()
+        dropped["respelled"] += label != row.label
         if not text:
             dropped["empty"] += 1
-        elif row.label in labels.setdefault(text, set()):
+        elif not label:
+            dropped["unlabelled"] += 1
+        elif label in labels.setdefault(text, set()):
             dropped["duplicate"] += 1
         else:
-            labels[text].add(row.label)
+            labels[text].add(label)
     kept = [Row(text=text, label=next(iter(found))) for text, found in labels.items() if len(found) == 1]
     dropped["contradictory"] = sum(len(found) for found in labels.values() if len(found) > 1)
     return kept, dropped
 
 
-def _read(name: str, config: TrainConfig) -> tuple[list[Row], Counter[str]]:
+def _read(name: str, config: TrainConfig, names: LabelMap | None) -> tuple[list[Row], Counter[str]]:
     rows = read_reviews() if name == REVIEWS else read_rows(name, config.text_column, config.label_column)
     kept, dropped = clean(rows)
     if not kept:
         raise DataError(f"{name} holds no text with one label, so there is nothing to learn from.")
-    return kept, dropped
+    return kept if names is None else names.named(kept), dropped
 
 
 def _without(rows: Iterable[Row], *others: Iterable[Row]) -> list[Row]:
@@ -116,21 +128,23 @@ def load_corpus(config: TrainConfig) -> Corpus:
     Raises:
         DataError: a file that is missing, empty, not UTF-8, without its columns, with one class, or too small.
     """
-    rows, dropped = _read(config.data, config)
-    test = _read(str(config.test_data), config)[0] if config.test_data else []
-    dev = _without(_read(str(config.dev_data), config)[0], test) if config.dev_data else []
+    names = None if config.label_map is None else read_label_map(config.label_map)
+    rows, dropped = _read(config.data, config, names)
+    test = _read(str(config.test_data), config, names)[0] if config.test_data else []
+    dev = _without(_read(str(config.dev_data), config, names)[0], test) if config.dev_data else []
     rows = _without(rows, dev, test)
-    total = len(rows)
     random.Random(SPLIT_SEED).shuffle(rows)
+    rows = rows[: config.rows or None]
+    total = len(rows)
     if not config.test_data:
-        test, rows = _take(rows, TEST_SHARE * total)
+        test, rows = _take(rows, config.test_share * total)
     if not config.dev_data:
-        dev, rows = _take(rows, DEV_SHARE * total)
+        dev, rows = _take(rows, config.dev_share * total)
     corpus = Corpus(
-        labels=tuple(sorted({row.label for row in rows})),
+        labels=tuple(sorted({row.label for row in rows})) if names is None else names.names,
         train=tuple(rows),
         dev=tuple(dev),
-        test=tuple(test),
+        test=tuple(test if config.test_data or config.test_share else dev),
         dropped=dict(dropped),
     )
     _check(corpus, config)

@@ -88,11 +88,12 @@ def _result(
     policy: str,
     world: DistContext,
     folder: RunFolder,
+    comm: dict[str, Any],
 ) -> TrainResult:
     by_class, table = report(test.labels, found.predicted, corpus.labels)
     return TrainResult(
         accuracy=found.accuracy,
-        dev_accuracy=at.best_accuracy,
+        dev_accuracy=at.best_accuracy if at.best_accuracy >= 0 else None,
         best_step=at.best_step,
         seconds=at.seconds,
         peak_memory_bytes=peak_memory_bytes(world.device),
@@ -103,6 +104,7 @@ def _result(
         device=str(world.device),
         ranks=world.size,
         rows={"train": len(corpus.train), "dev": len(corpus.dev), "test": len(corpus.test), **corpus.dropped},
+        comm=comm,
         report=by_class,
         report_text=table,
         out=folder.path,
@@ -150,6 +152,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     device = world.device
     policy = config.chosen_policy.resolve(device)
     config.num_micro_batches(world.size)
+    whole = config.of_all_ranks(world.size)
     _check_folder(config, folder)
     corpus = load_corpus(config)
     state = None
@@ -162,10 +165,10 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     train, dev, test = (
         _encoded(rows, corpus, tokenizer, config.max_length) for rows in (corpus.train, corpus.dev, corpus.test)
     )
-    updates = config.epochs * updates_per_epoch(len(train.labels), config.batch_size)
+    updates = config.epochs * updates_per_epoch(len(train.labels), whole.batch_size)
     updater = Updater(model, policy, config, updates=updates, world=world)
     trainer = Trainer(
-        config, updater, tokenizer,
+        whole, updater, tokenizer,
         train=train, dev=dev, folder=folder, world=world, identity=_identity(config, corpus, tokenizer, world.launch),
     )  # fmt: skip
     world.wait()  # until all have read what the first is about to replace
@@ -173,14 +176,17 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
         _open_folder(config, folder)
     if state is not None:
         trainer.load(state)
-    with progress_bar(trainer.position.step, trainer.total, is_shown=world.is_first) as progress:
+    done, total = trainer.position.step, trainer.total
+    with progress_bar(done, total, every=config.log_every, is_shown=world.is_first) as progress:
         if world.restarts and state is not None:
             progress.note(f"restart {world.restarts}: going on from update {trainer.position.step}/{trainer.total}")
-        trainer.train(progress)
+        trainer.train(progress, corpus.summary)
     world.wait()  # until the best model is written
     best = prepare(load_model(folder.best).to(device), policy=policy).model
     found = evaluate(best, test, batch_size=config.batch_size, device=device, world=world)
-    result = _result(trainer.position, corpus, test, found, policy=str(policy), world=world, folder=folder)
+    result = _result(
+        trainer.position, corpus, test, found, policy=str(policy), world=world, folder=folder, comm=updater.comm
+    )
     if world.is_first:
         write_json(folder.result, result.to_dict())
         save_curves(folder.metrics, folder.curves)

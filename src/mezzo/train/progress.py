@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+SMOOTHING = 0.95
+
 
 class Progress(Protocol):
     """Told of every update and of everything worth a line."""
 
-    def update(self, step: int, *, loss: float, scale: float, skipped: int) -> None:
+    def update(self, step: int, *, loss: float, lr: float, scale: float, skipped: int) -> None:
         """Show where the run is."""
 
     def note(self, text: str) -> None:
         """Print a line."""
 
 
-class Lines:
-    """Progress where nobody watches: lines only."""
+class SmoothedLoss:
+    """The mean of the losses so far, earlier ones counting less; without the bias of its start."""
 
-    def update(self, step: int, *, loss: float, scale: float, skipped: int) -> None:
-        """Show nothing."""
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, loss: float) -> float:
+        """Return the smoothed loss with another one; inf and NaN, whose updates are skipped, are left out."""
+        if math.isfinite(loss):
+            self._sum = SMOOTHING * self._sum + (1.0 - SMOOTHING) * loss
+            self._weight = SMOOTHING * self._weight + (1.0 - SMOOTHING)
+        return self._sum / self._weight if self._weight else math.nan
+
+
+class Lines:
+    """Progress where nobody watches: lines only.
+
+    Args:
+        total: updates of the run.
+        every: updates from one line about the loss to the next; 0 prints none.
+    """
+
+    def __init__(self, total: int, every: int) -> None:
+        self._total, self._every, self._smoothed = total, every, SmoothedLoss()
+
+    def update(self, step: int, *, loss: float, lr: float, scale: float, skipped: int) -> None:
+        """Print a line, now and then. Writes: standard error."""
+        smoothed = self._smoothed.add(loss)
+        if self._every and (step == 1 or step % self._every == 0 or step == self._total):
+            self.note(
+                f"update {step}/{self._total}: loss {loss:.4f}, smoothed {smoothed:.4f}, lr {lr:.3g}, scale {scale:g}"
+            )
 
     def note(self, text: str) -> None:
         """Print a line. Writes: standard error."""
@@ -32,7 +62,7 @@ class Lines:
 class Silent:
     """Progress on ranks that do not print."""
 
-    def update(self, step: int, *, loss: float, scale: float, skipped: int) -> None:
+    def update(self, step: int, *, loss: float, lr: float, scale: float, skipped: int) -> None:
         """Show nothing."""
 
     def note(self, text: str) -> None:
@@ -40,12 +70,13 @@ class Silent:
 
 
 @contextmanager
-def progress_bar(done: int, total: int, *, is_shown: bool = True) -> Iterator[Progress]:
-    """Show a bar with loss, scale, skipped updates and time left while inside, if standard error is a terminal.
+def progress_bar(done: int, total: int, *, every: int = 0, is_shown: bool = True) -> Iterator[Progress]:
+    """Show a bar with smoothed loss, scale, skipped updates and time left while inside, if standard error is a terminal.
 
     Args:
         done: updates already done.
         total: updates of the whole run.
+        every: updates from one line about the loss to the next, where standard error is no terminal; 0 prints none.
         is_shown: False shows nothing.
 
     Writes: standard error.
@@ -54,21 +85,22 @@ def progress_bar(done: int, total: int, *, is_shown: bool = True) -> Iterator[Pr
         yield Silent()
         return
     if not sys.stderr.isatty():
-        yield Lines()
+        yield Lines(total, every)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
-    numbers = TextColumn("loss {task.fields[loss]:.3f}  scale {task.fields[scale]:g}  skipped {task.fields[skipped]}")
+    numbers = TextColumn("loss {task.fields[loss]}  scale {task.fields[scale]:g}  skipped {task.fields[skipped]}")
     columns = (BarColumn(), MofNCompleteColumn(), numbers, TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
-        task = bar.add_task("training", total=total, completed=done, loss=float("nan"), scale=1.0, skipped=0)
+        task = bar.add_task("training", total=total, completed=done, loss="-", scale=1.0, skipped=0)
+        smoothed = SmoothedLoss()
 
         class Shown:
-            def update(self, step: int, *, loss: float, scale: float, skipped: int) -> None:
-                bar.update(task, completed=step, loss=loss, scale=scale, skipped=skipped)
+            def update(self, step: int, *, loss: float, lr: float, scale: float, skipped: int) -> None:
+                bar.update(task, completed=step, loss=f"{smoothed.add(loss):.3f}", scale=scale, skipped=skipped)
 
             def note(self, text: str) -> None:
                 console.print(text, highlight=False, markup=False)

@@ -59,7 +59,7 @@ class TrainResult:
 
     Attributes:
         accuracy: of the best model on the test rows.
-        dev_accuracy: of the best model on the dev rows.
+        dev_accuracy: of the best model on the dev rows; None without evaluation.
         best_step: update after which the best model was saved.
         seconds: of training with its evaluations, over all resumes.
         peak_memory_bytes: most memory held by this rank: allocated on CUDA, the process's resident set elsewhere.
@@ -70,13 +70,14 @@ class TrainResult:
         device: where it ran, or the first rank did.
         ranks: how many processes shared the work.
         rows: rows in train, dev and test, and dropped by cleaning.
+        comm: what this rank handed to gradient all-reduces: how many by dtype, and bytes; empty on one rank.
         report: precision, recall, F1 and support by class, on the test rows.
         report_text: the same as a table.
         out: the run's folder.
     """
 
     accuracy: float
-    dev_accuracy: float
+    dev_accuracy: float | None
     best_step: int
     seconds: float
     peak_memory_bytes: int
@@ -87,6 +88,7 @@ class TrainResult:
     device: str
     ranks: int
     rows: dict[str, int]
+    comm: dict[str, Any]
     report: dict[str, Any]
     report_text: str
     out: Path

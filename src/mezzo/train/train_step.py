@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
+from ..distributed import comm_stats
+from ..formats import dtype_name
 from ..optim import AdamW
 from ..policy import Policy
 from ..step import prepare
@@ -36,21 +40,6 @@ class Update:
     lr: float
 
 
-def warmup_then_decay(updates: int, warmup: float) -> Callable[[int], float]:
-    """Return the factor of the learning rate as a function of updates done: up to 1, then down to 0, in lines.
-
-    Args:
-        updates: of the whole run.
-        warmup: share of them that rises.
-    """
-    rising = max(1, round(warmup * updates))
-
-    def factor(done: int) -> float:
-        return (done + 1) / rising if done < rising else (updates - done) / max(1, updates - rising)
-
-    return factor
-
-
 class Updater:
     """Owns the optimizer of a run and its schedule, which only updates that were applied move.
 
@@ -72,13 +61,15 @@ class Updater:
     def __init__(
         self, model: nn.Module, policy: Policy, config: TrainConfig, *, updates: int, world: DistContext | None = None
     ) -> None:
+        from transformers import get_scheduler
+
         groups = parameter_groups(model, config.weight_decay)
         optimizer = AdamW(groups, lr=config.learning_rate, master=policy.master, state_dtype=policy.state)
         self.amp = prepare(model, optimizer, policy)
         self._world = alone(next(model.parameters()).device) if world is None else world
         self.model = self._world.wrap(self.amp.model)
-        factor = warmup_then_decay(updates, config.warmup)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        rising = round(config.warmup_share * updates)
+        self._schedule: LRScheduler = get_scheduler(config.schedule, optimizer, rising, updates)
         self.amp.on_applied(self._schedule.step)
         self._max_norm = config.max_norm
 
@@ -122,6 +113,18 @@ class Updater:
         update = Update(applied=result.applied, loss=loss, scale=result.scale, grad_norm=result.grad_norm, lr=lr)
         self.amp.zero_grad()
         return update
+
+    @property
+    def comm(self) -> dict[str, Any]:
+        """What this rank handed to gradient all-reduces so far; empty on one rank."""
+        if not isinstance(self.model, DistributedDataParallel):
+            return {}
+        stats = comm_stats(self.model)
+        return {
+            "reductions": {dtype_name(dtype): count for dtype, count in stats.num_by_dtype.items()},
+            "payload_bytes": stats.payload_bytes,
+            "wire_bytes": stats.wire_bytes,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer, loss scale and schedule. Syncs: yes."""

@@ -21,6 +21,7 @@ from .dist_context import DistContext
 from .evaluate import Encoded, evaluate, logits_of
 from .metrics import MetricsLog, NoLog
 from .progress import Progress
+from .trackers import NoTracker, Tracker, open_tracker
 from .train_result import RunFolder
 from .train_step import Updater
 
@@ -89,10 +90,15 @@ class Trainer:
         self._world, self._num_micro_batches = world, config.num_micro_batches(world.size)
         self._per_epoch = updates_per_epoch(len(train.tokens), config.batch_size)
         self.total = config.epochs * self._per_epoch
+        self._tracker: Tracker = NoTracker()
         self._eval_every = config.eval_every or self._per_epoch
 
-    def train(self, progress: Progress) -> None:
+    def train(self, progress: Progress, opening: str = "") -> None:
         """Train from where the run is to its end, with an evaluation and a checkpoint every so often.
+
+        Args:
+            progress: is told of every update.
+            opening: what to say once the first checkpoint is written; "" is nothing.
 
         Raises:
             CheckpointError: a file of the run could not be written.
@@ -101,17 +107,22 @@ class Trainer:
         Writes: model, files of the run, torch's global random state. Syncs: yes.
         """
         self._log = MetricsLog(self._folder.metrics, self.position.step) if self._world.is_first else NoLog()
+        if self._world.is_first:
+            self._tracker = open_tracker(self._config.tracker, self._folder.path)
         self._started = time.perf_counter() - self.position.seconds
         self._model.train()
         if self.position.step == 0:
             self.save()
+        if opening:
+            progress.note(opening)
         while self.position.step < self.total:
             epoch, done = divmod(self.position.step, self._per_epoch)
             batches = epoch_batches(self._train.lengths, self._config.batch_size, seed=self._config.seed, epoch=epoch)
             for rows in batches[done:]:
                 self._update(rows, progress)
                 if self.position.step % self._eval_every == 0 or self.position.step == self.total:
-                    self._evaluate(progress)
+                    self._pause(progress)
+        self._tracker.close()
 
     def _update(self, rows: list[int], progress: Progress) -> None:
         each = self._num_micro_batches // self._world.size
@@ -135,10 +146,12 @@ class Trainer:
             scale=update.scale,
             applied=update.applied,
         )
-        progress.update(at.step, loss=value, scale=update.scale, skipped=at.skipped)
+        numbers = {**finite, "lr": update.lr, "scale": update.scale, "skipped": float(at.skipped)}
+        self._tracker.log(at.step, {f"train/{name}": number for name, number in numbers.items()})
+        progress.update(at.step, loss=value, lr=update.lr, scale=update.scale, skipped=at.skipped)
 
     def _loss(self, rows: list[int], index: int) -> Tensor:
-        """Return what one micro-batch adds to its mean loss: shape (), fp32.
+        """Return what one micro-batch adds to the mean loss of its batch: shape (), fp32.
 
         What is hidden and dropped is a function of seed, update and micro-batch, whichever rank runs it.
         """
@@ -155,6 +168,21 @@ class Trainer:
         mean = F.cross_entropy(logits_of(self._updater.model, batch), cast(Tensor, batch.labels_B))
         return mean * (len(own_rows) / len(rows))
 
+    def _pause(self, progress: Progress) -> None:
+        """Evaluate, if that is asked, and write a checkpoint."""
+        at = self.position
+        at.seconds = time.perf_counter() - self._started
+        if self._config.evaluate:
+            self._evaluate(progress)
+        elif at.step == self.total:
+            at.best_step = at.step
+            self._save_best()
+        self.save()
+
+    def _save_best(self) -> None:
+        if self._world.is_first:
+            save_model(self._folder.best, self._model, self._tokenizer, self._weights())
+
     def _evaluate(self, progress: Progress) -> None:
         world = self._world
         with nullcontext() if self._average is None else self._average.shown():
@@ -168,9 +196,8 @@ class Trainer:
         )
         if found.accuracy > at.best_accuracy:
             at.best_accuracy, at.best_step = found.accuracy, at.step
-            if world.is_first:
-                save_model(self._folder.best, self._model, self._tokenizer, self._weights())
-        self.save()
+            self._save_best()
+        self._tracker.log(at.step, {"dev/loss": found.loss, "dev/accuracy": found.accuracy})
         progress.note(
             f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
             f"{at.skipped} skipped, {at.seconds:.0f} s"

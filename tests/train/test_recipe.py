@@ -1,0 +1,139 @@
+"""The options by which `mezzo train` is the published training script: rate, labels, split, batch, evaluation, output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.distributed.ranks import run as on_ranks
+from tests.train.rank_jobs import train
+from tests.train.small import emotion_rows, metrics, tiny, write_tsv
+
+from mezzo.errors import ConfigError, DataError
+from mezzo.train import TrainConfig, run
+from mezzo.train.data import clean, load_corpus
+from mezzo.train.files import Row
+from mezzo.train.labels import read_label_map
+
+NAMES = ["joy", "love", "anger", "fear", "sadness", "surprise"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tsv(tmp_path_factory.mktemp("data") / "emotions.tsv", emotion_rows(120))
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("map.json", json.dumps(NAMES)),
+        ("map.json", json.dumps({name: index for index, name in reversed(list(enumerate(NAMES)))})),
+        ("map.json", json.dumps({str(index): name for index, name in enumerate(NAMES)})),
+        ("map.tsv", "".join(f"{index}\t{name}\n" for index, name in enumerate(NAMES))),
+    ],
+)
+def test_a_map_names_numbered_labels_in_its_own_order(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    numbered = [(words, str(NAMES.index(label))) for words, label in emotion_rows(120)]
+    path = write_tsv(tmp_path / "rows.tsv", numbered)
+    corpus = load_corpus(tiny(path, tmp_path / "out", label_map=tmp_path / name))
+    assert corpus.labels == tuple(NAMES)
+    by_text = dict(emotion_rows(120))
+    assert all(row.label == by_text[row.text] for row in (*corpus.train, *corpus.dev, *corpus.test))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1, 2]", "is none of"),
+        ('["one"]', "names 1 class"),
+        ('{"a": 0, "b": 2}', "must be 0, 1, 2"),
+    ],
+)
+def test_a_bad_map_is_one_sentence(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text(text)
+    with pytest.raises(DataError, match=words):
+        read_label_map(tmp_path / "map.json")
+
+
+def test_a_label_that_the_map_lacks_is_named(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text('["joy", "anger"]')
+    with pytest.raises(DataError, match="which the label map lacks"):
+        load_corpus(tiny(data, tmp_path / "out", label_map=tmp_path / "map.json"))
+
+
+def test_labels_are_stripped_and_empty_ones_dropped_and_counted() -> None:
+    rows = [Row("a", "x"), Row("b", "x "), Row("c", ""), Row("d", "  "), Row("e", "y")]
+    kept, dropped = clean(rows)
+    assert kept == [Row("a", "x"), Row("b", "x"), Row("e", "y")]
+    assert (dropped["unlabelled"], dropped["respelled"]) == (2, 2)
+
+
+# --- split, batch, evaluation -----------------------------------------------------------------------------------------
+
+
+def test_the_split_of_the_script_is_two_parts(data: Path, tmp_path: Path) -> None:
+    corpus = load_corpus(tiny(data, tmp_path / "out", rows=100, dev_share=0.08, test_share=0.0))
+    assert (len(corpus.train), len(corpus.dev)) == (92, 8)
+    assert corpus.test == corpus.dev
+    assert "92 rows to learn from, 8 dev, 8 test" in corpus.summary
+
+
+def test_a_batch_of_each_rank_is_the_batch_of_all(data: Path, tmp_path: Path) -> None:
+    one = tiny(data, tmp_path / "one", batch_size=16, micro_batches=2, epochs=1)
+    two = tiny(data, tmp_path / "two", batch_size=8, per_rank=True, epochs=1)
+    (wanted,) = on_ranks(1, train, one)
+    assert on_ranks(2, train, two) == [wanted, wanted]
+    assert metrics(two.out) == metrics(one.out)
+    comm = json.loads((two.out / "result.json").read_text())["comm"]
+    assert set(comm["reductions"]) == {"fp32"} and comm["payload_bytes"] == comm["wire_bytes"] > 0  # a ring of two
+
+
+def test_without_evaluation_the_last_weights_are_kept(data: Path, tmp_path: Path) -> None:
+    config = tiny(data, tmp_path / "out", evaluate=False)
+    result = run(config)
+    assert result.dev_accuracy is None and result.best_step == result.applied_steps
+    assert {record["kind"] for record in metrics(config.out)} == {"update"}
+    assert (config.out / "curves.png").exists()
+    assert json.loads((config.out / "result.json").read_text())["dev_accuracy"] is None
+
+
+def test_dropped_rows_are_said_when_training_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = emotion_rows(90)
+    path = write_tsv(tmp_path / "rows.tsv", [*rows, *rows[:7], ("", "joy"), ("no label", "")])
+    run(tiny(path, tmp_path / "out", epochs=1, log_every=2))
+    said = capsys.readouterr().err
+    assert "dropped: 1 empty, 1 unlabelled, 7 duplicate" in said
+    assert "update 1/" in said and "smoothed" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "lienar"}, "Did you mean 'linear'"),
+        ({"schedule": "constant", "warmup": 0.1}, "--schedule constant_with_warmup"),
+        ({"dev_share": 0.6, "test_share": 0.5}, "leave no row"),
+        ({"dev_share": 0.0}, "--dev-data"),
+        ({"max_norm": 0.0}, "must be positive"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TrainConfig().replace(**options)
+
+
+def test_a_tracker_gets_the_numbers(data: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny(data, tmp_path / "out", epochs=1, tracker="tensorboard")
+    run(config)
+    events = EventAccumulator(str(config.out / "tensorboard"))
+    events.Reload()
+    losses = [record["loss"] for record in metrics(config.out) if record["kind"] == "update"]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses)
+    assert len(events.Scalars("dev/accuracy")) == 1
