@@ -34,8 +34,15 @@ class RegionTypeError(RegionError, TypeError, ValueError):
     """A region given something it cannot take; torch raises TypeError or ValueError there."""
 
 
-class ScalerError(MezzoError, RuntimeError):
-    """A loss scaler used in an order that would corrupt gradients or weights."""
+class ScalerError(MezzoError, RuntimeError, ValueError, AssertionError):
+    """A loss scaler used in an order that would corrupt gradients or weights.
+
+    torch's scaler raises one of the three built-in errors in its place, so code that catches any of them goes on working.
+    """
+
+
+class ScalerArgumentError(PolicyError, AssertionError):
+    """A loss scaler made with a number outside its range; an AssertionError in torch."""
 
 
 class StepError(MezzoError, RuntimeError):
@@ -43,13 +50,25 @@ class StepError(MezzoError, RuntimeError):
 
 
 class StoppedRun(MezzoError, RuntimeError):
-    """A run that cannot go on; base of the two errors that `step()` raises about inf and NaN.
+    """A run that cannot go on; base of the errors that `step()` raises about inf, NaN and underflow.
+
+    Args:
+        what: what happened.
+        advice: what to do about it.
+        is_batch_to_blame: running the last batch again may show the cause.
 
     Attributes:
         report: the `mezzo.diagnose.TraceReport` of the last batch, run again op by op; None where it could not be.
     """
 
     report: object | None = None
+
+    def __init__(self, what: str, advice: str = "", *, is_batch_to_blame: bool = True) -> None:
+        super().__init__(what, advice)
+        self.what, self.advice, self.is_batch_to_blame = what, advice, is_batch_to_blame
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.advice}" if self.advice else self.what
 
 
 class LossScaleExhausted(StoppedRun):
@@ -58,6 +77,10 @@ class LossScaleExhausted(StoppedRun):
 
 class NonFiniteStep(StoppedRun):
     """A step met inf or NaN that no loss scale can mend; names parameters, buffers and counts."""
+
+
+class GradientUnderflow(StoppedRun):
+    """Too many steps in a row had no gradient left: 16 bit flushed every one to zero."""
 
 
 class MasterError(MezzoError, ValueError):

@@ -120,7 +120,7 @@ def test_something_else_is_not_loaded() -> None:
     assert scaler.get_scale() == 65536.0
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.5, math.nan, math.inf])
+@pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
 def test_a_scale_that_has_collapsed_is_not_loaded(scale: float) -> None:
     """P3: torch saves and loads a scale of 0."""
     theirs = torch.amp.GradScaler("cpu", init_scale=scale)

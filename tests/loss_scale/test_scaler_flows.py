@@ -502,17 +502,17 @@ def test_a_scaler_holds_no_model_and_leaves_no_guard() -> None:
     scaler = GradScaler("cpu")
     train(scaler)
     gc.collect()
-    assert not list(scaler._ledger._optimizers) and not scaler._ledger._parameters()
-    scaler._ledger.next_iteration()
-    assert not scaler._ledger._entries
+    assert not list(scaler._tracker._optimizers) and not scaler._tracker._parameters()
+    scaler._tracker.next_iteration()
+    assert not scaler._tracker._entries
     for _ in range(3):
         train(scaler)  # parameters that may sit where the old ones sat
-    assert scaler._ledger in ledger._guarding
+    assert scaler._tracker in ledger._guarding
     number = len(ledger._guarding)
     del scaler
     gc.collect()
     assert len(ledger._guarding) < number
-    assert list(_global_optimizer_pre_hooks.values()).count(ledger._ask_ledgers) == 1
+    assert list(_global_optimizer_pre_hooks.values()).count(ledger._ask_trackers) == 1
 
 
 def test_a_scaler_may_end_while_torch_runs_its_hooks() -> None:

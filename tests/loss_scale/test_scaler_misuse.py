@@ -64,7 +64,7 @@ EDITS: dict[str, Callable[[nn.Parameter], object]] = {
 
 @pytest.mark.parametrize("explicit", [True, False], ids=["unscale_", "step"])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", [edit for edit in EDITS if edit != "nan_to_num"])  # which changes no finite value
 def test_gradients_edited_while_scaled(edit: str, fused: bool, explicit: bool) -> None:
     """S4."""
 
@@ -413,7 +413,7 @@ def test_update_without_step() -> None:
 @pytest.mark.parametrize(
     ("new_scale", "what"),
     [
-        (0.5, "0.5"), (0.0, "0"), (-4.0, "-4"), (math.inf, "inf"), (math.nan, "nan"), (True, "True"), ("8", "'8'"),
+        (0.0, "0"), (-4.0, "-4"), (math.inf, "inf"), (math.nan, "nan"), (True, "True"), ("8", "'8'"),
         (torch.tensor(math.inf), "inf"), (torch.tensor([1.0, 2.0]), "fp32[2] cpu"), (torch.tensor(4), "int64[] cpu"),
         (torch.tensor(4.0, requires_grad=True), "fp32[] cpu"),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.errors import DistributedError, InvariantError
-from mezzo.step import engine, gradients
+from mezzo.step import engine, gradients, invariants
 
 
 def run(amp: mezzo.Stepper, fault: float = 1.0) -> mezzo.StepResult:
@@ -33,8 +33,8 @@ def test_a_healthy_run_passes(name: str, policy: str) -> None:
 class TestPlantedFaults:
     def test_1_gradients_divided_by_something_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """S22, S23: the divisor is not what the loss was multiplied by."""
-        honest = gradients.shares_of
-        monkeypatch.setattr(gradients, "shares_of", lambda chosen, inv: honest(chosen, inv / 2))
+        honest = gradients.grads_of
+        monkeypatch.setattr(gradients, "grads_of", lambda chosen, inv: honest(chosen, inv / 2))
         _, amp = prepared("fp32, scaling.init_scale=1024")
         with pytest.raises(
             InvariantError, match="they were divided by something else than what the loss was multiplied"
@@ -102,13 +102,13 @@ class TestPlantedFaults:
 
     def test_3_a_scheduler_that_moves_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _, amp = prepared("fp32")
-        honest = engine.Engine._update
+        honest = engine.update_
 
-        def with_scheduler(self: Any, *args: Any) -> None:
-            honest(self, *args)
+        def with_scheduler(*args: Any) -> None:
+            honest(*args)
             amp.optimizers[0].param_groups[0]["lr"] *= 0.5
 
-        monkeypatch.setattr(engine.Engine, "_update", with_scheduler)
+        monkeypatch.setattr(engine, "update_", with_scheduler)
         with pytest.raises(
             InvariantError, match=r"a skipped step changed the learning rates from \[0.05\] to \[0.025\]"
         ):
@@ -179,13 +179,13 @@ class TestWhen:
         found: list[int] = []
         _, amp = prepared(f"fp32, guard.check_every={every}")
         index = [0]
-        honest = engine.look
+        honest = invariants.look
 
         def look(shares: Any) -> Any:
             found.append(index[0])
             return honest(shares)
 
-        monkeypatch.setattr(engine, "look", look)
+        monkeypatch.setattr(invariants, "look", look)
         for index[0] in range(1, steps + 1):
             run(amp)
         return found

@@ -1,6 +1,6 @@
 """The loss scale: the rule by which it moves, dividing by it, and the scaler for a training loop of your own."""
 
-from .last_step import LastStep as LastStep
+from .scale_state import LastStep as LastStep
 from .scaler import GradScaler as GradScaler
 from .state import LossScale as LossScale
 from .state import NoScaling as NoScaling

@@ -1,4 +1,4 @@
-"""Judges gradients by the ledger, before they are divided and before they are applied."""
+"""Checks gradients against what the tracker noted, before they are divided and before they are applied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .grad_tracker import Entry, GradTracker, Mark, parameters
 from .unscale import real_values
 
 
-def before_unscale(ledger: GradTracker, optimizer: Optimizer) -> bool:
+def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:
     """Refuse gradients that are not exactly what backward passes of scaled losses left.
 
     Returns:
@@ -20,9 +20,9 @@ def before_unscale(ledger: GradTracker, optimizer: Optimizer) -> bool:
     Raises:
         ScalerError: a gradient was edited while scaled, is divided already, is left over, or was never scaled.
 
-    Syncs: only on the way to an error, to see whether a suspicious gradient is zero and so harmless.
+    Syncs: only where a gradient is suspicious, to see whether it is zero, or has the values it had, and so is harmless.
     """
-    if not ledger.can_judge:
+    if not tracker.can_judge:
         return False
     suspects: dict[str, list[int]] = {}
     unknown = []
@@ -30,17 +30,23 @@ def before_unscale(ledger: GradTracker, optimizer: Optimizer) -> bool:
     for index, param in enumerate(parameters(optimizer)):
         if (grad := param.grad) is None:
             continue
-        entry = ledger.entry(param)
-        if entry is not None and entry.mark is Mark.SCALED and entry.is_intact(grad):
+        entry = tracker.entry(param)
+        if entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
             is_scaled = True
-        elif entry is not None and (verdict := _verdict(entry, grad, ledger.iteration)):
+        elif entry is not None and (verdict := _verdict(entry, grad, tracker.iteration)):
             suspects.setdefault(verdict, []).append(index)
         else:
             unknown.append(index)
+    params = parameters(optimizer)
+    edited = suspects.pop(messages.EDITED, [])
+    changed = [index for index in edited if not tracker.is_harmless(params[index])]
+    is_scaled = is_scaled or len(changed) < len(edited)
+    if changed:
+        suspects[messages.EDITED] = changed
     for verdict, indices in suspects.items():
         # Zeroed gradients are harmless beside scaled ones; where none is left, NaN may have been edited to zero.
         _refuse(optimizer, indices, verdict, zeros_too=verdict is messages.EDITED and not is_scaled)
-    if unknown and not is_scaled and not ledger.has_loose_ends and (ledger.passes == 0 or ledger.knows(optimizer)):
+    if unknown and not is_scaled and not tracker.has_loose_ends and (tracker.passes == 0 or tracker.knows(optimizer)):
         _refuse(optimizer, unknown, messages.UNSEEN)
     return is_scaled
 
@@ -49,13 +55,13 @@ def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
     if entry.mark is Mark.SCALED:
         return messages.EDITED
     if entry.mark is Mark.MIXED:
-        return messages.MIXED if entry.speaks_of(grad) else None
+        return messages.MIXED if entry.stamp.is_of(grad) else None
     if entry.iteration == iteration:
-        return messages.TWICE if entry.speaks_of(grad) else None
-    return messages.STALE if entry.is_intact(grad) else None
+        return messages.TWICE if entry.stamp.is_of(grad) else None
+    return messages.STALE if entry.stamp.is_current(grad) else None
 
 
-def before_step(ledger: GradTracker, optimizer: Optimizer) -> None:
+def before_step(tracker: GradTracker, optimizer: Optimizer) -> None:
     """Refuse to apply gradients that were divided and then had scaled ones added.
 
     Raises:
@@ -63,17 +69,17 @@ def before_step(ledger: GradTracker, optimizer: Optimizer) -> None:
 
     Syncs: only on the way to an error.
     """
-    if not ledger.can_judge:
+    if not tracker.can_judge:
         return
     added = []
     for index, param in enumerate(parameters(optimizer)):
-        entry, grad = ledger.entry(param), param.grad
-        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.speaks_of(grad):
+        entry, grad = tracker.entry(param), param.grad
+        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.stamp.is_of(grad):
             added.append(index)
     _refuse(optimizer, added, messages.ADDED)
 
 
-def direct_step(ledger: GradTracker, optimizer: Optimizer) -> None:
+def direct_step(tracker: GradTracker, optimizer: Optimizer) -> None:
     """Refuse a step that was not asked of the scaler, on gradients that are still scaled.
 
     Raises:
@@ -81,12 +87,12 @@ def direct_step(ledger: GradTracker, optimizer: Optimizer) -> None:
 
     Syncs: only on the way to an error.
     """
-    if ledger.is_stepping or not ledger.can_judge:
+    if tracker.is_stepping or not tracker.can_judge:
         return
     scaled = []
     for index, param in enumerate(parameters(optimizer)):
-        entry, grad = ledger.entry(param), param.grad
-        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.is_intact(grad):
+        entry, grad = tracker.entry(param), param.grad
+        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.stamp.is_current(grad):
             scaled.append(index)
     _refuse(optimizer, scaled, messages.DIRECT)
 

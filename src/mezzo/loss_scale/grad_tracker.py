@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .._torch import after_backward, global_pre_hooks, graph_task_id, version
+from .._torch import after_backward, global_pre_hooks, graph_task_id
+from ..stamp import Stamp
+from .grad_versions import GradSums
 from .scale_state import ScaleSnapshot
 
 
 class Mark(enum.Enum):
-    """What a gradient is, as far as the ledger knows."""
+    """What a gradient is, as far as the tracker knows."""
 
     SCALED = "scaled"
     """Left by backward passes of scaled losses."""
@@ -34,24 +36,14 @@ class Entry:
     """What was written down about one parameter's gradient.
 
     Attributes:
-        grad: the gradient tensor it speaks of; another tensor in its place is another gradient.
-        version: that tensor's version counter when it was written; a later in-place change moves it.
+        stamp: of the gradient; another tensor in its place is another gradient.
         mark: what the gradient was then.
         iteration: how many `update` calls came before.
     """
 
-    grad: weakref.ref[Tensor]
-    version: int
+    stamp: Stamp
     mark: Mark
     iteration: int
-
-    def speaks_of(self, grad: Tensor) -> bool:
-        """Whether this is the gradient that was written down, changed in place or not."""
-        return self.grad() is grad
-
-    def is_intact(self, grad: Tensor) -> bool:
-        """Whether this is the gradient that was written down, and nobody changed it since."""
-        return self.grad() is grad and self.version == version_of(grad)
 
 
 class GradTracker:
@@ -62,7 +54,7 @@ class GradTracker:
     first iteration, and of any that follows one in which an optimizer came or went. What is not known is not judged.
 
     Args:
-        on_step: called with this ledger and any optimizer that is about to step, from the first scaled gradient on.
+        on_step: called with this tracker and any optimizer that is about to step, from the first scaled gradient on.
 
     Attributes:
         passes: backward passes of scaled losses since the last `update`.
@@ -90,7 +82,8 @@ class GradTracker:
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._is_exploring = True
         self._known: list[Tensor] | None = None
-        self._open: dict[int, list[tuple[Tensor, Tensor | None, int]]] = {}
+        self._open: dict[int, list[tuple[Tensor, Stamp | None, Mark | None]]] = {}
+        self._sums = GradSums()
         self.on_step = on_step
 
     def watch(self, output: Tensor, captured: ScaleSnapshot) -> None:
@@ -113,6 +106,10 @@ class GradTracker:
     def entry(self, param: Tensor) -> Entry | None:
         """Return what is written down about a parameter's gradient."""
         return self._entries.get(id(param))
+
+    def is_harmless(self, param: Tensor) -> bool:
+        """Whether a gradient that was written or replaced may be taken as the one noted. Syncs: yes."""
+        return self._sums.is_harmless(param)
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether the parameters of an optimizer are noted at every backward pass."""
@@ -138,6 +135,7 @@ class GradTracker:
         self.iteration += 1
         self.passes, self.is_blind, self.has_loose_ends = 0, False, False
         self._open.clear()
+        self._sums.clear(is_step_over=True)
         self._known = None
         self._is_exploring = len(self._optimizers) != self._num_optimizers
         if self._is_exploring:
@@ -157,11 +155,9 @@ class GradTracker:
         return self._known
 
     def _note(self, param: Tensor, grad: Tensor, mark: Mark) -> None:
-        entry = self._entries.get(id(param))
-        if entry is not None and entry.grad() is grad:
-            entry.version, entry.mark, entry.iteration = version_of(grad), mark, self.iteration
-        else:
-            self._entries[id(param)] = Entry(weakref.ref(grad), version_of(grad), mark, self.iteration)
+        self._entries[id(param)] = Entry(Stamp.of(grad), mark, self.iteration)
+        if mark is Mark.SCALED:
+            self._sums.note([(id(param), grad)])
 
     def _begin(self, captured: ScaleSnapshot, _: Tensor) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces hooks and takes no callbacks
@@ -172,11 +168,18 @@ class GradTracker:
             return
         if captured is not self.captured:
             self._carry_over(captured)
-        # The gradients are held until the pass ends, so that a new one cannot take the identity of an old one.
-        held = [(param, param.grad) for param in self._parameters()]
-        self._open[task] = [(param, grad, -1 if grad is None else version_of(grad)) for param, grad in held]
+        self._open[task] = [(param, *self._before(param)) for param in self._parameters()]
         # Queued twice to run last: DDP and FSDP queue their own final callbacks during the pass.
         after_backward(lambda: after_backward(partial(self._end, task)))
+
+    def _before(self, param: Tensor) -> tuple[Stamp | None, Mark | None]:
+        """Return the stamp of a gradient, which is not kept alive, and what it is, where it is as it was noted."""
+        grad, entry = param.grad, self.entry(param)
+        if grad is None:
+            return None, None
+        if entry is not None and entry.stamp.is_current(grad):
+            return entry.stamp, entry.mark
+        return Stamp.of(grad), None
 
     @torch.no_grad()
     def _carry_over(self, captured: ScaleSnapshot) -> None:
@@ -186,27 +189,22 @@ class GradTracker:
             if (grad := param.grad) is None:
                 continue
             entry = self.entry(param)
-            if entry is not None and entry.mark is Mark.SCALED and entry.is_intact(grad):
+            if entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
                 assert self.captured is not None
                 ratio = captured.scale / self.captured.scale if ratio is None else ratio
                 grad.mul_(ratio.to(grad.device, non_blocking=True))
-                entry.version = version_of(grad)
+                entry.stamp = Stamp.of(grad)
         self.captured = captured
 
     def _end(self, task: int) -> None:
         is_touched = False
-        for param, old, count in self._open.pop(task, ()):
+        for param, stamp, mark in self._open.pop(task, ()):
             grad = param.grad
-            if grad is None or (grad is old and version_of(grad) == count):
+            if grad is None or (stamp is not None and stamp.is_current(grad)):
                 continue
             is_touched = True
-            entry = None if old is None else self.entry(param)
-            is_mixed = (
-                entry is not None
-                and entry.mark is not Mark.SCALED
-                and entry.grad() is old
-                and entry.version == count  # else it was zeroed or edited since
-            )
+            # Without a mark it was zeroed or edited before the pass.
+            is_mixed = mark is not None and mark is not Mark.SCALED
             self._note(param, grad, Mark.MIXED if is_mixed else Mark.SCALED)
         self.passes += 1
         if not is_touched:
@@ -216,25 +214,25 @@ class GradTracker:
 
 
 _guarding: weakref.WeakSet[GradTracker] = weakref.WeakSet()
-"""Ledgers of living scalers that have seen a scaled gradient."""
+"""Trackers of living scalers that have seen a scaled gradient."""
 
 
-def _guard(ledger: GradTracker) -> None:
-    """Have a ledger asked before any optimizer steps.
+def _guard(tracker: GradTracker) -> None:
+    """Have a tracker asked before any optimizer steps.
 
     An optimizer that the scaler never met can be met only in torch's global hook. It is registered with the first
     scaled gradient of the process and then stays: the end of a scaler may come in the middle of a step, while torch
     iterates over its hooks.
     """
-    if _ask_ledgers not in global_pre_hooks.values():
-        register_optimizer_step_pre_hook(_ask_ledgers)
-    _guarding.add(ledger)
+    if _ask_trackers not in global_pre_hooks.values():
+        register_optimizer_step_pre_hook(_ask_trackers)
+    _guarding.add(tracker)
 
 
-def _ask_ledgers(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _ask_trackers(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if not torch.compiler.is_compiling():
-        for ledger in list(_guarding):
-            ledger.on_step(ledger, optimizer)
+        for tracker in list(_guarding):
+            tracker.on_step(tracker, optimizer)
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -245,14 +243,6 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """Return the gradients an optimizer holds, in the order of its parameters."""
     return [param.grad for param in parameters(optimizer) if param.grad is not None]
-
-
-def version_of(grad: Tensor) -> int:
-    """Return a tensor's version counter; -1 for a tensor that keeps no count."""
-    try:
-        return version(grad)
-    except RuntimeError:  # made in inference mode
-        return -1
 
 
 def leaves(root: Node) -> Iterator[Tensor]:

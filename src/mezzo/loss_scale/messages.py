@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from .._torch import is_fused
 from ..formats import describe
 from ..policy import ScalingConfig
-from .apply import divides_itself
 from .grad_tracker import GradTracker, parameters
 from .state import LossScale
 from .unscale import real_values
@@ -111,7 +111,7 @@ def half_gradients(optimizer: Optimizer) -> str:
     remedy = (
         "This optimizer divides by itself, in fp32: leave unscale_() out, and clip with "
         "mezzo.prepare(model, optimizer).step(max_norm=...)."
-        if divides_itself(optimizer)
+        if is_fused(optimizer)
         else "Keep trainable weights in fp32 (module.float(); adapters too) and let the region cast them, or keep fp16 "
         'weights with fp32 masters: mezzo.prepare(model, optimizer, policy="fp16-master"), or '
         "mezzo.optim.MasterWeights(optimizer)."
@@ -122,18 +122,18 @@ def half_gradients(optimizer: Optimizer) -> str:
     )
 
 
-def no_gradients(optimizer: Optimizer, ledger: GradTracker) -> str:
+def no_gradients(optimizer: Optimizer, tracker: GradTracker) -> str:
     """Return which of four causes left every gradient of an optimizer empty."""
     params = parameters(optimizer)
     start = f"step() found no gradient in any of the {len(params)} parameters of this {kind(optimizer)}: "
     if not any(param.requires_grad for param in params):
         return start + "all of them are frozen. Give the optimizer parameters with requires_grad=True."
-    if ledger.passes:
+    if tracker.passes:
         return start + (
             "backward() ran but reached none of them. Give the optimizer the parameters of the model that computed "
             "the loss, and step it only in iterations that use them."
         )
-    if ledger.is_blind:
+    if tracker.is_blind:
         return start + (
             "the scaled loss has no graph. It was detached, built by torch.tensor(...), or computed under no_grad()."
         )

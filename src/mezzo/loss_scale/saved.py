@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,20 @@ class Saved(NamedTuple):
     config: ScalingConfig
     patience: int | None
     state: LossScale
+
+
+_DEFAULT_FLOOR = 1.0
+
+
+def floor_under(scale: float, floor: float) -> float:
+    """Return the floor for a scale that was asked for: the default one gives way to a scale below it, or unknown.
+
+    Below 1 only patience stops a run, as no scale there is more wrong than another.
+
+    >>> floor_under(8.0, 1.0), floor_under(0.5, 1.0), floor_under(0.5, 0.25)
+    (1.0, 0.0, 0.25)
+    """
+    return 0.0 if floor == _DEFAULT_FLOOR and not (scale >= floor or scale <= 0) else floor
 
 
 def pack(saved: Saved) -> dict[str, Any]:
@@ -59,7 +74,9 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
             f"load_state_dict() misses {', '.join(missing)}, so this is not a scaler's state. "
             "Pass what GradScaler.state_dict() returned."
         )
-    scale, floor = float(entries["scale"]), entries.get("min_scale", own.config.min_scale)
+    scale = float(entries["scale"])
+    floor = entries.get("min_scale", own.config.min_scale)
+    floor = floor_under(scale, floor) if math.isfinite(scale) else floor
     if not (math.isfinite(scale) and scale > 0 and scale >= floor):
         raise CheckpointError(
             f"load_state_dict() got scale={scale:g}, and a scale is finite and at least min_scale={floor:g}. Below it "
@@ -86,8 +103,8 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
     return Saved(config, entries.get("patience", own.patience), state)
 
 
-def given_scale(value: float | Tensor, config: ScalingConfig) -> Tensor:
-    """Return a scale the caller chose, as a tensor of shape ().
+def given_scale(value: float | Tensor, config: ScalingConfig) -> tuple[Tensor, ScalingConfig]:
+    """Return a scale the caller chose, as a tensor of shape (), and how it moves from there.
 
     Raises:
         ScalerError: not one positive number within floor and ceiling; a tensor on an accelerator is not read.
@@ -102,13 +119,21 @@ def given_scale(value: float | Tensor, config: ScalingConfig) -> Tensor:
     else:
         what = repr(value)
         is_valid = is_readable = isinstance(value, int | float) and not isinstance(value, bool)
+    number = float(value) if is_valid and is_readable else math.nan
+    floor = floor_under(number, config.min_scale)
     if is_valid and is_readable:
-        number = float(value)
         what = f"{number:g}"
-        is_valid = math.isfinite(number) and 0 < number and config.min_scale <= number <= ceiling
+        is_valid = math.isfinite(number) and 0 < number and floor <= number <= ceiling
     if not is_valid:
         raise ScalerError(
             f"update() got new_scale={what}. Pass a positive number, or a floating tensor of one element without a "
             f"graph, within min_scale={config.min_scale:g} and max_scale={config.max_scale}."
         )
-    return torch.as_tensor(value, dtype=torch.float32).detach().reshape(())
+    return torch.as_tensor(value, dtype=torch.float32).detach().reshape(()), with_floor(config, floor)
+
+
+def with_floor(config: ScalingConfig, floor: float) -> ScalingConfig:
+    """Return a config with another floor; its first scale, which is past, follows."""
+    if floor == config.min_scale:
+        return config
+    return replace(config, min_scale=floor, init_scale=max(config.init_scale, floor))

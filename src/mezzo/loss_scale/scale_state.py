@@ -1,8 +1,8 @@
-"""The loss scale of a run, and the scale that each loss was multiplied by."""
+"""The loss scale of a run, the scale that each loss was multiplied by, and what the last step made of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class ScaleState:
         """The scale itself, shape (), fp32, always at the same address; None before there is a device."""
         return self.state.scale if isinstance(self.state.scale, Tensor) else None
 
-    def index(self, device: torch.device) -> None:
+    def to(self, device: torch.device) -> None:
         """Put the state on a device, unless it is on one. Syncs: no."""
         if self.tensor is None:
             with torch.inference_mode(False):  # a loss scaled there first must not make the state unwritable
@@ -55,6 +55,26 @@ class ScaleState:
             with torch.inference_mode(False):
                 self._captured = ScaleSnapshot(self.tensor.clone())
         return self._captured
+
+    def adopt(self, name: str, value: Tensor | None, start: float) -> None:
+        """Take a tensor of the caller's as one of the state's own: what torch's scaler does by assignment.
+
+        Args:
+            name: of the field.
+            value: shape (); None takes the state off its device.
+            start: the first scale, which holds again where the scale itself is None.
+
+        Syncs: no; yes with None, on an accelerator.
+        """
+        self._captured = None
+        if value is None:
+            numbers = self.state.numbers()
+            self.state = replace(numbers, scale=start) if name == "scale" else numbers
+            return
+        self.to(value.device)
+        own = getattr(self.state, name)
+        is_alike = value.dtype is own.dtype and value.shape == own.shape
+        self.state = replace(self.state, **{name: value if is_alike else value.detach().to(own.dtype).reshape(())})
 
     @torch.no_grad()
     def move(self, state: LossScale) -> None:
@@ -69,3 +89,30 @@ class ScaleState:
                 own.copy_(value)
             else:
                 own.fill_(value)
+
+
+class LastStep:
+    """Whether the last step was applied, and which scale its gradients carried; read from the device when asked.
+
+    Args:
+        found_nonfinite: whether inf or NaN was found; a 0-d tensor is read on first use.
+        captured: the scale of the losses; None for a run without scaling.
+    """
+
+    def __init__(self, found_nonfinite: Tensor | bool, captured: ScaleSnapshot | None) -> None:
+        self._found = found_nonfinite
+        self._captured = captured
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizer changed the weights. Syncs: yes, if nothing has read the finding yet."""
+        self._found = bool(self._found)
+        return not self._found
+
+    @property
+    def scale(self) -> float:
+        """The scale the gradients were divided by, also after `update` moved it. Syncs: yes."""
+        return 1.0 if self._captured is None else float(self._captured.scale)
+
+    def __repr__(self) -> str:
+        return f"LastStep(applied={self.applied}, scale={self.scale:g})"

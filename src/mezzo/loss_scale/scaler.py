@@ -12,31 +12,23 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from .._torch import ScalerStage, new_optimizer_state, tree_map
-from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerError
+from .._torch import ScalerStage, is_fused, new_optimizer_state, tree_map
+from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError
 from ..policy import ScalingConfig
-from . import grad_checks as audit
-from . import messages
-from .apply import divides_itself, step_scaled
+from . import grad_checks, messages
 from .async_flag import AsyncFlag
+from .fused import StepScaling, step_scaled
 from .grad_tracker import GradTracker, Mark, gradients, parameters
-from .last_step import LastStep
-from .saved import Saved, given_scale, pack, unpack
-from .scale_state import ScaleSnapshot, ScaleState
+from .saved import Saved, floor_under, given_scale, pack, unpack
+from .scale_state import LastStep, ScaleSnapshot, ScaleState
 from .state import LossScale, next_state
-from .unscale import has_nonfinite, is_unusable, unscale_
+from .torch_names import TorchNames
+from .unscale import divide_, has_nonfinite, is_unusable
 
 _T = TypeVar("_T")
 
 
-def _number(name: str) -> Any:
-    return property(
-        lambda self: getattr(self._config, name),
-        lambda self, value: setattr(self, "_config", replace(self._config, **{name: value})),
-    )
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(TorchNames):
     """Scales the loss so that small fp16 gradients survive, and skips the steps whose gradients overflowed.
 
     Takes the place of `torch.amp.GradScaler`: the same calls, the same numbers, and an instance of it. Beyond it:
@@ -48,12 +40,13 @@ class GradScaler(torch.amp.GradScaler):
         device: "cuda" warns and disables the scaler where there is no CUDA, as torch does; None never does. The
             scale lives where the first scaled loss lives.
         init_scale: first scale.
-        growth_factor: multiplier after `growth_interval` clean steps in a row; > 1.
+        growth_factor: multiplier after `growth_interval` clean steps in a row; 1 never grows.
         backoff_factor: multiplier after a non-finite step; in (0, 1).
         growth_interval: clean steps before the scale grows.
         enabled: False passes everything through.
-        min_scale: floor of the scale; a non-finite step at the floor is an error.
-        max_scale: ceiling of growth; None for the largest power of two in fp32.
+        min_scale: floor of the scale; a non-finite step at the floor is an error. 1.0 gives way to a smaller scale that
+            is asked for.
+        max_scale: ceiling of growth; None: as far as fp32 goes.
         hysteresis: non-finite steps in a row before the scale backs off.
         patience: non-finite steps in a row that are an error; None: any number is borne.
 
@@ -84,17 +77,20 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=2,
             )
             enabled = False
-        config = ScalingConfig(
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            hysteresis=hysteresis,
-        )
+        try:
+            config = ScalingConfig(
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                min_scale=floor_under(init_scale, min_scale),
+                max_scale=max_scale,
+                hysteresis=hysteresis,
+            )
+        except PolicyError as refusal:
+            raise ScalerArgumentError(str(refusal)) from None
         if patience is not None and patience < 1:
-            raise PolicyError(f"patience={patience} must be > 0, or None.")
+            raise ScalerArgumentError(f"patience={patience} must be > 0, or None.")
         self._start(device, enabled, Saved(config, patience, LossScale.start(config)))
 
     def _start(self, device: str | None, enabled: bool, saved: Saved) -> None:
@@ -102,26 +98,15 @@ class GradScaler(torch.amp.GradScaler):
         self._enabled = enabled
         self._config, self._patience, state = saved
         self._live = ScaleState(state)
-        self._ledger = GradTracker(audit.direct_step)
+        self._init_growth_tracker = int(state.growth_tracker)
+        self._tracker = GradTracker(grad_checks.direct_step)
         self._peek = AsyncFlag()
         self._last_step = LastStep(enabled, None)
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_optimizer_state)
 
-    # The names under which torch's own methods, and optimizers of its older protocol, know the state.
-    _growth_factor = _number("growth_factor")
-    _backoff_factor = _number("backoff_factor")
-    _growth_interval = _number("growth_interval")
-
-    @property
-    def _scale(self) -> Tensor | None:  # type: ignore[override]  # written through LiveScale.move only
-        return self._live.tensor
-
     def get_scale(self) -> float:
         """Return the current scale; 1.0 if disabled. Syncs: yes, if the scale is on an accelerator."""
         return float(self._live.state.scale) if self._enabled else 1.0
-
-    def _get_growth_tracker(self) -> int:
-        return int(self._live.state.growth_tracker) if self._enabled else 0
 
     @property
     def last_step(self) -> LastStep:
@@ -161,13 +146,14 @@ class GradScaler(torch.amp.GradScaler):
                 f"scale() got a {type(output).__name__} where a loss belongs. Pass a tensor, or lists, tuples, dicts "
                 "or other iterables that hold nothing but tensors."
             )
-        self._live.index(output.device)
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(output.device)
         if output.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._ledger.is_off = True  # replays change gradients unseen, and must read the scale of their own time
+            self._tracker.is_off = True  # replays change gradients unseen, and must read the scale of their own time
             return self._live.state.multiply(output)
         captured = self._live.captured()
         scaled = LossScale(scale=captured.scale).multiply(output)
-        self._ledger.watch(scaled, captured)
+        self._tracker.watch(scaled, captured)
         return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -202,29 +188,40 @@ class GradScaler(torch.amp.GradScaler):
 
     def _divide(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         captured = self._check(optimizer)
-        grads = gradients(optimizer)
         try:
-            found = unscale_(grads, captured.scale)
+            found = self._unscale_grads_(optimizer, captured.scale.reciprocal(), is_unusable(captured.scale), False)
         except MasterError:
             raise MasterError(messages.half_gradients(optimizer)) from None
         if self._config.min_scale < 1.0:  # dividing by less than one can overflow
-            found = torch.maximum(found, has_nonfinite(grads).to(found.device))
-        self._ledger.write(optimizer, Mark.UNSCALED)
-        state["stage"], state["captured"], state["passes"] = ScalerStage.UNSCALED, captured, self._ledger.passes
-        state["found_inf_per_device"] = {found.device: found} if grads else {}
+            late = has_nonfinite(gradients(optimizer))
+            found = {device: torch.maximum(flag, late.to(device)) for device, flag in found.items()}
+        self._tracker.write(optimizer, Mark.UNSCALED)
+        state["stage"], state["captured"], state["passes"] = ScalerStage.UNSCALED, captured, self._tracker.passes
+        state["found_inf_per_device"] = found
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Divide gradients: the part of `unscale_` that torch lets a subclass replace."""
+        grads = gradients(optimizer)
+        found = divide_(grads, inv_scale, found_inf, allow_fp16=allow_fp16)
+        return {found.device: found} if grads else {}
 
     def _check(self, optimizer: Optimizer) -> ScaleSnapshot:
         """Refuse gradients that are not what scaled losses left, and return the scale they carry."""
-        is_scaled = audit.before_unscale(self._ledger, optimizer)
-        captured = self._ledger.captured if is_scaled else None
+        is_scaled = grad_checks.before_unscale(self._tracker, optimizer)
+        captured = self._tracker.captured if is_scaled else None
         return self._live.captured() if captured is None else captured
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """Note whether gradients that stay scaled are non-finite; optimizers of the older protocol call this too."""
         scale = cast(Tensor, self._scale)
-        grads = gradients(optimizer)
-        found = torch.maximum(is_unusable(scale), has_nonfinite(grads).to(scale.device))
-        flags = {found.device: found} if grads else {}
+        flags: dict[torch.device, Tensor] = {}
+        if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:
+            flags = self._unscale_grads_(optimizer, torch.ones_like(scale), is_unusable(scale), True)
+        elif grads := gradients(optimizer):
+            found = torch.maximum(is_unusable(scale), has_nonfinite(grads).to(scale.device))
+            flags = {found.device: found}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -258,17 +255,17 @@ class GradScaler(torch.amp.GradScaler):
                 f"step() was called twice for this {messages.kind(optimizer)} since the last update(). "
                 "Call scaler.update() once per iteration, after the last step()."
             )
-        self._ledger.is_stepping = True
+        self._tracker.is_stepping = True
         try:
             return self._apply(optimizer, state, args, kwargs)
         finally:
-            self._ledger.is_stepping = False
+            self._tracker.is_stepping = False
 
     def _apply(self, optimizer: Optimizer, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        was_unscaled, divides = state["stage"] is ScalerStage.UNSCALED, divides_itself(optimizer)
+        was_unscaled, divides = state["stage"] is ScalerStage.UNSCALED, is_fused(optimizer)
         if was_unscaled:
-            if state["passes"] != self._ledger.passes:
-                audit.before_step(self._ledger, optimizer)
+            if state["passes"] != self._tracker.passes:
+                grad_checks.before_step(self._tracker, optimizer)
         elif divides:
             state["captured"] = self._check(optimizer)
             self._check_inf_per_device(optimizer)
@@ -276,19 +273,25 @@ class GradScaler(torch.amp.GradScaler):
             self._divide(optimizer, state)
         found = self._found(state)
         if found is None:
-            raise ScalerError(messages.no_gradients(optimizer, self._ledger))
-        is_skipped = bool(found) if not divides or found.device.type == "cpu" else None
-        result = None
-        if divides and not is_skipped:
+            raise ScalerError(messages.no_gradients(optimizer, self._tracker))
+        if divides:
             grad_scale = None if was_unscaled else state["captured"].scale
-            result = step_scaled(optimizer, self, grad_scale, found, args, kwargs)
-        elif not is_skipped:
-            result = optimizer.step(*args, **kwargs)
+            scaling = StepScaling(grad_scale=grad_scale, found_inf=found)
+            result, is_skipped = step_scaled(optimizer, self, scaling, args, kwargs)
+        else:
+            state["is_skipped"] = None
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            is_skipped = bool(found) if state["is_skipped"] is None else state["is_skipped"]
         if divides or was_unscaled:  # the gradients changed after they were last written down
-            self._ledger.write(optimizer, Mark.UNSCALED)
+            self._tracker.write(optimizer, Mark.UNSCALED)
         state["stage"], state["is_skipped"] = ScalerStage.STEPPED, is_skipped
         self._last_step = LastStep(found if is_skipped is None else is_skipped, state["captured"])
         return result
+
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Step unless inf or NaN was found: the part of `step` that torch lets a subclass replace. Syncs: one read."""
+        is_skipped = optimizer_state["is_skipped"] = bool(self._found(optimizer_state))
+        return None if is_skipped else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the loss scale by what the steps of this iteration found, and start the next iteration.
@@ -308,7 +311,8 @@ class GradScaler(torch.amp.GradScaler):
         self._require_scale("update")
         states = list(self._per_optimizer_states.values())
         if new_scale is not None:
-            self._live.move(replace(self._live.state, scale=given_scale(new_scale, self._config)))
+            scale, self._config = given_scale(new_scale, self._config)
+            self._live.move(replace(self._live.state, scale=scale))
             self._next_iteration()
             return
         found = self._found(*states)
@@ -330,13 +334,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _reads(self, verdict: bool | Tensor, at_once: bool) -> bool:
         """Read a verdict: at once if a step was seen to be skipped, else when it has arrived."""
-        if isinstance(verdict, Tensor) and not at_once:
-            return self._peek.ask(verdict)
-        return bool(verdict)
+        return self._peek.ask(verdict) if isinstance(verdict, Tensor) and not at_once else bool(verdict)
 
     def _next_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(new_optimizer_state)
-        self._ledger.next_iteration()
+        self._tracker.next_iteration()
 
     def mark_scaled(self, optimizer: Optimizer) -> None:
         """Declare that the gradients of an optimizer, as they are now, are those of the loss times the loss scale.
@@ -350,8 +352,8 @@ class GradScaler(torch.amp.GradScaler):
         Syncs: no.
         """
         if self._enabled:
-            self._live.index(parameters(optimizer)[0].device)
-            self._ledger.accept(optimizer, self._live.captured())
+            self._live.to(parameters(optimizer)[0].device)
+            self._tracker.accept(optimizer, self._live.captured())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain numbers: torch's five entries and this class's own; {} if disabled.
@@ -368,6 +370,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             self._config, self._patience, state = unpack(state_dict, self._saved())
+            self._first_tracker = int(state.growth_tracker)
             self._live.move(state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -386,13 +389,6 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         state["optimizer"] = optimizer
         return state
-
-    def _require_scale(self, call: str) -> None:
-        if self._scale is None:
-            raise ScalerError(
-                f"{call}() was called before scale(): this scaler has scaled no loss yet. "
-                "Write scaler.scale(loss).backward() first."
-            )
 
     def _found(self, *states: dict[str, Any]) -> Tensor | None:
         scale = cast(Tensor, self._scale)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..policy import ScalingConfig
 
-LARGEST_SCALE = 2.0**127
-"""The largest power of two in fp32: growth stops here when a config names no ceiling."""
+_OVERFLOWS = 2.0**128 - 2.0**103
+"""From here on a number rounds to inf in fp32."""
 
 Flag = Tensor | float | bool
 """A finding: zero or False for clean; a host number or a 0-d tensor of any dtype."""
@@ -116,7 +116,8 @@ def next_state(state: LossScale | NoScaling, found_nonfinite: Flag, config: Scal
 
     A non-finite step multiplies the scale by the backoff factor once `hysteresis` of them stand in a row;
     `growth_interval` clean steps in a row multiply it by the growth factor. It stays within the floor and
-    the ceiling. A scale that is not dynamic stays what it is, and its steps are counted.
+    the ceiling, and where the next growth would be inf, it stays as it is.
+    A scale that is not dynamic stays what it is, and its steps are counted.
 
     Args:
         state: the state before the step; it is not changed.
@@ -140,11 +141,10 @@ def next_state(state: LossScale | NoScaling, found_nonfinite: Flag, config: Scal
     tracker = (state.growth_tracker + 1) * clean
     grows = clean & (tracker >= config.growth_interval) & config.dynamic
     backs_off = found & (skipped >= config.hysteresis) & config.dynamic
-    ceiling = LARGEST_SCALE if config.max_scale is None else config.max_scale
-    larger = _clamp(state.scale * config.growth_factor, high=ceiling)
+    larger = _clamp(state.scale * config.growth_factor, high=config.max_scale)
     smaller = _clamp(state.scale * config.backoff_factor, low=config.min_scale)
     return LossScale(
-        scale=_where(grows, larger, _where(backs_off, smaller, state.scale)),
+        scale=_where(grows & (larger < _OVERFLOWS), larger, _where(backs_off, smaller, state.scale)),
         growth_tracker=tracker * (grows == 0),
         skipped_in_a_row=skipped,
     )
@@ -158,6 +158,6 @@ def _where(condition: bool | Tensor, yes: float | Tensor, no: float | Tensor) ->
 
 def _clamp(value: float | Tensor, low: float | None = None, high: float | None = None) -> float | Tensor:
     if isinstance(value, Tensor):
-        return value.clamp(low, high)
+        return value if low is None and high is None else value.clamp(low, high)
     value = value if low is None else max(value, low)
     return value if high is None else min(value, high)

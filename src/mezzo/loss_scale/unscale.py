@@ -56,20 +56,39 @@ def unscale_(grads: Iterable[Tensor], scale: Tensor | float) -> Tensor:
     >>> g = [torch.tensor([2.0])]; float(unscale_(g, torch.tensor(2.0))), g[0].item()
     (0.0, 1.0)
     """
-    groups = _grouped(grads)
     if not isinstance(scale, Tensor):
+        known = list(grads)
         if scale == 1.0:
-            return _combined(groups, _search, None)
-        scale = torch.full((), scale, dtype=torch.float32, device=next(iter(groups)).device if groups else "cpu")
+            return has_nonfinite(known)
+        home = real_values(known[0]).device if known else torch.device("cpu")
+        return unscale_(known, torch.full((), scale, dtype=torch.float32, device=home))
+    scale = scale.detach().to(torch.float32)
+    return divide_(grads, scale.reciprocal(), is_unusable(scale))
+
+
+@torch.no_grad()
+def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp16: bool = False) -> Tensor:
+    """Multiply gradients by the reciprocal of the loss scale; see `unscale_`.
+
+    Args:
+        grads: as there.
+        inverse: shape (), fp32.
+        found: shape (), fp32: 1 if something was found already, else 0.
+        allow_fp16: divide fp16 gradients in fp16.
+
+    Returns:
+        As there, on the device of `found`.
+
+    Writes: every tensor in `grads`. Syncs: no.
+    """
+    groups = _grouped(grads)
     half = [part for group, parts in groups.items() if group.dtype is torch.float16 for part in parts]
-    if half:
+    if half and not allow_fp16:
         raise MasterError(
             f"unscale_() got {len(half)} fp16 gradients (the first: {describe(half[0])}), and dividing them in fp16 "
             "flushes small ones to zero. Divide an fp32 copy, or keep the weights in fp32."
         )
-    scale = scale.detach().to(torch.float32)
-    inverse = scale.reciprocal()
-    return _combined(groups, lambda group, parts: _divide_(group, parts, inverse), is_unusable(scale))
+    return _combined(groups, lambda group, parts: _divide_(group, parts, inverse), found)
 
 
 @torch.no_grad()

@@ -43,11 +43,11 @@ class ScalingConfig:
 
     Attributes:
         init_scale: first scale.
-        growth_factor: multiplier after `growth_interval` clean steps in a row; > 1.
+        growth_factor: multiplier after `growth_interval` clean steps in a row; 1 never grows.
         backoff_factor: multiplier after a non-finite step; in (0, 1).
         growth_interval: clean steps before the scale grows; > 0.
         min_scale: floor; at the floor a non-finite step is an error.
-        max_scale: ceiling of growth, None for the largest power of two in fp32.
+        max_scale: ceiling of growth; None: as far as fp32 goes.
         hysteresis: non-finite steps in a row that are tolerated before the scale backs off; 1 backs off at once.
         dynamic: false keeps the scale at `init_scale`; non-finite steps are skipped all the same.
 
@@ -71,7 +71,7 @@ class ScalingConfig:
         check_kinds(self)
         check(math.isfinite(self.init_scale) and self.init_scale > 0,
               f"init_scale={self.init_scale} must be finite and positive.")  # fmt: skip
-        check(1.0 < self.growth_factor < math.inf, f"growth_factor={self.growth_factor} must be finite and > 1.0.")
+        check(1.0 <= self.growth_factor < math.inf, f"growth_factor={self.growth_factor} must be finite and >= 1.0.")
         check(0.0 < self.backoff_factor < 1.0, f"backoff_factor={self.backoff_factor} must be in (0, 1).")
         check(self.growth_interval > 0, f"growth_interval={self.growth_interval} must be > 0.")
         check(self.min_scale >= 0.0, f"min_scale={self.min_scale} must be >= 0.")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +12,10 @@ from torch import Tensor
 
 from ..errors import StepError
 from ..formats import dtype_name
-from .update import move
+from ..kernels.dtensor import is_dtensor
+from .optimizer_grads import move
+
+_log = logging.getLogger("mezzo.step")
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +29,8 @@ class AccumulationState:
         gradients_bad: shape (), bool: inf or NaN were seen before somebody edited the gradients; None: nobody did.
         penalty_bad: shape (), bool: inf or NaN were in what `grad` returned, so that a loss made of it is no witness;
             None: it was not called.
-        is_broken: a backward pass failed halfway, so that the gradients are part of a sum.
+        flushed: shape (), fp32: share of the gradients' elements that 16 bit flushed to zero; None: not measured.
+        broken: what failed halfway, so that the gradients are no longer those of the loss; else empty.
     """
 
     scale: Tensor | None
@@ -31,9 +38,10 @@ class AccumulationState:
     loss_bad: Tensor | None = None
     gradients_bad: Tensor | None = None
     penalty_bad: Tensor | None = None
-    is_broken: bool = False
+    flushed: Tensor | None = None
+    broken: str = ""
 
-    def take(self, loss: Tensor) -> Tensor:
+    def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, and remember whether it was finite. Syncs: no."""
         bad = (loss.detach() * 0 != 0).reshape(())  # inf and NaN times 0 are NaN
         self.loss_bad = either(move(bad, self.device), self.loss_bad)
@@ -45,6 +53,42 @@ def either(flag: Tensor, *others: Tensor | None) -> Tensor:
     for other in others:
         flag = flag if other is None else flag | other
     return flag
+
+
+_PROBE = 2.0**24
+"""Lifts the smallest fp16 number to 1: a zero that stays one under it is none that fp16 made."""
+
+
+@contextmanager
+def measure_flush(
+    pending: AccumulationState, loss: Tensor, params: Sequence[Tensor], probing: AbstractContextManager[None]
+) -> Iterator[None]:
+    """Measure what share of the gradients that the block makes were flushed to zero by 16 bit.
+
+    The backward pass runs once more, before the block, on a loss that is much larger: an element that is finite and
+    not zero there, and zero after the block, was flushed. Nothing is measured where a graph cannot be run twice.
+
+    Args:
+        pending: takes the share.
+        loss: shape (), scaled.
+        params: whose gradients the block makes, from None or zeros.
+        probing: entered while the larger loss runs.
+
+    Syncs: no.
+    """
+    whole = [p for p in params if p.requires_grad and not is_dtensor(p)]
+    try:
+        with probing:
+            large = torch.autograd.grad(loss * _PROBE, whole, retain_graph=True, allow_unused=True)
+    except RuntimeError as failure:
+        _log.info("what fp16 flushed could not be measured: %s", failure)
+        large = ()
+    yield
+    made = [(g, p.grad) for p, g in zip(whole, large, strict=False) if g is not None and p.grad is not None]
+    dense = [(g, grad) for g, grad in made if g.layout is torch.strided and grad.layout is torch.strided]
+    if dense:
+        lost = [move(((g != 0) & g.isfinite() & (grad == 0)).sum(), pending.device) for g, grad in dense]
+        pending.flushed = torch.stack(lost).sum() / sum(grad.numel() for _, grad in dense)
 
 
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

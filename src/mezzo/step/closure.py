@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StepError
+from ..loss_scale.fused import StepScaling
 from ..optim.master_weights import parameters
-from .decision import Decision
 from .engine import Engine
 from .flags import StepFlags
+from .optimizer_grads import OptimizerGrads, clamp_
 from .result import StepResult
-from .update import Clip, OptimizerGrads, StepScaling, clamp_, handing
+from .update import Clip, true_grads_for
 
 Closure = Callable[[], Tensor | float]
 
@@ -43,15 +44,15 @@ class _Snapshot:
 
 
 class _Evaluations:
-    """A closure as an optimizer calls it: every evaluation is judged, and hands over true gradients."""
+    """A closure as an optimizer calls it: every evaluation is checked, and leaves true gradients."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, closure: Closure, clip: Clip, orders: ExitStack) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, closure: Closure, clip: Clip, scope: ExitStack) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._closure = closure
         self._clip = clip
-        self._orders = orders
-        self.last: tuple[list[OptimizerGrads], Decision, StepFlags] | None = None
+        self._scope = scope
+        self.last: tuple[list[OptimizerGrads], StepFlags[Tensor], StepResult] | None = None
 
     def __call__(self) -> Any:
         """Evaluate the closure.
@@ -60,30 +61,31 @@ class _Evaluations:
             _Void: inf or NaN.
         """
         loss = self._closure()
-        self.hand_over()
+        self.unscale()
         return loss
 
-    def hand_over(self) -> None:
-        """Judge the gradients that are there and make them true ones. Syncs: once."""
-        shares = self._engine.gradients.shares(self._optimizer)
-        decision, verdict = self._engine.judge(shares)
-        self.last = (shares, decision, verdict)
-        if not verdict.facts().applied:
+    def unscale(self) -> None:
+        """Check the gradients that are there and make them true ones. Syncs: once."""
+        gradients = self._engine.gradients
+        grads = gradients.collect(self._optimizer)
+        scale = gradients.require("step()").scale
+        flags, result = self._engine.check_grads(grads)
+        self.last = (grads, flags, result)
+        if not result.applied:
             raise _Void
         if self._clip.value is not None:
-            clamp_(shares[0].grads, self._clip.value, decision.scale)
-        coefficient = self._clip.coefficient(decision.norm)
-        order = StepScaling(scale=decision.scale, coefficient=coefficient, skip=None)
-        self._orders.close()
-        self._orders.enter_context(handing(self._optimizer, shares[0].grads, order))
-        self._engine.gradients.close()
+            clamp_(grads[0].grads, self._clip.value, scale)
+        scaling = StepScaling(grad_scale=scale, clip_coef=self._clip.coefficient(flags.grad_norm))
+        self._scope.close()
+        self._scope.enter_context(true_grads_for(self._optimizer, grads[0].grads, scaling))
+        gradients.close()
 
 
 def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | None, clip: Clip) -> StepResult:
     """Take a step whose loss a closure computes; see `Stepper.step`.
 
     An inf or NaN in any evaluation voids the whole step. With on_overflow="retry" the closure then runs again at the
-    smaller scale, until the step is taken or the guard stops it.
+    smaller scale: until the step is taken, the guard stops the run, or it was tried guard.patience times.
 
     Raises:
         StepError: several optimizers and none named.
@@ -94,9 +96,13 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
             f"step(closure) was given a closure for {len(chosen)} optimizers, which would evaluate it once each. "
             "Write amp.step(closure, optimizer=...)."
         )
+    guard = engine.policy.guard
     result = _attempt(engine, closure, chosen[0], clip)
-    while engine.policy.guard.on_overflow == "retry" and result.reason == "gradients":
-        engine.check()
+    # The guard stops a run after that many; without it nothing else would.
+    for _ in range(guard.patience - 1):
+        if guard.on_overflow != "retry" or result.reason != "gradients":
+            break
+        engine.recovery.check(engine.consensus)
         engine.gradients.zero(set_to_none=True)
         result = _attempt(engine, closure, chosen[0], clip)
     return result
@@ -104,13 +110,14 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
 
 def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip) -> StepResult:
     before = _Snapshot(optimizer)
-    if engine.guard.may_stop:
-        engine.replay.keep_closure(closure)
-    with ExitStack() as orders, engine.stepping():
-        evaluations = _Evaluations(engine, optimizer, closure, clip, orders)
+    recovery = engine.recovery
+    if recovery.guard.may_stop:
+        recovery.replay.keep_closure(closure)
+    with ExitStack() as scope, engine.stepping():
+        evaluations = _Evaluations(engine, optimizer, closure, clip, scope)
         try:
             if engine.gradients.is_pending:
-                evaluations.hand_over()
+                evaluations.unscale()
             optimizer.step(evaluations)
         except _Void:
             before.restore_()
@@ -118,5 +125,6 @@ def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip)
         raise StepError(
             f"{type(optimizer).__name__}.step(closure) never called the closure. Write amp.step() without one."
         )
-    shares, decision, verdict = evaluations.last
-    return engine.settle(shares, decision, verdict, verdict.facts().skipped)
+    grads, flags, result = evaluations.last
+    engine.finish_step(grads, flags, result, result.flags().skipped)
+    return result

@@ -1,51 +1,44 @@
-"""What a step does once the calls are in order: judge, update or leave alone, settle."""
+"""The order of calls in a step: check the gradients, update or leave alone, finish."""
 
 from __future__ import annotations
 
-import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from ..binding.bind import AfterForward, Binding, bind, innermost
+from ..binding.bind import AfterForward, BeforeForward, Binding, innermost
 from ..distributed.consensus import RankConsensus
 from ..distributed.group import is_running
 from ..distributed.wrapper import Wrapper
-from ..errors import NonFiniteStep
-from ..kernels.dtensor import any_dtensor, is_dtensor, local
+from ..errors import StepError
+from ..kernels.dtensor import any_dtensor, is_dtensor
 from ..kernels.ops.gradients import norm_and_finite
 from ..loss_scale.state import LossScale, NoScaling
+from ..optim.master_weights import parameters
 from ..policy import Policy
 from .buffers import Buffers
-from .decision import Decision, decide, move_scale_
-from .demote import check_demotion, demote
-from .flags import StepFlags
+from .flags import StepFlags, check_grads
 from .gradients import Gradients
-from .guard import Guard, SkipInfo, Stop
-from .invariants import ALWAYS, Invariants, look
-from .ranks import setup_of, waits_for_ranks, warn_alone, wrapper_around, wrapper_of
-from .replay import Replay
+from .invariants import Invariants
+from .optimizer_grads import OptimizerGrads, Skip
+from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
+from .recovery import Recovery, check_demotion
 from .report import Report, make_report
-from .result import StepResult
-from .state_dict import load_scale_
-from .update import Clip, OptimizerGrads, Skip, StepScaling, clamp_, decides_on_device, multiply_, step_
-
-if TYPE_CHECKING:
-    from ..trace import Diagnosis
-
-_log = logging.getLogger("mezzo.step")
+from .result import GradStats, StepResult
+from .update import Clip, decides_on_device, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]
 
 
 class Engine:
-    """The parts of a stepper and how a step goes through them.
+    """The parts of a stepper, and the order in which a step calls them.
 
     Args:
         model: prepared.
@@ -56,14 +49,12 @@ class Engine:
         binding: of the policy to the model.
 
     Attributes:
-        policy: as given, or the one that demotion made of it.
         gradients: between backward and update.
         buffers: of the model, as a transaction.
-        guard: counts and stops.
         loss_scale: as it is now.
-        callbacks: functions to call after steps of an optimizer, or of all, that were taken.
+        recovery: the guard, and what follows a skipped step.
         consensus: makes findings the same on all ranks; None on one rank.
-        replay: keeps the last batch where it may be needed.
+        callbacks: functions to call after steps of an optimizer, or of all, that were taken.
         is_stepping: whether an optimizer's step is called from here just now.
     """
 
@@ -78,16 +69,15 @@ class Engine:
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
-        self.policy = policy
         self.names = names
-        self.skip: Skip = skip
-        self.binding = binding
+        self._skip: Skip = skip
+        self._root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss)
         self.buffers = Buffers(model)
-        self.guard = Guard(policy, self._nonfinite_weights)
         self.loss_scale = (
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
         )
+        self.recovery = Recovery(self._root, binding, self.gradients, self.buffers, self.loss_scale, names)
         self.callbacks: list[Callback] = []
         self.consensus: RankConsensus | None = None
         self.not_yet: RankConsensus | None = None
@@ -95,13 +85,14 @@ class Engine:
         self._join(wrapper_of(model, policy))
         check_demotion(policy, self.consensus)
         self.is_stepping = False
-        self._root = innermost(model)
-        self.replay = Replay(self._root)
-        self._trouble: SkipInfo | None = None
-        self._num_taken = 0
         self._invariants = Invariants(names, self.report, self.buffers.nonfinite)
-        named = innermost(model).named_buffers()
+        named = self._root.named_buffers()
         self._buffer_dtypes = {name: buffer.dtype for name, buffer in named if buffer.is_floating_point()}
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force: as given, or the one that demotion made of it."""
+        return self.recovery.binding.policy
 
     @property
     def scale(self) -> Tensor | None:
@@ -119,7 +110,7 @@ class Engine:
         Returns:
             What must be called with its output, where the step may be the last one and its batch is kept.
         """
-        if self.replay.is_running:
+        if self.recovery.replay.is_running:
             return None
         if module is self._root:
             if self.consensus is None:
@@ -127,10 +118,9 @@ class Engine:
             if self.consensus is not None:
                 self.consensus.note_forward()
             self.buffers.begin()
-        if not self.guard.may_stop or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return None
-        follow = self.replay.keep(module, args, kwargs)
-        return follow if follow is None or not self._watches_loss else lambda out: self._follow_loss(follow, out)
+        return self.recovery.keep(module, args, kwargs, with_loss=self.consensus is None and not self.is_stepping)
 
     def _join(self, wrapper: Wrapper | None) -> None:
         """Take steps together with the ranks of a wrapper, if there is one."""
@@ -155,30 +145,21 @@ class Engine:
         if self.consensus is not None:
             self.consensus.handshake(lambda: setup_of(self._root, self.optimizers, self.policy))
 
-    @property
-    def _watches_loss(self) -> bool:
-        """Whether what comes after the model is followed too: the step may be the last, and nothing runs it again."""
-        return self.guard.is_last_chance and self.consensus is None and not self.is_stepping
-
-    def _follow_loss(self, follow: AfterForward, out: object) -> None:
-        follow(out)
-        self.replay.follow(self.guard.counters.seen)
-
     def report(self) -> Report:
         """Return what is declared beside what is; see `Stepper.report`."""
-        return make_report(innermost(self.model), self.optimizers, self.policy, self.names, self._buffer_dtypes)
+        return make_report(self._root, self.optimizers, self.policy, self.names, self._buffer_dtypes)
 
     def check_before_step(self) -> None:
-        """Stop the run as `check` does; the step in the making, which is not taken, then leaves no trace.
+        """Stop the run as `Recovery.check` does; the step in the making, which is not taken, then leaves no trace.
 
         Writes: if it raises, gradients, and buffers that the forward of this step wrote.
         """
-        stop = self._stop()
+        stop = self.recovery.stop(self.consensus)
         if stop is not None:
             if self.policy.guard.restore_buffers:
                 self.buffers.settle(True)
             self.gradients.zero(set_to_none=True)
-            raise self._explained(stop)
+            raise self.recovery.explained(stop, self.consensus)
 
     def drop(self, set_to_none: bool) -> None:
         """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""
@@ -186,184 +167,102 @@ class Engine:
         self.gradients.zero(set_to_none)
         if self.consensus is not None:
             self.consensus.drop()
-        self.replay.drop(by_closure=self.is_stepping)
+        self.recovery.replay.drop(by_closure=self.is_stepping)
         if was_pending:
             written = self.buffers.written() if self.policy.guard.restore_buffers else []
             self.buffers.settle(norm_and_finite(written).found_nonfinite != 0 if written else False)
 
-    def take(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
+    ) -> None:
+        """Add a loss's gradients to those of this step; see `Stepper.backward`."""
+        self.find_ranks()
+        if self.consensus is not None:
+            self.consensus.check_backward()
+        replay = self.recovery.replay
+        wants_probe = inputs is None and not self.gradients.is_pending and self.recovery.wants_probe(self.consensus)
+        try:
+            with nullcontext() if self.consensus is None else self.consensus.watching():
+                self.gradients.backward(
+                    loss,
+                    self.scale,
+                    retain_graph=retain_graph,
+                    create_graph=create_graph,
+                    inputs=inputs,
+                    probing=replay.paused() if wants_probe else None,
+                )
+        finally:
+            replay.stop_following()
+
+    def run_step(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there; see `Stepper.step`."""
         self.find_ranks()
         if self.consensus is not None:
             self.consensus.check_step()
-        shares = self.gradients.shares(optimizer)
-        decision, verdict = self.judge(shares)
-        by_host = bool(self.callbacks) or not all(decides_on_device(share.optimizer) for share in shares)
-        skipped = verdict.facts().skipped if by_host else None
-        before = look(shares) if self._is_due() else None
+        grads = self.gradients.collect(optimizer)
+        flags, result = self.check_grads(grads)
+        by_host = bool(self.callbacks) or not all(decides_on_device(one.optimizer) for one in grads)
+        skipped = result.flags().skipped if by_host else None
+        before = self._invariants.before_step(grads, self.policy.guard.check_every)
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_norm = None  # the norm of the step is that of all ranks
-        self._update(shares, decision, skipped, clip)
-        result = self.settle(shares, decision, verdict, skipped)
+        with self.stepping():
+            update_(grads, flags, self.gradients.require("step()"), skipped, clip, self._skip)
+        self.finish_step(grads, flags, result, skipped)
         if before is not None:
-            self.check()
-            self._invariants.check(before, shares, verdict.facts())
+            self.recovery.check(self.consensus)
+            self._invariants.check(before, grads, result.flags())
         return result
-
-    def _is_due(self) -> bool:
-        """Whether the invariants of this step are looked at. Syncs: no."""
-        self._num_taken += 1
-        every = self.policy.guard.check_every
-        return every > 0 and (self._num_taken <= ALWAYS or self._num_taken % every == 0)
 
     def grad_norm(self, optimizer: Optimizer | None) -> Tensor:
         """Return the norm of the gradients that are there; see `Stepper.grad_norm`."""
-        shares, pending = self.gradients.shares(optimizer), self.gradients.require("grad_norm()")
-        is_sharded = any_dtensor(p for share in shares for p in share.params)
+        grads, pending = self.gradients.collect(optimizer), self.gradients.require("grad_norm()")
+        is_sharded = any_dtensor(p for one in grads for p in one.params)
         consensus = self.consensus if is_sharded else None
-        return decide(shares, pending, [], self.skip, consensus, len(self.optimizers)).norm
+        return check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm
 
-    def judge(self, shares: Sequence[OptimizerGrads]) -> tuple[Decision, StepFlags]:
-        """Say what is wrong with the gradients, if anything. Syncs: no."""
+    def check_grads(self, grads: Sequence[OptimizerGrads]) -> tuple[StepFlags[Tensor], StepResult]:
+        """Say what is wrong with the gradients, if anything, on the device and on the way to the host. Syncs: no."""
         pending = self.gradients.require("step()")
         written = self.buffers.written() if self.policy.guard.restore_buffers else []
-        decision = decide(shares, pending, written, self.skip, self.consensus, len(self.optimizers))
-        return decision, decision.verdict(shares, self.names, self.gradients.marks, count=self.guard.is_troubled)
+        flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers))
+        guard = self.recovery.guard
+        stats = GradStats.of(grads, self.names, self.gradients.stamps, count=guard.state.is_troubled)
+        return flags, StepResult(flags, stats, guard.last)
 
-    def settle(
-        self, shares: Sequence[OptimizerGrads], decision: Decision, verdict: StepFlags, skipped: Sequence[bool] | None
-    ) -> StepResult:
+    def finish_step(
+        self,
+        grads: Sequence[OptimizerGrads],
+        flags: StepFlags[Tensor],
+        result: StepResult,
+        skipped: Sequence[float] | None,
+    ) -> None:
         """Close the step: buffers, loss scale, counters, and who waits for steps that were taken.
 
         Args:
-            shares: the parts of the optimizers.
-            decision: what was found.
-            verdict: the same on its way to the host.
+            grads: of the optimizers.
+            flags: what was found.
+            result: the same on its way to the host.
             skipped: who skipped, where the host knows.
 
         Raises:
-            NonFiniteStep: the host knows, and no loss scale mends it.
-            LossScaleExhausted: the host knows, and the loss scale cannot help any more.
+            StoppedRun: the host knows, and the run cannot go on.
 
         Writes: buffers of a skipped step, the loss scale. Syncs: no.
         """
-        self.guard.push(verdict)
-        void = decision.is_void if skipped is None else any(skipped)
+        self.recovery.guard.add(result)
+        void = flags.void if skipped is None else any(skipped)
         self.buffers.settle(void if self.policy.guard.restore_buffers else False)
-        move_scale_(self.loss_scale, decision, self.policy.scaling)
+        move_scale_(self.loss_scale, flags, self.policy.scaling)
         self.gradients.close()
-        self.replay.close()
-        self._audit()
+        self.recovery.replay.close()
+        self._compare_ranks()
         if skipped is not None:
-            self._call_back({id(share.optimizer): not skip for share, skip in zip(shares, skipped, strict=True)})
+            self._call_back({id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)})
             if self.consensus is None:  # ranks check together, when the next step begins
-                self.check()
-        return StepResult(verdict, self.guard.settle)
+                self.recovery.check(None)
 
-    def check(self) -> None:
-        """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.
-
-        Raises:
-            NonFiniteStep: parameters or buffers are not finite, or too many steps in a row were skipped; or another
-                rank stops.
-            LossScaleExhausted: the loss scale cannot shrink any more, or too many steps in a row were skipped.
-
-        Syncs: with the last step.
-        """
-        stop = self._stop()
-        if stop is not None:
-            raise self._explained(stop)
-
-    def _stop(self) -> Stop | None:
-        """Return why the run cannot go on, if the last step showed that; where the policy says so, demote first."""
-        trouble = self._trouble = self.guard.take()
-        if not self.guard.is_troubled:
-            self.replay.forget()
-        if trouble is None or self._demote(trouble):
-            stop = None
-        else:
-            stop = trouble.stop
-            if stop is None and trouble.reason == "loss" and self.guard.counters.skipped_in_a_row == 2:
-                self._explain_early(trouble)
-        # All ranks have read the same verdicts, but what else is not finite each sees in its own part.
-        if (
-            self.consensus is not None
-            and self.guard.is_troubled
-            and self.consensus.any(stop is not None)
-            and stop is None
-        ):
-            return Stop(
-                kind=NonFiniteStep,
-                what=f"step {self.guard.counters.seen} was skipped, and another rank stops the run: its message says why",
-                advice="Load the last good checkpoint.",
-                is_batch_to_blame=False,
-            )
-        return stop
-
-    def _explain_early(self, trouble: SkipInfo) -> None:
-        """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
-        found = self._diagnosis(trouble)
-        if found is not None and found.sentence:
-            _log.warning(
-                "step %d: the loss is inf or NaN again; why: %s %s", trouble.step + 1, found.sentence, found.fix
-            )
-
-    def _explained(self, stop: Stop) -> Exception:
-        return stop.error(self._diagnosis(self._trouble) if stop.is_batch_to_blame and self._trouble else None)
-
-    def _diagnosis(self, trouble: SkipInfo) -> Diagnosis | None:
-        """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
-        if self.consensus is not None and waits_for_ranks(innermost(self.model)):
-            return None
-        was_pending = self.gradients.is_pending
-        reason = trouble.reason if self.consensus is None else None  # it may be that of another rank
-        try:
-            return self.replay.run(trouble.step, trouble.scale, reason)
-        finally:
-            if not was_pending:
-                self.gradients.close()  # a closure that ran again took the marks off the gradients
-
-    def _demote(self, trouble: SkipInfo) -> bool:
-        counters = self.guard.counters
-        edits = demote(self.policy, counters.demoted, trouble, lambda: self._diagnosis(trouble), self.adopt)
-        if not edits:
-            return False
-        self.guard.counters = replace(counters, demoted=(*counters.demoted, *edits))
-        if trouble.reason == "gradients" and isinstance(self.loss_scale, LossScale) and self.policy.scaling:
-            # It fell because of an overflow that is mended now.
-            list(load_scale_(self.loss_scale, asdict(LossScale.start(self.policy.scaling))))
-        return True
-
-    def demote_again(self, edits: Sequence[str]) -> tuple[str, ...]:
-        """Add the rules that a run demoted to before it was saved, if this policy demotes.
-
-        Returns:
-            All edits that are in force. Writes: as `adopt`.
-        """
-        known = self.guard.counters.demoted
-        new = [edit for edit in edits if edit not in known] if self.policy.guard.on_overflow == "demote" else []
-        if new:
-            self.adopt(Policy.parse(", ".join([str(self.policy), *new])))
-        return (*known, *new)
-
-    def forget(self) -> None:
-        """Forget what earlier steps have shown: the run goes on from somewhere else. Syncs: with the last step."""
-        self.guard.take()
-        self.replay.drop()
-        self.replay.forget()
-
-    def adopt(self, policy: Policy) -> None:
-        """Bind another policy from the next forward on. Writes: the record of every module."""
-        hook = self.binding.before_forward
-        self.binding = bind(innermost(self.model), policy, self.binding.cache)
-        self.binding.before_forward = hook
-        self.policy = self.guard.policy = policy
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Return a block in which the loss of another rank is named as what it is."""
-        return nullcontext() if self.consensus is None else self.consensus.watching()
-
-    def _audit(self) -> None:
+    def _compare_ranks(self) -> None:
         """Compare loss scale, counters and whole weights over the ranks, in steps that the agreement chooses."""
         if self.consensus is not None:
             numbers = {
@@ -382,35 +281,51 @@ class Engine:
         finally:
             self.is_stepping = False
 
-    def _update(
-        self, shares: Sequence[OptimizerGrads], decision: Decision, skipped: Sequence[bool] | None, clip: Clip
-    ) -> None:
-        scale = decision.scale
-        if clip.value is not None:
-            clamp_([grad for share in shares for grad in share.grads], clip.value, scale)
-        if scale is not None and _is_shared(shares):
-            # An optimizer that divides in place would do so for the next one too.
-            multiply_([grad for share in shares for grad in share.grads], scale.reciprocal())
-            scale = None
-        with self.stepping():
-            for index, share in enumerate(shares):
-                if skipped is None or not skipped[index]:
-                    norm = decision.norms[index] if self.skip == "independent" else decision.norm
-                    skip = decision.skips[index] if skipped is None else None
-                    order = StepScaling(scale=scale, coefficient=clip.coefficient(norm), skip=skip)
-                    step_(share.optimizer, share.grads, order)
-
     def _call_back(self, applied: Mapping[int, bool]) -> None:
         for function, optimizer in self.callbacks:
             if all(applied.values()) if optimizer is None else applied.get(id(optimizer), False):
                 function()
 
-    def _nonfinite_weights(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        # Of a sharded weight the part here: one rank may ask alone, so nobody waits for the others.
-        counts = {name: int((~local(p.detach()).isfinite()).sum()) for p, name in self.names.items()}
-        return {name: count for name, count in counts.items() if count}, self.buffers.nonfinite()
+
+_handles: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def _is_shared(shares: Sequence[OptimizerGrads]) -> bool:
-    indices = [id(p) for share in shares for p in share.params]
-    return len(shares) > 1 and len(set(indices)) < len(indices)
+def forbid_direct_steps(optimizer: Optimizer, owner: Engine) -> None:
+    """Have an optimizer refuse `step()` unless its owner calls it, for as long as the owner lives.
+
+    An optimizer that is prepared again belongs to the new stepper.
+    """
+    reference = weakref.ref(owner)
+
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        owner = reference()
+        if owner is not None and not owner.is_stepping:
+            raise StepError(
+                f"{type(optimizer).__name__}.step() was called directly, past the guard and on gradients that may carry "
+                "the loss scale. Write amp.step()."
+            )
+
+    before = _handles.pop(optimizer, None)
+    if before is not None:
+        before.remove()
+    _handles[optimizer] = optimizer.register_step_pre_hook(refuse)
+
+
+def weakly(engine: Engine) -> BeforeForward:
+    """Return the engine's hook before forward as the model may hold it: without keeping the engine alive."""
+    reference = weakref.ref(engine)
+
+    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
+        alive = reference()
+        return None if alive is None else alive.before_forward(module, args, kwargs)
+
+    return before_forward
+
+
+def name_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
+    """Return each parameter of model and optimizers with its name."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    for index, optimizer in enumerate(optimizers):
+        for k, p in enumerate(parameters(optimizer)):
+            names.setdefault(p, f"optimizer {index} parameter {k}")
+    return names

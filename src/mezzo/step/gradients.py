@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 from .._torch import is_pipeline_dry_run
 from ..errors import StepError, listed
 from ..kernels.ops.gradients import norm_and_finite
+from ..loss_scale.grad_versions import GradVersions
 from ..optim.master_weights import parameters
-from .accumulation import AccumulationState, check_loss, either
-from .causes import why_no_gradients
-from .edit import true_gradients
-from .grad_versions import GradVersions, Mark
-from .update import OptimizerGrads, move, shares_of
+from ..stamp import Stamp
+from .accumulation import AccumulationState, check_loss, either, measure_flush
+from .optimizer_grads import OptimizerGrads, grads_of, move, multiply_
+
+_HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 
 
 class Gradients:
@@ -44,7 +45,7 @@ class Gradients:
         self._loss_dtype = loss_dtype
         stepped = {id(p) for p in self.parameters()}
         self._others = [p for p in names if id(p) not in stepped]
-        self._marks = GradVersions(names)
+        self._versions = GradVersions()
         self._pending: AccumulationState | None = None
         self._penalty_bad: Tensor | None = None
         self._is_shown = False
@@ -57,18 +58,24 @@ class Gradients:
         retain_graph: bool | None,
         create_graph: bool,
         inputs: Sequence[Tensor] | None,
+        probing: AbstractContextManager[None] | None,
     ) -> None:
-        """Add the gradients of a loss times the scale that the first loss captured; see `Stepper.backward`."""
+        """Add the gradients of a loss times the scale that the first loss captured; see `Stepper.backward`.
+
+        With `probing`, the first backward pass of a step measures how many of them 16 bit flushes to zero.
+        """
         self._refuse_while_shown("backward(loss)")
         check_loss(loss, self._loss_dtype)
         pending = self._begin(scale, "backward(loss)")
-        scaled = pending.take(loss)
-        pending.is_broken = True
-        scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
-            retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-        )
-        pending.is_broken = False
-        self._marks.note(self.parameters())
+        params = self.parameters()
+        scaled = pending.scaled(loss)
+        pending.broken = _HALF_A_SUM
+        with nullcontext() if probing is None else measure_flush(pending, scaled, params, probing):
+            scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
+                retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+            )
+        pending.broken = ""
+        self._versions.note(params)
 
     def _begin(self, scale: Tensor | None, call: str) -> AccumulationState:
         """Return the step that a backward pass adds to, opened if there is none."""
@@ -77,7 +84,7 @@ class Gradients:
         if pending is not None and all(p.grad is None for p in params):
             pending = None  # somebody dropped the gradients, and with them the step
         if pending is None:
-            self._marks.check_fresh(params)
+            self._refuse_leftovers(params)
             pending = self._pending = self._open(scale)
         else:
             self._refuse_broken(pending, call)
@@ -89,22 +96,22 @@ class Gradients:
         """Take what somebody else's backward passes leave for the gradients of this step; see `Stepper`."""
         self._refuse_while_shown("external_backward()")
         pending = self._begin(scale, "external_backward()")
-        pending.is_broken = True
+        pending.broken = _HALF_A_SUM
         yield
-        pending.is_broken = False
+        pending.broken = ""
         if pending.loss_bad is None:  # the loss is another rank's
             pending.loss_bad = torch.zeros((), dtype=torch.bool, device=self.home)
-        self._marks.note(self.parameters())
+        self._versions.note(self.parameters())
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale of the step that somebody else's backward adds to; see `Stepper.scaled`."""
-        if self._pending is None or not self._pending.is_broken:
+        if self._pending is None or not self._pending.broken:
             raise StepError(
                 "scaled(loss) was called outside of `with amp.external_backward():`, whose backward passes it is for. "
                 "Write amp.backward(loss) for a loss of your own, which needs no scaling."
             )
         check_loss(loss, self._loss_dtype)
-        return loss if is_pipeline_dry_run() else self._pending.take(loss)
+        return loss if is_pipeline_dry_run() else self._pending.scaled(loss)
 
     def grad(
         self,
@@ -140,11 +147,11 @@ class Gradients:
         pending.gradients_bad = either(seen, pending.gradients_bad)
         self._is_shown = True
         try:
-            with true_gradients(params, pending.scale):
-                yield {self._names.get(p, "a parameter"): p.grad for p in params if p.grad is not None}
+            with _true_gradients(params, pending.scale):
+                yield {self._name(p): p.grad for p in params if p.grad is not None}
         finally:
             self._is_shown = False
-            self._marks.note(params)
+            self._versions.note(params)
 
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradients and the step in the making. Syncs: no."""
@@ -154,7 +161,7 @@ class Gradients:
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
         self._pending = self._penalty_bad = None
-        self._marks.note_zeros(self.parameters())
+        self._versions.note_zeros(self.parameters())
 
     @property
     def is_pending(self) -> bool:
@@ -181,15 +188,15 @@ class Gradients:
         return self._pending
 
     def _elsewhere(self) -> str:
-        if not self._marks.edited(self.parameters()):
+        if not self._versions.changed(self.parameters()):
             return ""
         return (
             " Gradients are there, made elsewhere: if a schedule runs backward itself, write "
             "`with amp.external_backward(): schedule.step(...)`."
         )
 
-    def shares(self, optimizer: Optimizer | None) -> list[OptimizerGrads]:
-        """Return the parts of the optimizers, or of one of them, that have gradients. Syncs: no.
+    def collect(self, optimizer: Optimizer | None) -> list[OptimizerGrads]:
+        """Return the gradients of the optimizers, or of one of them, that have any. Syncs: no.
 
         Raises:
             StepError: no gradients, or gradients that somebody else changed.
@@ -199,20 +206,20 @@ class Gradients:
         if optimizer is not None and all(optimizer is not known for known in self._optimizers):
             raise StepError("step(optimizer=...) was given an optimizer that prepare(model, optimizer) was not given.")
         chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
-        shares = shares_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
-        if not shares:
-            raise StepError(why_no_gradients(self._model, list(chosen.values()), self._names))
-        return shares
+        found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
+        if not found:
+            raise StepError(_why_no_gradients(self._model, list(chosen.values()), self._names))
+        return found
 
     def close(self) -> None:
         """End the step: what gradients are left are spent. Syncs: no."""
         self._pending = None
-        self._marks.renew(self.parameters())
+        self._versions.close(self.parameters())
 
     @property
-    def marks(self) -> Mapping[int, Mark]:
+    def stamps(self) -> Mapping[int, Stamp]:
         """The gradients as they were left, by the parameters' ids."""
-        return self._marks.now
+        return self._versions.stamps
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all optimizers, each once."""
@@ -234,17 +241,42 @@ class Gradients:
         return move(norm_and_finite(list(grads)).found_nonfinite, self.home) != 0
 
     def _refuse_broken(self, pending: AccumulationState, call: str) -> None:
-        if pending.is_broken:
+        if pending.broken:
             raise StepError(
-                f"{call} was called after a backward(loss) that failed halfway, so the gradients are part of a sum. "
-                "Call amp.zero_grad() and compute the loss again."
+                f"{call} was called after {pending.broken}. Call amp.zero_grad() and compute the loss again."
             )
 
-    def _refuse_edits(self, params: Iterable[Tensor]) -> None:
-        edited = self._marks.edited(params)
+    def _refuse_leftovers(self, params: Iterable[Tensor]) -> None:
+        """Refuse gradients that the first backward pass of a step would be added to.
+
+        A gradient of the last step that was written since is taken for one that was set to zero.
+        """
+        stamps = self._versions.stamps
+        stale, foreign = [], []
+        for p in params:
+            if (grad := p.grad) is None:
+                continue
+            stamp = stamps.get(id(p))
+            if stamp is None or not stamp.is_of(grad):
+                foreign.append(self._name(p))
+            elif stamp.is_current(grad):
+                stale.append(self._name(p))
+        if stale:
+            raise StepError(
+                f"backward(loss) would add to the gradients of the last step, which {listed(stale)} still have. "
+                "Call amp.zero_grad() between step() and the next backward(loss)."
+            )
+        if foreign:
+            raise StepError(
+                f"{listed(foreign)} have gradients that amp.backward did not make, so they carry no loss scale. "
+                "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
+            )
+
+    def _refuse_edits(self, params: Sequence[Tensor]) -> None:
+        edited = self._versions.edited(params)
         if edited:
             raise StepError(
-                f"the gradients of {listed(edited)} were changed since backward(loss), while they carry the loss scale. "
+                f"the gradients of {listed([self._name(p) for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
                 "amp.backward(loss) for every loss.backward()."
             )
@@ -252,3 +284,70 @@ class Gradients:
     def _refuse_while_shown(self, call: str) -> None:
         if self._is_shown:
             raise StepError(f"{call} was called inside `with amp.unscaled_grads():`. Leave the block first.")
+
+    def _name(self, param: Tensor) -> str:
+        return self._names.get(param, "a parameter")
+
+
+@contextmanager
+def _true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[None]:
+    """Have `.grad` hold the true gradients inside the block.
+
+    fp16 gradients are replaced by fp32 ones inside the block, since dividing in fp16 would flush the small ones.
+
+    Args:
+        params: parameters, with or without gradients.
+        scale: shape (), fp32: that the gradients carry; None: they are true already.
+
+    Writes: gradients. Syncs: no.
+    """
+    if scale is None:
+        yield
+        return
+    narrow = {p: p.grad for p in params if p.grad is not None and p.grad.dtype is torch.float16}
+    for p, grad in narrow.items():
+        _replace(p, grad.float())
+    multiply_([p.grad for p in params if p.grad is not None], scale.reciprocal())
+    try:
+        yield
+    finally:
+        multiply_([p.grad for p in params if p.grad is not None], scale)
+        for p, grad in narrow.items():
+            wide = p.grad
+            _replace(p, None if wide is None else grad.copy_(wide), torch.float16)
+
+
+def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+    param.grad = None
+    param.grad_dtype = dtype
+    param.grad = grad
+
+
+def _why_no_gradients(model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> str:
+    """Return the sentence that says which of the causes it is: nothing trainable, strangers, or out of reach."""
+    params = [p for optimizer in optimizers for p in parameters(optimizer)]
+    known = set(model.parameters())
+    trainable = [p for p in params if p.requires_grad]
+    if not trainable:
+        return (
+            f"step() found no gradients: all {len(params)} parameters of the optimizer are frozen (requires_grad=False). "
+            "Unfreeze some, or give the optimizer the trainable ones."
+        )
+    strangers = [p for p in trainable if p not in known]
+    if len(strangers) == len(trainable):
+        return (
+            f"step() found no gradients: none of the optimizer's {len(trainable)} trainable parameters belongs to the "
+            "prepared model; the model was copied or replaced after the optimizer was made. "
+            "Make the optimizer from model.parameters() of the prepared model."
+        )
+    reached = [p for p in known if p.grad is not None]
+    if reached:
+        return (
+            f"step() found no gradients: the loss reaches {len(reached)} parameters of the model, but none of the "
+            f"optimizer's {len(trainable)} ({listed([names[p] for p in trainable])}). "
+            "Step the optimizer whose parameters this loss trains, or check where the graph is cut."
+        )
+    return (
+        f"step() found no gradients: those that backward(loss) left on the optimizer's {len(trainable)} parameters were "
+        "dropped before step(). Call amp.zero_grad() after step(), or before the first backward(loss)."
+    )

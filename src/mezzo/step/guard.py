@@ -1,22 +1,21 @@
-"""The guard: keeps count of skipped steps, says what was wrong with them, and stops a run that cannot recover."""
+"""The guard: counts what past steps found, and says when a run cannot go on. A pure transition, and its reader."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
-from ..errors import LossScaleExhausted, NonFiniteStep
+from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun
 from ..loss_scale.state import LossScale
-from ..policy import Policy
-from .flags import Reason, StepFlags, StepStats
-
-if TYPE_CHECKING:
-    from ..trace import Diagnosis
+from ..policy import GuardConfig, ScalingConfig
+from .flags import StepFlags
+from .result import StepResult
 
 _log = logging.getLogger("mezzo.step")
+MOSTLY = 0.5
+"""Share of flushed elements from which on a step's gradients are said to be lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,191 +38,274 @@ class Counters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """Why a run cannot go on.
+class GuardState:
+    """What the guard knows after the last step that was read.
 
     Attributes:
-        kind: the error to raise.
-        what: what happened.
-        advice: what to do, where no diagnosis says it.
-        is_batch_to_blame: running the last batch again may show the cause.
+        counters: up to that step.
+        skip: its flags, where it was skipped and nobody has dealt with it yet.
+        stop: the error that ends the run; None where it can go on.
+        next_scale: loss scale of the next step, as far as skips tell; inf before the first.
+        small_in_a_row: steps whose gradients were so small that fp16 may have flushed most of them.
+        flushed_in_a_row: steps whose gradients were all zero, and not at a larger scale.
     """
 
-    kind: type[NonFiniteStep] | type[LossScaleExhausted]
-    what: str
-    advice: str
-    is_batch_to_blame: bool = True
-
-    def error(self, diagnosis: Diagnosis | None = None) -> NonFiniteStep | LossScaleExhausted:
-        """Return the error, with what running the last batch again has shown."""
-        is_found = diagnosis is not None and bool(diagnosis.sentence)
-        advice = f"{diagnosis.sentence} {diagnosis.fix}" if diagnosis is not None and is_found else self.advice
-        error = self.kind(f"{self.what}. {advice}")
-        error.report = None if diagnosis is None else diagnosis.report
-        return error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkipInfo:
-    """The last step that was read, where it was skipped.
-
-    Attributes:
-        step: its number, from 0.
-        reason: what was not finite.
-        scale: loss scale of its gradients.
-        stop: why the run cannot go on; None where it can.
-    """
-
-    step: int
-    reason: Reason | None
-    scale: float
-    stop: Stop | None
-
-
-class Guard:
-    """Reads the verdicts of past steps, one step late where the device decides, so that it never waits.
-
-    A late reading harms nothing: the device has left out the bad steps already.
-
-    Args:
-        policy: its guard and scaling.
-        nonfinite_weights: counts inf and NaN in parameters and in buffers, by name; asked only about a bad step.
-
-    Attributes:
-        policy: as given, or the one that demotion made of it.
-        counters: up to the last step that was read.
-    """
-
-    def __init__(
-        self, policy: Policy, nonfinite_weights: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]]
-    ) -> None:
-        self.policy = policy
-        self._nonfinite_weights = nonfinite_weights
-        self._waiting: list[StepFlags] = []
-        self._trouble: SkipInfo | None = None
-        self._next_scale = math.inf if policy.scaling is None else policy.scaling.init_scale
-        self.counters = Counters()
+    counters: Counters = field(default_factory=Counters)
+    skip: StepFlags[float] | None = None
+    stop: StoppedRun | None = None
+    next_scale: float = math.inf
+    small_in_a_row: int = 0
+    flushed_in_a_row: int = 0
 
     @property
     def is_troubled(self) -> bool:
-        """Whether the last step that was read was skipped. Syncs: no."""
+        """Whether the last step was skipped."""
         return self.counters.skipped_in_a_row > 0
 
     @property
-    def may_stop(self) -> bool:
-        """Whether the next step may be the last one, or the first that needs a diagnosis. Syncs: no."""
-        guard, scaling = self.policy.guard, self.policy.scaling
-        is_at_floor = scaling is not None and self._next_scale <= scaling.min_scale
-        always = guard.patience == 1 or guard.on_overflow == "demote" or is_at_floor
-        return guard.enabled and (always or self.is_troubled)
+    def wants_probe(self) -> bool:
+        """Whether the next backward should measure what was flushed: in the 1st, 2nd, 4th, ... step after a small one."""
+        return _is_power_of_two(self.small_in_a_row) or self.flushed_in_a_row > 0
 
-    @property
-    def is_last_chance(self) -> bool:
-        """Whether the next step, or the one after it, will stop the run if it is skipped. Syncs: no."""
-        guard, scaling = self.policy.guard, self.policy.scaling
-        # The last step may not have been read yet.
-        is_at_floor = scaling is not None and self._next_scale * scaling.backoff_factor <= scaling.min_scale
-        return (
-            guard.enabled and self.is_troubled and (is_at_floor or self.counters.skipped_in_a_row + 2 >= guard.patience)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspects:
+    """What may be to blame for a skipped step: asked for only then, since each reads from the device.
+
+    Attributes:
+        weights: counts inf and NaN in parameters and in buffers, by name.
+        gradients: counts them in gradients.
+    """
+
+    weights: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]]
+    gradients: Callable[[], Mapping[str, int | None]]
+
+
+def next_guard(
+    state: GuardState,
+    flags: StepFlags[float],
+    suspects: Suspects,
+    config: GuardConfig,
+    scaling: ScalingConfig | None,
+    floor: float = 0.0,
+) -> GuardState:
+    """Return what the guard knows after one more step.
+
+    Args:
+        state: before it; not changed.
+        flags: of the step.
+        suspects: asked only if it was skipped.
+        config: of the guard.
+        scaling: how the loss scale moves; None without scaling.
+        floor: norm of the scaled gradients below which most of them may have been flushed.
+    """
+    return (
+        _after_skip(state, flags, suspects, config, scaling)
+        if any(flags.skipped)
+        else _after_update(state, flags, config, scaling, floor)
+    )
+
+
+def _after_update(
+    state: GuardState, flags: StepFlags[float], config: GuardConfig, scaling: ScalingConfig | None, floor: float
+) -> GuardState:
+    was = state.counters
+    is_small = config.enabled and flags.grad_norm * flags.scale <= floor
+    is_flushed = config.enabled and flags.flushed > 0 and flags.grad_norm == 0
+    row = state.flushed_in_a_row + 1 if is_flushed else 0
+    return replace(
+        state,
+        counters=replace(was, seen=was.seen + 1, applied=was.applied + 1, skipped_in_a_row=0),
+        skip=state.skip if state.stop is not None else None,
+        stop=_underflow(row, flags, scaling) if state.stop is None and row >= config.patience else state.stop,
+        small_in_a_row=state.small_in_a_row + 1 if is_small else 0,
+        flushed_in_a_row=row,
+    )
+
+
+def _after_skip(
+    state: GuardState,
+    flags: StepFlags[float],
+    suspects: Suspects,
+    config: GuardConfig,
+    scaling: ScalingConfig | None,
+) -> GuardState:
+    was = state.counters
+    row = was.skipped_in_a_row + 1
+    counters = replace(was, seen=was.seen + 1, skipped=was.skipped + 1, skipped_in_a_row=row)
+    after = replace(state, counters=counters, small_in_a_row=0, flushed_in_a_row=0)
+    if not config.enabled:
+        return after
+    return replace(
+        after,
+        skip=flags,
+        stop=state.stop or _stop(counters, flags, suspects, config, scaling),
+        next_scale=state.next_scale if scaling is None else flags.scale * scaling.backoff_factor,
+    )
+
+
+def _stop(
+    counters: Counters,
+    flags: StepFlags[float],
+    suspects: Suspects,
+    config: GuardConfig,
+    scaling: ScalingConfig | None,
+) -> StoppedRun | None:
+    parameters, buffers = suspects.weights()
+    if parameters or buffers:
+        return NonFiniteStep(
+            f"step {counters.seen} was skipped, and no loss scale can mend it: {_count_weights(parameters, buffers)}",
+            "Load the last good checkpoint; mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
+            is_batch_to_blame=False,
         )
-
-    def push(self, verdict: StepFlags) -> None:
-        """Take note of a step. Syncs: no."""
-        self._waiting.append(verdict)
-
-    def settle(self) -> Counters:
-        """Bring the counters up to the last step. Syncs: with the last step."""
-        while self._waiting:
-            self._count(self._waiting.pop(0))
-        return self.counters
-
-    def take(self) -> SkipInfo | None:
-        """Bring the counters up to the last step; return, once, what was wrong with it. Syncs: with the last step."""
-        self.settle()
-        trouble, self._trouble = self._trouble, None
-        return trouble
-
-    def _count(self, verdict: StepFlags) -> None:
-        facts, now = verdict.facts(), self.counters
-        if facts.applied:
-            self.counters = replace(now, seen=now.seen + 1, applied=now.applied + 1, skipped_in_a_row=0)
-            if self._trouble is not None and self._trouble.stop is None:
-                self._trouble = None
-        else:
-            row = now.skipped_in_a_row + 1
-            self.counters = replace(now, seen=now.seen + 1, skipped=now.skipped + 1, skipped_in_a_row=row)
-            self._log_skip(verdict, facts)
-            if self.policy.guard.enabled:
-                self._note(verdict, facts)
-        verdict.skipped_in_a_row = self.counters.skipped_in_a_row
-
-    def _note(self, verdict: StepFlags, facts: StepStats) -> None:
-        before, scaling = self._trouble, self.policy.scaling
-        stop = before.stop if before is not None and before.stop is not None else self._judge(verdict, facts)
-        self._trouble = SkipInfo(step=self.counters.seen - 1, reason=facts.reason, scale=facts.scale, stop=stop)
-        if scaling is not None:
-            self._next_scale = facts.scale * scaling.backoff_factor
-
-    def _log_skip(self, verdict: StepFlags, facts: StepStats) -> None:
-        row = self.counters.skipped_in_a_row
-        if row & (row - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... of a row
-            _log.warning(
-                "step %d skipped (%d in a row, %d in all): %s not finite; loss scale %g",
-                self.counters.seen, row, self.counters.skipped, facts.reason, facts.scale,
-            )  # fmt: skip
-
-    def _judge(self, verdict: StepFlags, facts: StepStats) -> Stop | None:
-        parameters, buffers = self._nonfinite_weights()
-        if parameters or buffers:
-            return Stop(
-                kind=NonFiniteStep,
-                what=f"step {self.counters.seen} was skipped, and no loss scale can mend it: "
-                f"{_spell_weights(parameters, buffers)}",
-                advice="Load the last good checkpoint; mezzo.diagnose.trace(model) names the op that makes the first "
-                "inf or NaN.",
-                is_batch_to_blame=False,
-            )
-        row, scaling, patience = self.counters.skipped_in_a_row, self.policy.scaling, self.policy.guard.patience
-        if scaling is not None and facts.reason == "gradients":
-            state = LossScale(scale=facts.scale, skipped_in_a_row=row - 1)
-            if not state.is_exhausted(True, scaling, patience):
-                return None
-            return Stop(
-                kind=LossScaleExhausted,
-                what=f"{_spell_row(row)}, the last at loss scale {facts.scale:g} "
-                f"(floor {scaling.min_scale:g}): {_spell_gradients(verdict)}",
-                advice="A smaller scale does not help; mezzo.diagnose.trace(model) "
-                "names the op, and a rule such as 'NAME=fp32' for its module mends an fp16 overflow.",
-            )
-        if row < patience:
+    row = counters.skipped_in_a_row
+    skipped = f"{row} steps in a row were skipped" if row > 1 else "the step was skipped"
+    if scaling is not None and flags.reason == "gradients":
+        loss_scale = LossScale(scale=flags.scale, skipped_in_a_row=row - 1)
+        if not loss_scale.is_exhausted(True, scaling, config.patience):
             return None
-        loss = f"the {facts.reason} of each was inf or NaN" if row > 1 else f"its {facts.reason} was inf or NaN"
-        what = _spell_gradients(verdict) if facts.reason == "gradients" else loss
-        return Stop(
-            kind=NonFiniteStep,
-            what=f"{_spell_row(row)} (guard.patience={patience}): {what}",
-            advice="mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
+        return LossScaleExhausted(
+            f"{skipped}, the last at loss scale {flags.scale:g} (floor {scaling.min_scale:g}): "
+            f"{_count_gradients(suspects.gradients())}",
+            "A smaller scale does not help; mezzo.diagnose.trace(model) names the op, and a rule such as 'NAME=fp32' for "
+            "its module mends an fp16 overflow.",
         )
+    if row < config.patience:
+        return None
+    what = f"the {flags.reason} of each was inf or NaN" if row > 1 else f"its {flags.reason} was inf or NaN"
+    if flags.reason == "gradients":
+        what = _count_gradients(suspects.gradients())
+    return NonFiniteStep(
+        f"{skipped} (guard.patience={config.patience}): {what}",
+        "mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
+    )
 
 
-def _spell_row(row: int) -> str:
-    return f"{row} steps in a row were skipped" if row > 1 else "the step was skipped"
+def _underflow(row: int, flags: StepFlags[float], scaling: ScalingConfig | None) -> StoppedRun:
+    return GradientUnderflow(
+        f"every gradient of the last {row} steps was zero because fp16 flushed it: at a larger loss scale than "
+        f"{flags.scale:g}, {flags.flushed:.0%} of the elements are not",
+        underflow_advice(scaling),
+        is_batch_to_blame=False,
+    )
 
 
-def _spell_counts(counts: Mapping[str, int | None], noun: str, limit: int = 5) -> str:
+def underflow_advice(scaling: ScalingConfig | None) -> str:
+    """Return what to write against gradients that flush to zero."""
+    if scaling is None or not scaling.dynamic:
+        return "Write scaling=dynamic in the policy, or compute in bf16."
+    return "Write a larger init_scale in the policy's scaling, or compute in bf16."
+
+
+def _count(counts: Mapping[str, int | None], noun: str, limit: int = 5) -> str:
     shown = [f"{name} ({'at least 1' if count is None else count})" for name, count in list(counts.items())[:limit]]
     more = f" and {len(counts) - limit} more" if len(counts) > limit else ""
     return f"inf or NaN in {len(counts)} {noun}{'s' if len(counts) > 1 else ''}: {', '.join(shown)}{more}"
 
 
-def _spell_weights(parameters: Mapping[str, int], buffers: Mapping[str, int]) -> str:
+def _count_weights(parameters: Mapping[str, int], buffers: Mapping[str, int]) -> str:
     return "; ".join(
-        _spell_counts(counts, noun) for counts, noun in ((parameters, "parameter"), (buffers, "buffer")) if counts
+        _count(counts, noun) for counts, noun in ((parameters, "parameter"), (buffers, "buffer")) if counts
     )
 
 
-def _spell_gradients(verdict: StepFlags) -> str:
-    found = verdict.evidence.nonfinite()
+def _count_gradients(found: Mapping[str, int | None]) -> str:
     if not found:
         return "the norm of the gradients is beyond fp32, though each element is finite"
-    return _spell_counts(found, "gradient")
+    return _count(found, "gradient")
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+class Guard:
+    """Reads the results of past steps, one step late where the device decides, so that it never waits.
+
+    A late reading harms nothing: the device has left out the bad steps already.
+
+    Args:
+        config: of the guard.
+        scaling: how the loss scale moves; None without scaling.
+        nonfinite_weights: counts inf and NaN in parameters and in buffers, by name; asked only about a bad step.
+        floor: see `next_guard`.
+
+    Attributes:
+        floor: as given.
+        state: after the last step that was read.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        scaling: ScalingConfig | None,
+        nonfinite_weights: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]],
+        floor: float = 0.0,
+    ) -> None:
+        self.config = config
+        self.scaling = scaling
+        self._nonfinite_weights = nonfinite_weights
+        self.floor = floor
+        self._unread: list[StepResult] = []
+        self.state = GuardState(next_scale=math.inf if scaling is None else scaling.init_scale)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the next step may be the last one, or the first that needs a diagnosis. Syncs: no."""
+        config = self.config
+        is_at_floor = self.scaling is not None and self.state.next_scale <= self.scaling.min_scale
+        always = config.patience == 1 or config.on_overflow == "demote" or is_at_floor
+        return config.enabled and (always or self.state.is_troubled)
+
+    @property
+    def is_last_chance(self) -> bool:
+        """Whether the next step, or the one after it, will stop the run if it is skipped. Syncs: no."""
+        config, scaling, state = self.config, self.scaling, self.state
+        # The last step may not have been read yet.
+        is_at_floor = scaling is not None and state.next_scale * scaling.backoff_factor <= scaling.min_scale
+        is_near = is_at_floor or state.counters.skipped_in_a_row + 2 >= config.patience
+        return config.enabled and state.is_troubled and is_near
+
+    @property
+    def last(self) -> StepResult | int:
+        """The last step, or, where it was read, how many were skipped in a row up to it."""
+        return self._unread[-1] if self._unread else self.state.counters.skipped_in_a_row
+
+    def add(self, result: StepResult) -> None:
+        """Take note of a step. Syncs: no."""
+        self._unread.append(result)
+
+    def read(self, *, wait: bool = True) -> GuardState:
+        """Bring the state up to the last step.
+
+        Args:
+            wait: for results that are still on their way; else up to the last one that has arrived.
+
+        Syncs: with the last step; no without `wait`.
+        """
+        while self._unread and (wait or self._unread[0].has_arrived):
+            self._read(self._unread.pop(0))
+        return self.state
+
+    def take(self) -> GuardState:
+        """Return the state after the last step; what it says of a skip is said once. Syncs: with the last step."""
+        state = self.read()
+        self.state = replace(state, skip=None, stop=None)
+        return state
+
+    def _read(self, result: StepResult) -> None:
+        flags = result.flags()
+        suspects = Suspects(weights=self._nonfinite_weights, gradients=result.stats.nonfinite)
+        self.state = next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor)
+        counters = self.state.counters
+        row = counters.skipped_in_a_row
+        if _is_power_of_two(row):
+            _log.warning(
+                "step %d skipped (%d in a row, %d in all): %s not finite; loss scale %g",
+                counters.seen, row, counters.skipped, flags.reason, flags.scale,
+            )  # fmt: skip
+        if flags.flushed > MOSTLY and _is_power_of_two(self.state.flushed_in_a_row or self.state.small_in_a_row):
+            _log.warning(
+                "step %d: fp16 flushed %.0f%% of the gradients' elements to zero, at loss scale %g. %s",
+                counters.seen, 100 * flags.flushed, flags.scale, underflow_advice(self.scaling),
+            )  # fmt: skip

@@ -19,9 +19,9 @@ from ..kernels.ops.gradients.check import values
 from ..kernels.ops.gradients.reference import CHUNK
 from ..kernels.weights import AUX_STATE, read_master
 from ..optim.master_weights import keeps_masters
-from .flags import StepStats
+from .flags import StepFlags
+from .optimizer_grads import OptimizerGrads
 from .report import Report, refuse_differing
-from .update import OptimizerGrads
 
 _log = logging.getLogger("mezzo.step")
 
@@ -86,8 +86,15 @@ class Invariants:
         self._names = names
         self._report = report
         self._buffers = buffers
+        self._num_steps = 0
 
-    def check(self, before: Before, shares: Sequence[OptimizerGrads], facts: StepStats) -> None:
+    def before_step(self, shares: Sequence[OptimizerGrads], every: int) -> Before | None:
+        """Take down what the step must keep or change, if it is one to be looked at. Syncs: only then."""
+        self._num_steps += 1
+        is_due = every > 0 and (self._num_steps <= ALWAYS or self._num_steps % every == 0)
+        return look(shares) if is_due else None
+
+    def check(self, before: Before, shares: Sequence[OptimizerGrads], facts: StepFlags[float]) -> None:
         """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
 
         Raises:
@@ -109,7 +116,7 @@ class Invariants:
         refuse_differing(self._report())
         self._check_finite(shares)
 
-    def _check_divisor(self, before: Before, facts: StepStats) -> None:
+    def _check_divisor(self, before: Before, facts: StepFlags[float]) -> None:
         raw = before.raw_norm
         if raw is None or facts.gradients_bad:
             return
@@ -121,7 +128,7 @@ class Invariants:
                 "multiplied by. Something changed the gradients or the scale inside step()."
             )
 
-    def _check_moved(self, before: Before, share: OptimizerGrads, facts: StepStats) -> None:
+    def _check_moved(self, before: Before, share: OptimizerGrads, facts: StepFlags[float]) -> None:
         rates = [float(group["lr"]) for group in share.optimizer.param_groups if "lr" in group]
         # A scheduler that on_applied called has moved the rates since; a warm-up begins at 0.
         if facts.grad_norm == 0 or (rates and max(rates) == 0) or max(before.rates, default=1.0) == 0:

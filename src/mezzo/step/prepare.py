@@ -14,9 +14,10 @@ from ..binding.bind import bind, innermost
 from ..binding.storage import check_floats, check_optimizers, convert_, set_grad_dtype_
 from ..errors import StepError
 from ..policy import CacheName, Policy
-from .demote import check_demotion
-from .stepper import Stepper, name_parameters
-from .update import Skip
+from .engine import name_parameters
+from .optimizer_grads import Skip
+from .recovery import check_demotion
+from .stepper import Stepper
 
 _log = logging.getLogger("mezzo.step")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,16 +92,6 @@ class _Call:
     versions: tuple[int, ...]
     grads: dict[int, Tensor] = field(default_factory=dict)
 
-    def follow(self, out: object) -> None:
-        """Take note of the gradients that will arrive at the outputs."""
-        for index, tensor in enumerate(_tensors(out)):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._note, index))  # type: ignore[no-untyped-call]  # torch's own
-
-    def _note(self, index: int, grad: Tensor) -> None:
-        known = self.grads.get(index)
-        self.grads[index] = grad.detach() if known is None else known + grad.detach()
-
     @property
     def is_whole(self) -> bool:
         """Whether nobody wrote the arguments since."""
@@ -135,6 +126,7 @@ class Replay:
         self._now, self._last = _Kept(), _Kept()
         self.is_running = False
         self._ended_outside = False
+        self._is_paused = False
         self._following: LossTrace | None = None
 
     @property
@@ -158,7 +150,27 @@ class Replay:
         self.stop_following()
         call = _Call(module, args, kwargs, _random_states(), _versions((args, kwargs)))
         self._now.calls = [*self._now.calls[1 - _MOST_CALLS :], call]
-        return call.follow
+        return partial(self._await_grads, call)
+
+    def _await_grads(self, call: _Call, out: object) -> None:
+        """Take note of the gradients that will arrive at the outputs of a call."""
+        for index, tensor in enumerate(_tensors(out)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note, call, index))  # type: ignore[no-untyped-call]  # torch's own
+
+    def _note(self, call: _Call, index: int, grad: Tensor) -> None:
+        if not self._is_paused:
+            known = call.grads.get(index)
+            call.grads[index] = grad.detach() if known is None else known + grad.detach()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a block in which gradients that arrive are not those of the step."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def keep_closure(self, closure: Callable[[], object]) -> None:
         """Keep the closure of the step in the making, which is run again whole."""

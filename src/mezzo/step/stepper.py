@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,21 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..binding.bind import AfterForward, BeforeForward, Binding
+from ..binding.bind import Binding
 from ..distributed.consensus import RankConsensus
 from ..distributed.group import is_running
 from ..errors import StepError
-from ..optim.master_weights import parameters
 from ..policy import Policy
 from . import state_dict as checkpoint
 from .closure import step_by_closure
-from .demote import check_demotion
-from .direct import forbid_direct_steps
-from .engine import Engine
+from .engine import Engine, forbid_direct_steps, name_parameters, weakly
 from .guard import Counters
+from .optimizer_grads import Skip
+from .recovery import check_demotion
 from .report import Report, refuse_differing
 from .result import StepResult
-from .update import Clip, Skip
+from .update import Clip
 
 
 class StepObserver(Protocol):
@@ -60,7 +58,7 @@ class Stepper:
         self.optimizers = tuple(optimizers)
         self._observers: tuple[StepObserver, ...] = ()
         self._engine = Engine(model, self.optimizers, policy, name_parameters(model, self.optimizers), skip, binding)
-        binding.before_forward = _weakly(self._engine)
+        binding.before_forward = weakly(self._engine)
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine)
 
@@ -99,17 +97,7 @@ class Stepper:
 
         Writes: gradients. Syncs: no.
         """
-        engine = self._engine
-        engine.find_ranks()
-        if engine.consensus is not None:
-            engine.consensus.check_backward()
-        try:
-            with engine.watching():
-                engine.gradients.backward(
-                    loss, engine.scale, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-                )
-        finally:
-            engine.replay.stop_following()
+        self._engine.backward(loss, retain_graph, create_graph, inputs)
 
     def grad(
         self,
@@ -257,7 +245,7 @@ class Stepper:
                 "step() was called without a closure, and the policy declares guard.on_overflow=retry, which computes "
                 "the loss again. Write amp.step(closure), or guard.on_overflow=skip."
             )
-        return self._engine.take(optimizer, clip)
+        return self._engine.run_step(optimizer, clip)
 
     def on_applied(self, function: Callable[[], object], optimizer: Optimizer | None = None) -> Callable[[], object]:
         """Have a function called after each step that was taken: a scheduler's step, an EMA update, a counter.
@@ -328,7 +316,7 @@ class Stepper:
 
     def counters(self) -> Counters:
         """Return how many steps were seen, applied and skipped, and what was demoted. Syncs: with the last step."""
-        return self._engine.guard.settle()
+        return self._engine.recovery.guard.read().counters
 
     @property
     def scale(self) -> float:
@@ -348,8 +336,7 @@ class Stepper:
 
         Syncs: yes.
         """
-        engine = self._engine
-        run = checkpoint.save_run(self.policy, engine.loss_scale, engine.guard.settle())
+        run = checkpoint.save_run(self.policy, self._engine.loss_scale, self.counters())
         return {**run, **checkpoint.save_weights(self.model, self.optimizers)} if weights else run
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -371,15 +358,15 @@ class Stepper:
         """
         engine, complete = self._engine, checkpoint.check(state, len(self.optimizers))
         counters = Counters(**(complete["counters"] or {}))
-        engine.forget()
+        engine.recovery.forget()
         self.zero_grad()
-        counters = replace(counters, demoted=engine.demote_again(counters.demoted))
+        counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
         sentences = (
             *checkpoint.compare_policies(complete["policy"], self.policy),
             *(checkpoint.load_weights_(self.model, self.optimizers, complete) if complete["model"] is not None else ()),
             *checkpoint.load_scale_(engine.loss_scale, complete["scaling"]),
         )
-        engine.guard.counters = counters
+        engine.recovery.guard.state = replace(engine.recovery.guard.state, counters=counters)
         engine.buffers.forgive()
         checkpoint.say(sentences)
         return sentences
@@ -409,23 +396,3 @@ class Stepper:
         Syncs: no.
         """
         return checkpoint.export(self.model, self.optimizers, dtype)
-
-
-def _weakly(engine: Engine) -> BeforeForward:
-    """Return the engine's hook before forward as the model may hold it: without keeping the engine alive."""
-    reference = weakref.ref(engine)
-
-    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
-        alive = reference()
-        return None if alive is None else alive.before_forward(module, args, kwargs)
-
-    return before_forward
-
-
-def name_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
-    """Return each parameter of model and optimizers with its name."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    for index, optimizer in enumerate(optimizers):
-        for k, p in enumerate(parameters(optimizer)):
-            names.setdefault(p, f"optimizer {index} parameter {k}")
-    return names

@@ -1,65 +1,27 @@
-"""The update: finding, unscaling, clipping and stepping, decided on the device or, where that cannot be, by the host."""
+"""The update: unscaling, clipping and stepping, decided on the device or, where that cannot be, by the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import foreach_mul_, global_post_hooks, global_pre_hooks, is_fused, sparse_values, step_hooks
-from ..errors import StepError
-from ..kernels.dtensor import local
-from ..kernels.ops.gradients import GradientCheck, norm_and_finite
-from ..optim.master_weights import MasterWeights, keeps_masters, parameters
-
-Skip = Literal["together", "independent"]
-"""What several optimizers do when one has bad gradients: all skip, or that one."""
+from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
+from ..errors import StepError, listed
+from ..loss_scale.fused import StepScaling, handing
+from ..loss_scale.state import LossScale, NoScaling, next_state
+from ..optim.master_weights import MasterWeights, keeps_masters
+from ..policy import ScalingConfig
+from .accumulation import AccumulationState
+from .flags import StepFlags
+from .optimizer_grads import OptimizerGrads, Skip, clamp_, multiply_
 
 _CLIP_EPS = 1e-6
 """Added to the norm by torch.nn.utils.clip_grad_norm_, so that clipping equals torch's."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OptimizerGrads:
-    """One optimizer's part in a step.
-
-    Attributes:
-        optimizer: it.
-        index: which of the prepared optimizers it is.
-        params: those with gradients; at least one.
-        check: of their gradients.
-    """
-
-    optimizer: Optimizer
-    index: int
-    params: list[Tensor]
-    check: GradientCheck
-
-    @property
-    def grads(self) -> list[Tensor]:
-        """The gradients. A list made anew, since a step may replace them."""
-        return [p.grad for p in self.params if p.grad is not None]
-
-
-def shares_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> list[OptimizerGrads]:
-    """Return the part of each optimizer, by its place, that has gradients. Syncs: no."""
-    shares = []
-    for index, optimizer in optimizers.items():
-        params = [p for p in parameters(optimizer) if p.grad is not None]
-        if params:
-            check = norm_and_finite([p.grad for p in params if p.grad is not None], inv_scale)
-            shares.append(OptimizerGrads(optimizer=optimizer, index=index, params=params, check=check))
-    return shares
-
-
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. Syncs: only from an accelerator to the host."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
@@ -74,7 +36,8 @@ def decides_on_device(optimizer: Optimizer) -> bool:
         return False
     for part in (optimizer, optimizer.inner) if isinstance(optimizer, MasterWeights) else (optimizer,):
         # One pre-hook is the stepper's or the wrapper's own.
-        has_hooks = (hooks := step_hooks(part))[1] or len(hooks[0]) > 1
+        pre, post = step_hooks(part)
+        has_hooks = post or len(pre) > 1
         if has_hooks or not is_fused(part) or _lacks_momentum(part, optimizer):
             return False
     return True
@@ -118,91 +81,116 @@ class Clip:
         return None if self.max_norm is None else (self.max_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
 
 
-@torch.no_grad()
-def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
-    """Clamp gradients, which may carry a scale, to a true value in both directions. Writes: `grads`. Syncs: no."""
-    for grad in _distinct(grads):
-        values = sparse_values(grad) if grad.is_sparse else grad
-        bound = torch.full((), clip_value, device=grad.device)
-        bound = bound if scale is None else bound * move(scale, grad.device)
-        values.clamp_(min=-bound, max=bound)
-
-
-@torch.no_grad()
-def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply gradients of any layouts and devices by one number. Writes: `grads`. Syncs: no."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in _distinct(grads):
-        values = sparse_values(grad) if grad.is_sparse else grad
-        kinds.setdefault((values.device, values.dtype), []).append(values)
-    for (device, _), parts in kinds.items():
-        foreach_mul_(parts, move(factor, device))
-
-
-def _distinct(grads: Iterable[Tensor]) -> Iterable[Tensor]:
-    return {id(grad): local(grad) for grad in grads}.values()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepScaling:
-    """How one optimizer must read its gradients and whether it may step.
-
-    Attributes:
-        scale: shape (), fp32: divides the gradients; None: not scaled.
-        coefficient: shape (), fp32: multiplies after that; None: not clipped.
-        skip: shape (), fp32: 1 leaves everything as it is; None: decided already, step.
-    """
-
-    scale: Tensor | None
-    coefficient: Tensor | None
-    skip: Tensor | None
-
-
-def step_(optimizer: Optimizer, grads: Sequence[Tensor], order: StepScaling) -> None:
-    """Have an optimizer take its step with gradients as they are; see `handing`. Writes: weights and state."""
-    with handing(optimizer, grads, order):
-        optimizer.step()
-
-
 @contextmanager
-def handing(optimizer: Optimizer, grads: Sequence[Tensor], order: StepScaling) -> Iterator[None]:
-    """Have an optimizer find true gradients inside the block.
+def true_grads_for(optimizer: Optimizer, grads: Sequence[Tensor], scaling: StepScaling) -> Iterator[None]:
+    """Have an optimizer find true gradients inside the block, in which it steps.
 
     Those of mezzo and torch's fused ones read scale, clipping and skipping by themselves; for any other the
     gradients are unscaled and clipped in place, and whether it may step is decided already.
 
-    Args:
-        optimizer: the one that will step.
-        grads: its gradients.
-        order: what to do with them.
-
     Writes: attributes of the optimizer for the length of the block, or the gradients. Syncs: no.
     """
     if not is_fused(optimizer):
-        assert order.skip is None
-        factor = _factor(order)
+        assert scaling.found_inf is None
+        factor = _factor(scaling)
         if factor is not None:
             multiply_(grads, factor)
         yield
         return
-    scale, coefficient = order.scale, order.coefficient
+    scale, coefficient = scaling.grad_scale, scaling.clip_coef
     if coefficient is not None and not keeps_masters(optimizer):
         # torch's fused kernels know one divisor.
         scale = coefficient.reciprocal() if scale is None else scale / coefficient
-        coefficient = None
-    named = {"grad_scale": scale, "found_inf": order.skip, "clip_coef": coefficient}
-    given = {name: value for name, value in named.items() if value is not None}
-    for name, value in given.items():
-        setattr(optimizer, name, value)
-    try:
+        scaling = StepScaling(grad_scale=scale, found_inf=scaling.found_inf)
+    with handing(optimizer, scaling):
         yield
-    finally:
-        for name in given:
-            delattr(optimizer, name)
 
 
-def _factor(order: StepScaling) -> Tensor | None:
-    if order.scale is None:
-        return order.coefficient
-    inverse = order.scale.reciprocal()
-    return inverse if order.coefficient is None else inverse * order.coefficient
+def _factor(scaling: StepScaling) -> Tensor | None:
+    if scaling.grad_scale is None:
+        return scaling.clip_coef
+    inverse = scaling.grad_scale.reciprocal()
+    return inverse if scaling.clip_coef is None else inverse * scaling.clip_coef
+
+
+def update_(
+    grads: Sequence[OptimizerGrads],
+    flags: StepFlags[Tensor],
+    pending: AccumulationState,
+    skipped: Sequence[float] | None,
+    clip: Clip,
+    skip: Skip,
+) -> None:
+    """Have each optimizer take its step, or leave everything as it is.
+
+    Args:
+        grads: of the optimizers.
+        flags: what was found.
+        pending: the step; takes note if it ends halfway.
+        skipped: who skips, where the host knows; else the optimizers decide on the device.
+        clip: how gradients are clipped.
+        skip: "independent" clips the gradients of each optimizer by their own norm.
+
+    Raises:
+        StepError: an optimizer raised after another one had taken its step.
+
+    Writes: weights and state, and the gradients of some. Syncs: no.
+    """
+    scale = pending.scale
+    is_changed = clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
+    if clip.value is not None:
+        clamp_([grad for one in grads for grad in one.grads], clip.value, scale)
+    if scale is not None and _share_params(grads):
+        # An optimizer that divides in place would do so for the next one too.
+        is_changed = True
+        multiply_([grad for one in grads for grad in one.grads], scale.reciprocal())
+        scale = None
+    taken: list[OptimizerGrads] = []
+    for i, one in enumerate(grads):
+        if skipped is None or not skipped[i]:
+            norm = flags.norms[i] if skip == "independent" else flags.grad_norm
+            found_inf = flags.skipped[i] if skipped is None else None
+            scaling = StepScaling(grad_scale=scale, clip_coef=clip.coefficient(norm), found_inf=found_inf)
+            try:
+                with true_grads_for(one.optimizer, one.grads, scaling):
+                    one.optimizer.step()
+            except BaseException as failure:
+                pending.broken = _CHANGED if is_changed else ""
+                if taken:
+                    pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
+                if taken and isinstance(failure, Exception):
+                    raise StepError(
+                        f"step() ended halfway: {_names(taken)} took its step, and {_names([one])} raised {type(failure).__name__}: {failure}. Call amp.zero_grad() "
+                        "and go on with the next batch, or load the last checkpoint."
+                    ) from failure
+                raise
+            taken.append(one)
+
+
+_CHANGED = "a step() that failed, when gradients had been divided or clipped already"
+
+
+def _names(grads: Sequence[OptimizerGrads]) -> str:
+    return listed([f"{type(one.optimizer).__name__} (optimizer {one.index})" for one in grads])
+
+
+def _share_params(grads: Sequence[OptimizerGrads]) -> bool:
+    indices = [id(p) for one in grads for p in one.params]
+    return len(grads) > 1 and len(set(indices)) < len(indices)
+
+
+@torch.no_grad()
+def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Tensor], config: ScalingConfig | None) -> None:
+    """Move the loss scale after a step; leave it where it was not to blame.
+
+    The state is written in place, so that a captured CUDA graph finds in each replay what the last one left.
+
+    Writes: `state`. Syncs: no.
+    """
+    if config is None or isinstance(state, NoScaling):
+        return
+    moved = next_state(state, flags.gradients_bad, config)
+    blameless = flags.loss_bad | (flags.buffers_bad & ~flags.gradients_bad)
+    for field in fields(state):
+        before, after = getattr(state, field.name), getattr(moved, field.name)
+        before.copy_(torch.where(blameless, before, after))

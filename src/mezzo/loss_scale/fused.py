@@ -1,0 +1,89 @@
+"""Optimizers that divide gradients themselves: the one place that hands them scale, clipping and skipping.
+
+The protocol is that of torch's fused optimizers: two attributes that are there for the length of a step. mezzo's own
+read a third one, and torch's `GradScaler` drives them by the same two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepScaling:
+    """How one optimizer must read its gradients, and whether it may step.
+
+    Attributes:
+        grad_scale: shape (), fp32: divides the gradients; None: they are not scaled.
+        clip_coef: shape (), fp32: multiplies after that; None: not clipped. Only mezzo's optimizers read it.
+        found_inf: shape (), fp32: anything but 0 leaves everything as it is; None: decided already, step.
+    """
+
+    grad_scale: Tensor | None = None
+    clip_coef: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+@contextmanager
+def handing(optimizer: Optimizer, scaling: StepScaling) -> Iterator[None]:
+    """Have an optimizer that is fused find it inside the block.
+
+    A scale that the caller put on the optimizer multiplies that of the step, as in torch, and is gone afterwards.
+
+    Writes: attributes of the optimizer, for the length of the block. Syncs: no.
+    """
+    own, scale = getattr(optimizer, "grad_scale", None), scaling.grad_scale
+    given = {
+        "grad_scale": scale if own is None else own if scale is None else scale * own,
+        "found_inf": scaling.found_inf,
+    }
+    if scaling.clip_coef is not None:
+        given["clip_coef"] = scaling.clip_coef
+    for name, value in given.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name in given:
+            delattr(optimizer, name)
+
+
+def step_scaled(
+    optimizer: Optimizer, scaler: object, scaling: StepScaling, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, bool | None]:
+    """Step a fused optimizer; on the CPU, where reading is free, only if the step is not to be skipped.
+
+    Args:
+        optimizer: a fused one.
+        scaler: all that an optimizer of torch's older protocol gets, whose step takes `grad_scaler`.
+        scaling: what the others get; with `found_inf`.
+        args: further arguments of its step.
+        kwargs: further keyword arguments of its step.
+
+    Returns:
+        What its step returns, and whether the step was skipped, where the host knows.
+
+    Writes: the parameters, the optimizer's state, and the gradients. Syncs: no.
+    """
+    assert scaling.found_inf is not None
+    is_skipped = bool(scaling.found_inf) if scaling.found_inf.device.type == "cpu" else None
+    if is_skipped:
+        return None, True
+    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        warnings.warn(
+            f"{type(optimizer).__name__}.step(grad_scaler=...) is torch's older protocol, which torch will drop. Read the "
+            "tensors `self.grad_scale` and `self.found_inf` instead.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return cast(Any, optimizer).step(*args, **kwargs, grad_scaler=scaler), is_skipped
+    with handing(optimizer, scaling):
+        return optimizer.step(*args, **kwargs), is_skipped

@@ -1,0 +1,70 @@
+"""What a tensor was at one moment, so that it can be asked later whether it still is that. Host only."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ._torch import storage_id, version
+
+
+class Stamp(NamedTuple):
+    """One tensor at one moment: which object it was, where it lay, and how often it had been written.
+
+    The tensor is not kept alive, so another one may get its `id`, but not its stamp.
+
+    Attributes:
+        tensor: a weak reference to it.
+        version: of its values; every write in place raises it. -1 for a tensor that keeps no count.
+        storage: of its memory, as `_torch.storage_id` has it; None where nobody asked for it.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    storage: int | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, with_storage: bool = False) -> Stamp:
+        """Return the stamp of a tensor as it is now.
+
+        Args:
+            tensor: any.
+            with_storage: take note of its memory too, which `tensor.data = ...` swaps without a new version.
+
+        Syncs: no.
+        """
+        return cls(weakref.ref(tensor), version_of(tensor), storage_id(tensor) if with_storage else None)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the stamp of that tensor, written since or not."""
+        return self.tensor() is tensor
+
+    def is_current(self, tensor: Tensor) -> bool:
+        """Whether that tensor is still what it was: the same object in the same memory, and not written since."""
+        return (
+            self.tensor() is tensor
+            and self.version == version_of(tensor)
+            and (self.storage is None or self.storage == storage_id(tensor))
+        )
+
+
+def stamps_of(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Stamp]:
+    """Return the stamps of many tensors by their keys, without their memory; no Python call for each. Syncs: no."""
+    try:
+        return {key: _new(Stamp, (_ref(t), version(t), None)) for key, t in tensors}
+    except RuntimeError:  # one of them was made in inference mode
+        return {key: Stamp.of(t) for key, t in tensors}
+
+
+_new, _ref = tuple.__new__, weakref.ref
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a tensor's version counter; -1 for a tensor that keeps no count."""
+    try:
+        return version(tensor)
+    except RuntimeError:  # made in inference mode
+        return -1

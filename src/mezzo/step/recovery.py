@@ -1,0 +1,271 @@
+"""What follows a skipped step: the run goes on, what overflowed gets an fp32 rule, or an error says why it stops."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..binding.bind import AfterForward, Binding, bind
+from ..distributed.consensus import RankConsensus
+from ..errors import NonFiniteStep, PolicyError, StoppedRun
+from ..formats import LOW_DTYPES, dtype_name
+from ..kernels.dtensor import local
+from ..loss_scale.state import LossScale, NoScaling
+from ..policy import Policy
+from .buffers import Buffers
+from .flags import StepFlags
+from .gradients import Gradients
+from .guard import Guard, GuardState
+from .ranks import waits_for_ranks
+from .replay import Replay
+from .state_dict import load_scale_
+
+if TYPE_CHECKING:
+    from ..trace import Diagnosis
+
+_log = logging.getLogger("mezzo.step")
+
+
+class Recovery:
+    """Reads what past steps found and acts on it.
+
+    Args:
+        model: the root, without wrappers.
+        binding: of the policy to it.
+        gradients: of the step.
+        buffers: of the model.
+        loss_scale: as it is now.
+        names: of parameters.
+
+    Attributes:
+        binding: as given, or the one that demotion made of it.
+        guard: counts steps, and says when the run cannot go on.
+        replay: keeps the last batch where it may be needed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        binding: Binding,
+        gradients: Gradients,
+        buffers: Buffers,
+        loss_scale: LossScale | NoScaling,
+        names: Mapping[Tensor, str],
+    ) -> None:
+        policy = binding.policy
+        self.binding = binding
+        self.guard = Guard(policy.guard, policy.scaling, self._nonfinite_weights, _flush_floor(policy, gradients))
+        self.replay = Replay(model)
+        self._model = model
+        self._gradients = gradients
+        self._buffers = buffers
+        self._loss_scale = loss_scale
+        self._names = names
+        self._skip: StepFlags[float] | None = None
+
+    def wants_probe(self, consensus: RankConsensus | None) -> bool:
+        """Whether the next backward should measure what fp16 flushed: the same answer on all ranks. Syncs: no."""
+        if not self.guard.floor or self.replay.is_following:
+            return False
+        state = self.guard.read(wait=False) if consensus is None else self.guard.state
+        return state.wants_probe
+
+    def keep(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_loss: bool
+    ) -> AfterForward | None:
+        """Keep a forward, if its step may be the last one.
+
+        Args:
+            module: that runs.
+            args: positional arguments of its forward.
+            kwargs: named ones.
+            with_loss: follow what comes after the model too, where the run is about to stop.
+
+        Returns:
+            What must be called with its output.
+        """
+        if not self.guard.may_stop:
+            return None
+        follow = self.replay.keep(module, args, kwargs)
+        if follow is None or not (with_loss and self.guard.is_last_chance):
+            return follow
+
+        def follow_loss(out: object) -> None:
+            follow(out)
+            self.replay.follow(self.guard.state.counters.seen)
+
+        return follow_loss
+
+    def check(self, consensus: RankConsensus | None) -> None:
+        """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.
+
+        Raises:
+            NonFiniteStep: parameters or buffers are not finite, or too many steps in a row were skipped; or another
+                rank stops.
+            LossScaleExhausted: the loss scale cannot shrink any more, or too many steps in a row were skipped.
+            GradientUnderflow: too many steps in a row had nothing but gradients that were flushed to zero.
+
+        Syncs: with the last step.
+        """
+        stop = self.stop(consensus)
+        if stop is not None:
+            raise self.explained(stop, consensus)
+
+    def stop(self, consensus: RankConsensus | None) -> StoppedRun | None:
+        """Return why the run cannot go on, if the last step showed that; where the policy says so, demote first."""
+        state = self.guard.take()
+        self._skip = state.skip
+        if not state.is_troubled:
+            self.replay.forget()
+        stop = state.stop
+        if state.skip is not None and self._demote(state, state.skip, consensus):
+            stop = None
+        elif state.skip is not None and stop is None and _is_second_bad_loss(state):
+            self._explain_early(state.skip, consensus)
+        # All ranks have read the same flags, but what else is not finite, or was flushed, each sees in its own part.
+        is_watched = state.is_troubled or state.small_in_a_row > 0
+        if consensus is not None and is_watched and consensus.any(stop is not None) and stop is None:
+            happened = "was skipped" if state.is_troubled else "had gradients close to zero"
+            return NonFiniteStep(
+                f"step {state.counters.seen} {happened}, and another rank stops the run: its message says why",
+                "Load the last good checkpoint.",
+                is_batch_to_blame=False,
+            )
+        return stop
+
+    def explained(self, stop: StoppedRun, consensus: RankConsensus | None) -> StoppedRun:
+        """Return the error with what running the last batch again has shown. Syncs: at every op."""
+        skip = self._skip if stop.is_batch_to_blame else None
+        found = None if skip is None else self._diagnosis(skip, consensus)
+        if found is None:
+            return stop
+        error = type(stop)(stop.what, f"{found.sentence} {found.fix}" if found.sentence else stop.advice)
+        error.report = found.report
+        return error
+
+    def demote_again(self, edits: Sequence[str]) -> tuple[str, ...]:
+        """Add the rules that a run demoted to before it was saved, if this policy demotes.
+
+        Returns:
+            All edits that are in force. Writes: as `adopt`.
+        """
+        policy, known = self.binding.policy, self.guard.state.counters.demoted
+        new = [edit for edit in edits if edit not in known] if policy.guard.on_overflow == "demote" else []
+        if new:
+            self.adopt(Policy.parse(", ".join([str(policy), *new])))
+        return (*known, *new)
+
+    def adopt(self, policy: Policy) -> None:
+        """Bind another policy from the next forward on. Writes: the record of every module."""
+        hook = self.binding.before_forward
+        self.binding = bind(self._model, policy, self.binding.cache)
+        self.binding.before_forward = hook
+
+    def forget(self) -> None:
+        """Forget what earlier steps have shown: the run goes on from somewhere else. Syncs: with the last step."""
+        self.guard.take()
+        self.replay.drop()
+        self.replay.forget()
+
+    def _explain_early(self, skip: StepFlags[float], consensus: RankConsensus | None) -> None:
+        """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
+        found = self._diagnosis(skip, consensus)
+        if found is not None and found.sentence:
+            _log.warning(
+                "step %d: the loss is inf or NaN again; why: %s %s",
+                self.guard.state.counters.seen, found.sentence, found.fix,
+            )  # fmt: skip
+
+    def _diagnosis(self, skip: StepFlags[float], consensus: RankConsensus | None) -> Diagnosis | None:
+        """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
+        if consensus is not None and waits_for_ranks(self._model):
+            return None
+        was_pending = self._gradients.is_pending
+        reason = skip.reason if consensus is None else None  # it may be that of another rank
+        try:
+            return self.replay.run(self.guard.state.counters.seen - 1, skip.scale, reason)
+        finally:
+            if not was_pending:
+                self._gradients.close()  # a closure that ran again took the stamps off the gradients
+
+    def _demote(self, state: GuardState, skip: StepFlags[float], consensus: RankConsensus | None) -> bool:
+        """Give fp32 rules to what overflowed 16 bit, one after the other, until the last batch no longer overflows.
+
+        Returns:
+            Whether any was given; not where the cause is another one, or the loss scale may still mend it.
+        """
+        policy, known, stop = self.binding.policy, state.counters.demoted, state.stop
+        is_scales = skip.reason == "gradients" and policy.scaling is not None and stop is None
+        if policy.guard.on_overflow != "demote" or is_scales or (stop is not None and not stop.is_batch_to_blame):
+            return False
+        edits: list[str] = []
+        found = self._diagnosis(skip, consensus)
+        while found is not None and found.edit and found.edit not in (*known, *edits):
+            policy = Policy.parse(f"{policy}, {found.edit}")
+            self.adopt(policy)
+            edits.append(found.edit)
+            _log.warning(
+                "step %d skipped; '%s' added to the policy: %s", state.counters.seen, found.edit, found.sentence
+            )
+            found = self._diagnosis(skip, consensus)
+        if not edits:
+            return False
+        now = self.guard.state
+        self.guard.state = replace(now, counters=replace(now.counters, demoted=(*known, *edits)))
+        if skip.reason == "gradients" and isinstance(self._loss_scale, LossScale) and policy.scaling:
+            # It fell because of an overflow that is mended now.
+            list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling))))
+        return True
+
+    def _nonfinite_weights(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        # Of a sharded weight the part here: one rank may ask alone, so nobody waits for the others.
+        counts = {name: int((~local(p.detach()).isfinite()).sum()) for p, name in self._names.items()}
+        return {name: count for name, count in counts.items() if count}, self._buffers.nonfinite()
+
+
+def _is_second_bad_loss(state: GuardState) -> bool:
+    return state.skip is not None and state.skip.reason == "loss" and state.counters.skipped_in_a_row == 2
+
+
+def _flush_floor(policy: Policy, gradients: Gradients) -> float:
+    """Return the norm of scaled gradients below which fp16 may have flushed many of them; 0 where nothing is fp16."""
+    dtypes = {policy.compute, policy.params, policy.grads, *(rule.precision for rule in policy.modules)}
+    if torch.float16 not in dtypes:
+        return 0.0
+    return _SMALL_FP16 * math.sqrt(sum(p.numel() for p in gradients.parameters()))
+
+
+_SMALL_FP16 = 2.0**-18
+"""A root mean square below this is suspicious: it is 64 times fp16's smallest number, and layers differ as much."""
+
+
+def check_demotion(policy: Policy, consensus: RankConsensus | None) -> None:
+    """Refuse demotion where it could not be kept.
+
+    Raises:
+        PolicyError: the policy asks for it without a guard, with weights stored in 16 bit, or on several ranks.
+    """
+    if policy.guard.on_overflow != "demote":
+        return
+    if not policy.guard.enabled:
+        raise PolicyError(
+            "guard.on_overflow=demote was asked for with guard.enabled=false, and without the guard nobody sees an "
+            "overflow. Leave guard.enabled=false out."
+        )
+    if policy.params in LOW_DTYPES:
+        raise PolicyError(
+            f"guard.on_overflow=demote was asked for with params={dtype_name(policy.params)}, and a module that gets an "
+            "fp32 rule needs fp32 weights, which were given away when the model was prepared. Write params=fp32, or "
+            "guard.on_overflow=skip and the rule that the error names."
+        )
+    if consensus is not None:
+        raise PolicyError(
+            "guard.on_overflow=demote was asked for on several ranks, and each would demote what overflowed on its own "
+            "batch, so their models would differ. Write guard.on_overflow=skip, and add the rule that the error names."
+        )

@@ -1,0 +1,201 @@
+"""Gradients as they were left: what changed, what was edited, and what only looks so."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.errors import ScalerError, StepError
+from mezzo.loss_scale import GradScaler
+from mezzo.loss_scale.grad_versions import GradVersions
+
+
+def noted(*values: list[float]) -> tuple[GradVersions, list[Tensor]]:
+    params = [nn.Parameter(torch.zeros(len(value))) for value in values]
+    for p, value in zip(params, values, strict=True):
+        p.grad = torch.tensor(value)
+    versions = GradVersions()
+    versions.note(params)
+    return versions, list(params)
+
+
+def set_(param: Tensor, value: float) -> None:
+    assert param.grad is not None
+    param.grad.fill_(value)
+
+
+def replace(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    assert param.grad is not None
+    param.grad = change(param.grad)
+
+
+def drop(param: Tensor) -> None:
+    param.grad = None
+
+
+WRITES: dict[str, tuple[Callable[[Tensor], object], bool, bool]] = {
+    "nothing": (lambda p: None, False, False),
+    "dropped": (drop, False, False),
+    "times one": (lambda p: p.grad.mul_(1.0), True, False),  # type: ignore[union-attr]
+    "clipped to infinity": (lambda p: nn.utils.clip_grad_norm_([p], math.inf), True, False),
+    "clipped to more than it is": (lambda p: nn.utils.clip_grad_norm_([p], 1e6), True, False),
+    "clamped to more than it is": (lambda p: nn.utils.clip_grad_value_([p], 1e6), True, False),
+    "nan_to_num of finite ones": (lambda p: p.grad.nan_to_num_(), True, False),  # type: ignore[union-attr]
+    "a copy in its place": (lambda p: replace(p, torch.clone), True, False),
+    "clipped": (lambda p: nn.utils.clip_grad_norm_([p], 1.0), True, True),
+    "zeroed": (lambda p: set_(p, 0.0), True, True),
+    "sign": (lambda p: p.grad.neg_(), True, True),  # type: ignore[union-attr]
+    "one bit": (lambda p: p.grad[:1].mul_(1 + 2**-23), True, True),  # type: ignore[union-attr, index]
+    "another in its place": (lambda p: replace(p, torch.zeros_like), True, True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_counts_as_an_edit(write: str) -> None:
+    versions, params = noted([3.0, 4.0], [1.0])
+    change, is_changed, is_edited = WRITES[write]
+    change(params[0])
+    assert (versions.changed(params) != []) == is_changed
+    assert (versions.edited(params) != []) == is_edited
+    assert (versions.changed(params) != []) == is_edited  # what was forgiven is noted anew
+
+
+def test_an_edit_is_named_beside_harmless_writes() -> None:
+    versions, (one, two) = noted([3.0], [4.0])
+    for p, factor in ((one, 1.0), (two, 2.0)):
+        p.grad.mul_(factor)  # type: ignore[union-attr]
+    assert [p is two for p in versions.edited([one, two])] == [True]
+
+
+def test_inf_stays_no_edit_since_the_step_is_skipped_anyway() -> None:
+    versions, params = noted([3.0, math.inf])
+    nn.utils.clip_grad_norm_(params, math.inf)  # inf / inf: every element is NaN now
+    assert versions.edited(params) == []
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+)
+def test_every_dtype_is_told_apart(dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.zeros(5, dtype=dtype))
+    p.grad = torch.randn(5, dtype=dtype)
+    versions = GradVersions()
+    versions.note([p])
+    p.grad.mul_(1.0)
+    assert versions.edited([p]) == []
+    p.grad.mul_(2.0)
+    assert len(versions.edited([p])) == 1
+
+
+def test_sparse_gradients_too() -> None:
+    table = nn.Embedding(6, 2, sparse=True)
+    table(torch.tensor([1, 3, 1])).sum().backward()
+    versions = GradVersions()
+    versions.note(table.parameters())
+    table.weight.grad.mul_(1.0)  # type: ignore[union-attr]
+    assert versions.edited([table.weight]) == []
+    table.weight.grad.mul_(2.0)  # type: ignore[union-attr]
+    assert len(versions.edited([table.weight])) == 1
+
+
+def test_values_are_summed_in_the_first_steps_and_on_where_a_harmless_write_was_met() -> None:
+    """A write that changes nothing is forgiven for good once; one that first comes later cannot be told."""
+    for first, is_forgiven in ((0, True), (2, True), (3, False)):
+        versions, params = noted([3.0])
+        results = []
+        for number in range(6):
+            versions.note(params)
+            if number >= first:
+                params[0].grad.mul_(1.0)  # type: ignore[union-attr]
+            results.append(versions.edited(params) == [])
+            versions.close(params)
+        assert all(results[:first]) and set(results[first:]) == {is_forgiven}
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_norm_measured_by_clipping_to_infinity_in_the_scaler(every: int) -> None:
+    """What the Hugging Face Trainer does in every step: same weights as without."""
+    runs = []
+    for measures in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = model_and_optimizer()
+        scaler = GradScaler("cpu")
+        for number in range(9):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
+            if measures and number % every == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        runs.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+def test_a_norm_measured_by_clipping_to_infinity_in_the_stepper(policy: str) -> None:
+    runs = []
+    for measures in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = model_and_optimizer()
+        amp = mezzo.prepare(model, optimizer, policy)
+        for _ in range(6):
+            amp.zero_grad()
+            amp.backward(model(torch.randn(3, 4)).float().square().mean())
+            if measures:
+                nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            amp.step()
+        runs.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+def test_clipping_that_clips_is_refused_as_before_in_both() -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = GradScaler("cpu")
+    scaler.scale(model(torch.ones(3, 4)).sum()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(ScalerError, match="changed between backward"):
+        scaler.step(optimizer)
+    model, optimizer = model_and_optimizer()
+    amp = mezzo.prepare(model, optimizer, "fp16, scaling.init_scale=8")
+    amp.backward(model(torch.ones(3, 4)).float().sum())
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(StepError, match="were changed since backward"):
+        amp.step()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_a_backward_that_failed_keeps_no_gradient_alive() -> None:
+    param = nn.Parameter(torch.ones(100))
+    optimizer, scaler = torch.optim.SGD([param], lr=0.5), GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    grad = weakref.ref(param.grad)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scaler.scale(Fails.apply(param).sum()).backward()
+    optimizer.zero_grad()
+    gc.collect()
+    assert grad() is None
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.unique().tolist() == [0.5]

@@ -1,0 +1,126 @@
+"""What a step finds: packed and unpacked without loss, and which optimizers skip for what."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mezzo.step.accumulation import AccumulationState
+from mezzo.step.flags import StepFlags, check_grads
+from mezzo.step.optimizer_grads import OptimizerGrads, Skip, grads_of
+
+INF = math.inf
+CPU = torch.device("cpu")
+
+
+def flag(is_set: bool) -> Tensor:
+    return torch.tensor(is_set)
+
+
+def pending(loss_bad: bool = False, scale: float | None = None, **others: Tensor) -> AccumulationState:
+    tensor = None if scale is None else torch.tensor(scale)
+    return AccumulationState(tensor, CPU, loss_bad=flag(loss_bad), **others)
+
+
+def grads(*values: list[float], scale: float = 1.0) -> list[OptimizerGrads]:
+    """Return one optimizer with one parameter for each list of gradients."""
+    optimizers = []
+    for value in values:
+        p = nn.Parameter(torch.zeros(len(value)))
+        p.grad = torch.tensor(value)
+        optimizers.append(torch.optim.SGD([p]))
+    return grads_of(dict(enumerate(optimizers)), None if scale == 1.0 else torch.tensor(1 / scale))
+
+
+def check(
+    found: list[OptimizerGrads], state: AccumulationState, skip: Skip = "together", **others: Any
+) -> StepFlags[float]:
+    written = others.get("written", [])
+    return StepFlags.unpack(check_grads(found, state, written, skip, None, len(found)).pack())
+
+
+class TestPacking:
+    @pytest.mark.parametrize("num", [1, 2, 5])
+    def test_every_field_comes_back_as_it_was(self, num: int) -> None:
+        numbers = itertools.count(1)
+        made = {
+            f.name: tuple(torch.tensor(float(next(numbers))) for _ in range(num))
+            if f.name in ("norms", "skipped")
+            else torch.tensor(float(next(numbers)))
+            for f in fields(StepFlags)
+        }
+        found = StepFlags.unpack(StepFlags(**made).pack())
+        for name, value in made.items():
+            wanted = tuple(map(float, value)) if isinstance(value, tuple) else float(value)
+            assert getattr(found, name) == wanted, name
+
+    def test_flags_and_numbers_share_a_vector_of_fp32(self) -> None:
+        flags = check_grads(grads([3.0, 4.0]), pending(), [], "together", None, 1)
+        assert flags.loss_bad.dtype is torch.bool and flags.pack().dtype is torch.float32
+
+    @pytest.mark.parametrize(
+        ("loss", "gradients", "buffers", "reason"),
+        [
+            (0, 0, 1, "buffers"), (0, 1, 0, "gradients"), (0, 1, 1, "gradients"), (1, 0, 0, "loss"),
+            (1, 1, 0, "loss"), (1, 1, 1, "loss"),
+        ],
+    )  # fmt: skip
+    def test_the_reason_is_what_came_first(self, loss: int, gradients: int, buffers: int, reason: str) -> None:
+        flags: StepFlags[float] = StepFlags(
+            gradients_bad=gradients, loss_bad=loss, buffers_bad=buffers, scale=1.0, grad_norm=1.0, flushed=0.0,
+            norms=(1.0,), skipped=(1.0,),
+        )  # fmt: skip
+        assert (flags.applied, flags.reason) == (False, reason)
+
+
+class TestWhoSkips:
+    def test_nobody_after_a_clean_step(self) -> None:
+        flags = check(grads([3.0, 4.0], [12.0]), pending())
+        assert flags.applied and flags.reason is None and flags.skipped == (0.0, 0.0)
+        assert (flags.norms, flags.grad_norm, flags.scale) == ((5.0, 12.0), 13.0, 1.0)
+
+    def test_norms_are_those_of_true_gradients(self) -> None:
+        flags = check(grads([3.0 * 8, 4.0 * 8], scale=8.0), pending(scale=8.0))
+        assert (flags.grad_norm, flags.scale) == (5.0, 8.0)
+
+    @pytest.mark.parametrize(("skip", "skipped"), [("together", (1.0, 1.0)), ("independent", (0.0, 1.0))])
+    def test_bad_gradients_of_one(self, skip: Skip, skipped: tuple[float, ...]) -> None:
+        flags = check(grads([1.0], [INF]), pending(), skip)
+        assert (flags.skipped, flags.reason, flags.gradients_bad) == (skipped, "gradients", 1.0)
+
+    @pytest.mark.parametrize("skip", ["together", "independent"])
+    @pytest.mark.parametrize("what", ["loss", "buffers"])
+    def test_what_belongs_to_no_optimizer_stops_all(self, what: str, skip: Skip) -> None:
+        written = [torch.tensor([1.0, math.nan])] if what == "buffers" else []
+        flags = check(grads([1.0], [2.0]), pending(loss_bad=what == "loss"), skip, written=written)
+        assert (flags.skipped, flags.reason) == ((1.0, 1.0), what)
+
+    def test_a_bad_loss_belongs_to_those_whose_gradients_it_spoilt(self) -> None:
+        flags = check(grads([1.0], [math.nan]), pending(loss_bad=True), "independent")
+        assert (flags.skipped, flags.reason) == ((0.0, 1.0), "loss")
+
+    @pytest.mark.parametrize("early", ["gradients_bad", "penalty_bad"])
+    def test_what_was_seen_before_an_edit_counts(self, early: str) -> None:
+        flags = check(grads([1.0]), pending(**{early: flag(True)}))
+        assert (flags.skipped, flags.reason) == ((1.0,), "gradients")
+
+    def test_a_loss_made_of_a_bad_penalty_is_no_witness(self) -> None:
+        flags = check(grads([1.0]), pending(loss_bad=True, penalty_bad=flag(True)))
+        assert (flags.loss_bad, flags.reason) == (0.0, "gradients")
+
+    @pytest.mark.parametrize("scale", [0.0, INF, math.nan])
+    def test_a_scale_without_reciprocal_is_a_finding(self, scale: float) -> None:
+        assert check(grads([1.0]), pending(scale=scale)).reason == "gradients"
+
+    def test_a_parameter_of_two_optimizers_counts_once(self) -> None:
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = torch.tensor([3.0, 4.0])
+        found = grads_of({0: torch.optim.SGD([p]), 1: torch.optim.SGD([p])}, None)
+        flags = check(found, pending())
+        assert (flags.norms, flags.grad_norm) == ((5.0, 5.0), 5.0)

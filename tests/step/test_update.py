@@ -1,0 +1,170 @@
+"""The update by itself: who is handed what, and what is said when an optimizer raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.errors import StepError
+from mezzo.loss_scale.fused import StepScaling
+from mezzo.step.update import Clip, decides_on_device, true_grads_for
+
+from .step_models import OPTIMIZERS
+
+SCALE = torch.tensor(8.0)
+
+
+def param(value: float = 1.0) -> nn.Parameter:
+    p = nn.Parameter(torch.full((3,), value))
+    p.grad = torch.full((3,), 4.0)
+    return p
+
+
+class Seen(torch.optim.SGD):
+    """Keeps what it was handed, and its gradient, when it steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        names = ("grad_scale", "clip_coef", "found_inf")
+        self.seen = {name: getattr(self, name, None) for name in names}
+        self.grad = self.param_groups[0]["params"][0].grad.clone()
+
+
+class Fused(Seen):
+    _step_supports_amp_scaling = True
+
+
+def handed(kind: type[Seen], **scaling: Tensor) -> Seen:
+    p = param()
+    optimizer = kind([p], lr=0.1)
+    with true_grads_for(optimizer, [p.grad], StepScaling(**scaling)):
+        optimizer.step()
+    assert not [name for name in optimizer.seen if hasattr(optimizer, name)]  # gone again
+    return optimizer
+
+
+class TestHanding:
+    def test_a_plain_optimizer_finds_true_gradients(self) -> None:
+        plain = handed(Seen, grad_scale=SCALE, clip_coef=torch.tensor(0.5))
+        assert plain.grad.tolist() == [0.25] * 3 and set(plain.seen.values()) == {None}
+
+    def test_a_fused_one_divides_and_skips_by_itself(self) -> None:
+        found = torch.ones(())
+        fused = handed(Fused, grad_scale=SCALE, found_inf=found)
+        assert fused.grad.tolist() == [4.0] * 3
+        assert fused.seen["grad_scale"] is SCALE and fused.seen["found_inf"] is found
+
+    @pytest.mark.parametrize(("scale", "divisor"), [(SCALE, 16.0), (None, 2.0)])
+    def test_torchs_fused_ones_know_one_divisor(self, scale: Tensor | None, divisor: float) -> None:
+        given = {} if scale is None else {"grad_scale": scale}
+        fused = handed(Fused, clip_coef=torch.tensor(0.5), **given)
+        assert float(fused.seen["grad_scale"]) == divisor and fused.seen["clip_coef"] is None
+
+    def test_a_scale_the_caller_put_there_multiplies(self) -> None:
+        p = param()
+        optimizer = Fused([p], lr=0.1)
+        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+        with true_grads_for(optimizer, [p.grad], StepScaling(grad_scale=SCALE)):
+            optimizer.step()
+        assert float(optimizer.seen["grad_scale"]) == 16.0
+
+    def test_nothing_is_left_behind_when_the_step_raises(self) -> None:
+        p = param()
+        optimizer = Fused([p], lr=0.1)
+        with pytest.raises(ZeroDivisionError), true_grads_for(optimizer, [p.grad], StepScaling(grad_scale=SCALE)):
+            raise ZeroDivisionError
+        assert not hasattr(optimizer, "grad_scale")
+
+
+class TestClip:
+    def test_the_coefficient_is_torchs(self) -> None:
+        p, q = param(), param()
+        norm = nn.utils.clip_grad_norm_([p], 1.0)
+        coefficient = Clip(max_norm=1.0).coefficient(norm)
+        assert coefficient is not None and torch.equal(q.grad * coefficient, p.grad)
+        assert Clip().coefficient(norm) is None
+
+    @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+    @pytest.mark.parametrize("name", ["max_norm", "value"])
+    def test_bounds_that_leave_nothing_are_refused(self, name: str, bound: float) -> None:
+        with pytest.raises(StepError, match="write a positive number, or None"):
+            Clip(**{name: bound})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_who_leaves_out_a_step_without_the_host(name: str) -> None:
+    optimizer = OPTIMIZERS[name]([param()])
+    fused = "fused" in name or "mezzo" in name
+    assert decides_on_device(optimizer) == (fused and name != "fused-momentum")  # its first step makes the sums
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert not decides_on_device(optimizer)
+
+
+def two(kind: str) -> tuple[nn.Sequential, mezzo.Stepper]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return model, mezzo.prepare(model, [OPTIMIZERS[kind](part.parameters()) for part in model], "bf16, output=fp32")
+
+
+def fail(*_: object) -> None:
+    raise ValueError("no disk")
+
+
+def loss(model: nn.Module) -> Tensor:
+    return model(torch.ones(2, 4)).square().mean()
+
+
+class TestHalfway:
+    """A hook raises between two optimizers: it is said which stepped, and nothing is applied twice."""
+
+    @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused-adamw", "mezzo-adamw"])
+    def test_the_second_raises(self, kind: str) -> None:
+        model, amp = two(kind)
+        hook = amp.optimizers[1].register_step_pre_hook(fail)
+        amp.backward(loss(model))
+        with pytest.raises(StepError) as caught:
+            amp.step()
+        first, second = (f"{type(o).__name__} (optimizer {i})" for i, o in enumerate(amp.optimizers))
+        assert str(caught.value) == (
+            f"step() ended halfway: {first} took its step, and {second} raised ValueError: no disk. Call amp.zero_grad() "
+            "and go on with the next batch, or load the last checkpoint."
+        )
+        assert isinstance(caught.value.__cause__, ValueError)
+        hook.remove()
+        before = [p.detach().clone() for p in model.parameters()]
+        for call in (amp.step, lambda: amp.backward(loss(model))):
+            with pytest.raises(
+                StepError, match=r"after a step\(\) that ended halfway: .* took its step\. Call amp.zero_grad"
+            ):
+                call()
+        assert all(map(torch.equal, model.parameters(), before))
+        amp.zero_grad()
+        amp.backward(loss(model))
+        assert amp.step()
+
+    @pytest.mark.parametrize("kind", ["fused-adamw", "mezzo-adamw"])
+    def test_the_first_raises_before_anything_was_touched_and_step_may_be_called_again(self, kind: str) -> None:
+        model, amp = two(kind)
+        twin, other = two(kind)
+        twin.load_state_dict(model.state_dict())
+        hook = amp.optimizers[0].register_step_pre_hook(fail)
+        for one, stepper in ((model, amp), (twin, other)):
+            stepper.backward(loss(one))
+        with pytest.raises(ValueError, match="no disk"):
+            amp.step()
+        hook.remove()
+        assert amp.step() and other.step()
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+    def test_gradients_that_were_divided_already_are_not_divided_again(self) -> None:
+        model = nn.Linear(4, 1)
+        amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32, scaling.init_scale=1024")
+        hook = amp.optimizers[0].register_step_pre_hook(fail)
+        amp.backward(loss(model))
+        with pytest.raises(ValueError, match="no disk"):
+            amp.step()
+        hook.remove()
+        with pytest.raises(StepError, match="a step\\(\\) that failed, when gradients had been divided or clipped"):
+            amp.step()
