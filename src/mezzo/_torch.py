@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -104,6 +105,35 @@ global_post_hooks = _global_optimizer_post_hooks
 def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     """Return the hooks that run before and after the steps of one optimizer."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def patch_step_hooks(optimizer: Optimizer) -> None:
+    """Have the `step` of an optimizer's class run hooks, as torch does when the first of a class is made."""
+    optimizer._patch_step_function()
+
+
+def follow_class_step(optimizer: Optimizer) -> bool:
+    """Have `optimizer.step` be that of its class, whatever that becomes, where a scheduler put a counter around it.
+
+    Without it a scheduler that was made before `prepare` keeps torch's own step alive.
+
+    Returns:
+        False if somebody else replaced `step`, which then stays.
+    """
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        return False
+    held = weakref.ref(optimizer)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found: Any = held()
+        found._opt_called = True
+        return type(found).step(found, *args, **kwargs)
+
+    if step is not None:
+        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
+        optimizer.step = counted  # type: ignore[method-assign]
+    return True
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -29,7 +29,7 @@ INNERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.ASGD, {"lr": 0.01}),
     (torch.optim.Rprop, {"lr": 0.01}),
 ]
-MODES = ["fp32", "kahan", "stochastic"]
+MODES = ["fp32", "split", "kahan", "stochastic"]
 
 
 def inner_id(value: Any) -> str | None:
@@ -60,6 +60,16 @@ def test_fp32_masters_equal_the_same_optimizer_on_fp32_weights(
         assert torch.equal(got.master(p), q)
         assert torch.equal(p, q.to(dtype))
         assert all(not item.is_floating_point() or item.dtype is torch.float32 for item in got.state[p].values())
+
+
+@pytest.mark.parametrize(("kind", "options"), INNERS, ids=inner_id)
+def test_split_masters_equal_fp32_masters(kind: Any, options: dict[str, Any]) -> None:
+    got, want = (wrapped(kind, options, torch.bfloat16, mode) for mode in ("split", "fp32"))
+    for grads in gradients(params_of(got), 8, torch.bfloat16):
+        feed(got, grads)
+        feed(want, grads)
+    for p, q in zip(params_of(got), params_of(want), strict=True):
+        assert torch.equal(got.master(p), want.master(q))
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -99,14 +109,15 @@ def test_stochastic_weights_are_right_on_average_and_repeatable(dtype: torch.dty
     assert not torch.equal(runs[0], runs[2])
 
 
-@pytest.mark.parametrize("mode", ["kahan", "stochastic"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic"])
 def test_masters_take_no_memory_between_steps(mode: str) -> None:
     got = wrapped(torch.optim.AdamW, {}, torch.bfloat16, mode)
     for grads in gradients(params_of(got), 2, torch.bfloat16):
         feed(got, grads)
         assert all(m.numel() == 0 and m.grad is None for m in got.masters.stand_ins.values())
-    aux = sum(item.numel() * item.element_size() for item in got.masters.aux_state.values())
-    assert aux == (2 * sum(p.numel() for p in params_of(got)) if mode == "kahan" else 0)
+    names = {"kahan": "compensation", "split": "remainder"}
+    aux = sum(entry[names[mode]].nbytes for entry in got.state.values() if mode in names)
+    assert aux == (2 * sum(p.numel() for p in params_of(got)) if mode in names else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -304,10 +315,7 @@ def test_refusals() -> None:
     p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     inner = torch.optim.SGD([p], lr=0.1)
     for mode, message in (
-        (
-            "split",
-            "unknown master mode 'split'. Valid: fp32, kahan, stochastic. Split masters are those of mezzo.optim.AdamW and SGD.",
-        ),
+        ("none", "unknown master mode 'none'. Valid: fp32, kahan, split, stochastic."),
         ("khan", "unknown master mode 'khan'. Did you mean 'kahan'?"),
     ):
         with pytest.raises(ConfigError) as refused:

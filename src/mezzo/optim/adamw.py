@@ -34,7 +34,7 @@ class AdamW(MasterOptimizer):
         differentiable: refused if True.
         fused: accepted for torch's sake; `backend` chooses how a step is computed.
         master: how 16-bit parameters keep small updates: "split" (bf16 only; exact, 2 bytes), "fp32" (exact, 4
-            bytes), "kahan" (2 bytes), "stochastic" (0 bytes).
+            bytes), "kahan" (2 bytes), "stochastic" (0 bytes). None: none, until `mezzo.prepare` gives the policy's.
         state_dtype: of the moments: torch.float32, or torch.bfloat16 rounded stochastically.
         rounding_seed: of that chance; equal on all ranks of a data-parallel run.
         backend: "auto", or the kernel that must run.
@@ -48,6 +48,7 @@ class AdamW(MasterOptimizer):
 
     op = "adamw"
     definition = reference
+    decouples_decay = True
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class AdamW(MasterOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        master: Master = "none",
+        master: Master | None = None,
         state_dtype: torch.dtype = torch.float32,
         rounding_seed: int = 0,
         backend: Backend = "auto",
@@ -95,8 +96,48 @@ class AdamW(MasterOptimizer):
     def rule(self, group: Mapping[str, Any]) -> AdamWRule:
         """Return the numbers of a group that stay the same from step to step."""
         beta1, beta2 = group["betas"]
-        return AdamWRule(beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=group["amsgrad"])
+        l2 = 0.0 if self._is_decoupled(group) else group["weight_decay"]
+        return AdamWRule(beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=group["amsgrad"], l2=l2)
 
     def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the numbers of one step, shape (n, 3), as `adamw_scalars` explains them. Syncs: no."""
-        return adamw_scalars(step, self.rule(group), group["lr"], group["weight_decay"], dtype)
+        decay = group["weight_decay"] if self._is_decoupled(group) else 0.0
+        return adamw_scalars(step, self.rule(group), group["lr"], decay, dtype)
+
+    def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
+        """Whether weight decay acts on the weight by itself; the option of torch's groups, where one was taken over."""
+        return bool(group.get("decoupled_weight_decay", self.decouples_decay))
+
+
+class Adam(AdamW):
+    """torch.optim.Adam for weights in bf16, fp16 or fp32, with updates in fp32: `AdamW` but for its weight decay.
+
+    Args:
+        params: parameters, groups, or named parameters, as torch's optimizers take them.
+        lr: as in `AdamW`.
+        betas: as in `AdamW`.
+        eps: as in `AdamW`.
+        weight_decay: times the fp32 master, added to the gradient.
+        amsgrad: as in `AdamW`.
+        options: keyword arguments of `AdamW`, by the same names.
+
+    Raises:
+        MasterError: 16-bit trainable parameters without a master mode that exists for them.
+        ConfigError: an option out of range, or one that cannot be honoured.
+
+    Source: Kingma and Ba 2015, in torch's form.
+    """
+
+    decouples_decay = False
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

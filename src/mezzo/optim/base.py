@@ -22,7 +22,17 @@ from ..kernels.weights import AUX_STATE, give_master_, read_master, store_master
 from ..policy import Master
 from .checks import check_dense, check_masters
 from .layout import aligned
-from .optimizer_state import Exact, mode_of, moment_dtype, report, seal_loaded, take_master_
+from .optimizer_state import (
+    OWN_OPTIONS,
+    Exact,
+    label_of,
+    mode_of,
+    moment_dtype,
+    own_state,
+    report,
+    seal_loaded,
+    take_master_,
+)
 from .param_batches import Active, GroupStep, ParamBatch, Plan, batches_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -42,6 +52,8 @@ class MasterOptimizer(torch.optim.Optimizer):
     definition: ModuleType
     """What defines it; torch.compile makes a kernel of that itself."""
     _step_supports_amp_scaling = True
+    saves_own_options: bool = True
+    """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
     counts_moments: bool = False
     """Whether a step count is that of the moments, and begins when they do."""
     moves_versions = True
@@ -170,7 +182,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         Writes: the parameters, and their aux state. Syncs: no.
         """
         for param, master in masters.items():
-            check_shape(self._label(param), "master", master, param)
+            check_shape(label_of(self, param), "master", master, param)
         for param, master in masters.items():
             mode = mode_of(param, self._group_of(param))
             aux = give_master_(mode, local(param), local(master.to(param.device)))
@@ -181,12 +193,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does."""
         mode = mode_of(param, self._group_of(param))
         return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
-
-    def _label(self, param: Tensor) -> str:
-        params = [p for group in self.param_groups for p in group["params"]]
-        names = [name for group in self.param_groups for name in group.get("param_names", ())]
-        number = next((number for number, p in enumerate(params) if p is param), 0)
-        return names[number] if names else f"parameter {number}"
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         for group in self.param_groups:
@@ -297,7 +303,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             index: {**entry, "step": entry["step"].clone()} if "step" in entry else entry
             for index, entry in state_dict["state"].items()
         }
-        return {**state_dict, "state": state}
+        if self.saves_own_options:
+            return {**state_dict, "state": state}
+        groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, also that of another master mode or of torch's own optimizer.
@@ -324,7 +333,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over pickled state, or what `load_state_dict` read."""
         self._forget()
-        super().__setstate__(state)
+        torch.optim.Optimizer.__setstate__(self, state)  # and not that of a torch optimizer that was taken over
         clauses = [
             self._unseal(p, group)
             for group in self.param_groups
@@ -336,12 +345,5 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _unseal(self, param: Tensor, group: Mapping[str, Any]) -> str:
         entry = {name: item.tensor for name, item in self.state[param].items() if isinstance(item, Exact)}
         aux, clause = take_master_(param, entry, mode_of(param, group))
-        moments = {name: entry[name] for name in self.moment_names(group) if name in entry}
-        # torch.optim.SGD counts no steps; that its sum exists says that the first one is over.
-        count = entry.get("step", torch.tensor(float(bool(moments))))
-        self.state[param] = {
-            "step": count.to(param.device, torch.float32).clone(),
-            **{name: item.to(param.device, moment_dtype(param, group)).clone() for name, item in moments.items()},
-            **aux,
-        }
+        self.state[param] = {**own_state(param, entry, self.moment_names(group), group), **aux}
         return clause

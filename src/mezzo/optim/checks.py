@@ -74,8 +74,9 @@ def check_masters(group: Mapping[str, Any]) -> None:
         MasterError: both, with the parameters and what to write instead.
         ConfigError: a master mode, moment dtype or backend that does not exist.
     """
-    if group["master"] not in get_args(Master):
-        raise ConfigError(f"unknown master mode {group['master']!r}.{did_you_mean(group['master'], get_args(Master))}")
+    master = group["master"] or "none"
+    if master not in get_args(Master):
+        raise ConfigError(f"unknown master mode {master!r}.{did_you_mean(master, get_args(Master))}")
     if group["state_dtype"] not in STATE_DTYPES:
         given = dtype_name(group["state_dtype"])
         raise ConfigError(f"state_dtype={given} cannot hold moments; write torch.float32 or torch.bfloat16.")
@@ -85,7 +86,7 @@ def check_masters(group: Mapping[str, Any]) -> None:
     names = group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
     trainable = [(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
     low = [f"{name} {describe(p)}" for name, p in trainable if p.dtype in LOW_DTYPES]
-    if low and group["master"] == "none":
+    if low and master == "none":
         raise MasterError(
             f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({_first(low)}) and master='none' keeps "
             "nothing beside them: an update smaller than half their spacing, 0.2 to 0.4 % of a bf16 weight, vanishes. "
@@ -93,7 +94,7 @@ def check_masters(group: Mapping[str, Any]) -> None:
             "(no extra memory, exact on average); or keep trainable parameters in fp32."
         )
     fp16 = [f"{name} {describe(p)}" for name, p in trainable if p.dtype is torch.float16]
-    if fp16 and group["master"] == "split":
+    if fp16 and master == "split":
         raise MasterError(
             f"master='split' was asked for {len(fp16)} fp16 parameters ({_first(fp16)}): 16 more bits make an fp32 value "
             "of a bf16 weight, but not of an fp16 one, whose exponent is another. Write master='fp32', or params in bf16."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,10 +12,10 @@ from ..errors import MasterError
 from ..formats import LOW_DTYPES, describe
 from ..kernels.dtensor import is_dtensor
 from ..kernels.ops.rounding import mix, random_key
-from ..kernels.weights import AUX_STATE, WEIGHT_STREAM, read_master, store_master, write_
+from ..kernels.weights import WEIGHT_STREAM, read_master, store_master, write_
 from ..policy import Master
 
-Mode = Literal["fp32", "kahan", "stochastic"]
+Mode = Literal["split", "fp32", "kahan", "stochastic"]
 
 
 def check_whole(param: Tensor) -> None:
@@ -37,22 +36,31 @@ def check_whole(param: Tensor) -> None:
 class Masters:
     """Masters of 16-bit parameters: one fp32 parameter for each, whose memory may exist during a step only.
 
+    What lies beside a weight between steps is in the state of the optimizer, under the name that `AUX_STATE` gives it.
+
     Attributes:
-        mode: what is kept between steps: the masters, 16-bit compensations, or nothing.
+        mode: what is kept between steps: the masters, remainders, 16-bit compensations, or nothing.
         seed: of the chance in mode "stochastic".
         stand_ins: the fp32 parameter of each 16-bit one; empty between steps unless the mode is "fp32".
-        aux_state: the compensation of each.
         count: shape (), fp32: steps taken, which decides the random bits; None before the first and in other modes.
     """
 
     mode: Mode
     seed: int
     stand_ins: dict[Tensor, torch.nn.Parameter] = field(default_factory=dict)
-    aux_state: dict[Tensor, Tensor] = field(default_factory=dict)
     count: Tensor | None = None
 
     def mode_of(self, param: Tensor) -> Master:
-        """Return how one parameter keeps small updates."""
+        """Return how one parameter keeps small updates.
+
+        Raises:
+            MasterError: split masters for an fp16 parameter.
+        """
+        if self.mode == "split" and param.dtype is torch.float16:
+            raise MasterError(
+                f"split masters were asked for {describe(param)}: 16 more bits make an fp32 value of a bf16 weight, but not "
+                "of an fp16 one, whose exponent is another. Write mode='fp32', or params in bf16."
+            )
         return self.mode if param.dtype in LOW_DTYPES else "none"
 
     def fp32_param(self, param: Tensor) -> torch.nn.Parameter:
@@ -62,39 +70,9 @@ class Masters:
             self.stand_ins[param] = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=param.device))
         return self.stand_ins[param]
 
-    def value(self, param: Tensor) -> Tensor:
-        """Return what a parameter stands for: its shape, fp32; itself if it is not 16 bit. Syncs: no."""
-        mode, aux = self.aux_of(param)
-        return read_master(mode, param.detach(), aux)
-
-    def aux_of(self, param: Tensor) -> tuple[Master, Tensor | None]:
-        """Return how one parameter keeps small updates, and its aux state now; None if nothing does."""
-        return self.mode_of(param), self.aux(param).get(AUX_STATE.get(self.mode, ""))
-
-    def aux(self, param: Tensor) -> dict[str, Tensor]:
-        """Return what a checkpoint must hold for a parameter, by the names that mezzo's optimizers use."""
-        if param.dtype not in LOW_DTYPES:
-            return {}
-        if self.mode == "fp32" and param in self.stand_ins and self.stand_ins[param].shape == param.shape:
-            return {AUX_STATE["fp32"]: self.stand_ins[param].detach()}
-        if self.mode == "kahan" and param in self.aux_state:
-            return {AUX_STATE["kahan"]: self.aux_state[param]}
-        if self.mode == "stochastic" and self.count is not None:
-            return {"rounding_step": self.count.clone()}
-        return {}
-
-    def keep(self, param: Tensor, aux: Mapping[str, Tensor]) -> None:
-        """Take over what `aux` returned, here or from a checkpoint."""
-        if self.mode == "fp32" and AUX_STATE["fp32"] in aux:
-            self.fp32_param(param).data = aux[AUX_STATE["fp32"]]
-        if self.mode == "kahan" and AUX_STATE["kahan"] in aux:
-            self.aux_state[param] = aux[AUX_STATE["kahan"]]
-        if self.mode == "stochastic" and "rounding_step" in aux:
-            self.count = aux["rounding_step"].to(param.device).clone()
-
-    def open(self, param: Tensor) -> None:
+    def open(self, param: Tensor, aux: Tensor | None) -> None:
         """Give the stand-in of a parameter its value. Syncs: no."""
-        fp32_param, value = self.fp32_param(param), self.value(param)
+        fp32_param, value = self.fp32_param(param), read_master(self.mode_of(param), param.detach(), aux)
         if self.mode == "fp32" and fp32_param.shape == value.shape:
             fp32_param.data.copy_(value)
         else:
@@ -114,21 +92,32 @@ class Masters:
                 self.count = torch.zeros((), dtype=torch.float32, device=device)
             self.count += 1 if skip is None else skip.logical_not().to(self.count.device)
 
-    def write_(self, param: Tensor, index: int, skip: Tensor | None) -> None:
+    def write_(self, param: Tensor, index: int, aux: Tensor | None, skip: Tensor | None) -> Tensor | None:
         """Write a parameter, and its aux state, as its stand-in says.
 
         Args:
             param: the 16-bit parameter, its stand-in open.
             index: its number among all parameters, which decides its random bits.
+            aux: its aux state; None if there is none yet.
             skip: shape (), bool: write nothing; None: write.
 
-        Writes: `param` and its compensation. Syncs: no.
+        Returns:
+            Its aux state.
+
+        Writes: `param` and `aux`. Syncs: no.
         """
         key = None
         if self.count is not None:
             seed = mix((mix(self.seed) + index) & 0xFFFFFFFF)
             key = random_key(seed, self.count.to(param.device), WEIGHT_STREAM)
-        weight, aux = store_master(self.mode, self.fp32_param(param).detach(), param.dtype, key)
+        master = self.fp32_param(param).detach()
+        weight, new = store_master(self.mode, master, param.dtype, key)
+        if new is None or self.mode == "fp32":
+            write_(param, weight, skip)
+            return new
+        if aux is None:
+            aux = store_master(self.mode, param.detach().to(torch.float32), param.dtype, None)[1]
+        assert aux is not None
         write_(param, weight, skip)
-        if self.mode == "kahan" and aux is not None:
-            write_(self.aux_state.setdefault(param, torch.zeros_like(param.detach())), aux, skip)
+        write_(aux, new, skip)
+        return aux

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard, get_args, overload
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import is_fused
-from ..errors import ConfigError, StepError, did_you_mean
-from ..formats import LOW_DTYPES, describe
+from ..errors import ConfigError, MasterError, StepError, did_you_mean
+from ..formats import describe
+from ..kernels.operands import check_shape
 from ..kernels.ops.gradients import ScaledGradients
-from ..kernels.weights import AUX_STATE, give_master_
+from ..kernels.weights import AUX_STATE, give_master_, read_master
 from ..policy import Master
 from .base import MasterOptimizer
 from .master_store import Masters, Mode
-from .optimizer_state import report, take_master_
+from .optimizer_state import OWN_OPTIONS, check_shapes, label_of, report, take_master_
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
-_OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -30,37 +30,38 @@ class MasterWeights(torch.optim.Optimizer):
 
     Its groups go on holding the model's parameters, and this wrapper shows the same groups: schedulers, clipping and
     `torch.amp.GradScaler` work on either. Only while it steps do the groups hold fp32 masters. Parameters that
-    are fp32, or have no gradient, are none of its business. Step, save and load through the wrapper.
+    are fp32, or have no gradient, are left to the inner optimizer. Step, save and load through the wrapper.
 
     A guard may set `grad_scale`, `clip_coef` and `found_inf` as on `mezzo.optim.AdamW`. With one of torch's fused
     optimizers inside nothing is read by the host; any other is not stepped if `found_inf`, which is then read, is set.
 
     Args:
         inner: any optimizer of torch or in its manner; state it has already is taken over in fp32.
-        mode: "fp32" keeps masters (4 bytes a parameter, exact). "kahan" keeps the 16-bit rounding of each weight's error
-            (2 bytes), "stochastic" keeps nothing; both have fp32 masters during a step only.
+        mode: "fp32" keeps masters (4 bytes a parameter, exact). "split" keeps their lower 16 bits (2 bytes, exact, bf16
+            only), "kahan" the 16-bit rounding of each weight's error (2 bytes), "stochastic" nothing; these have fp32
+            masters during a step only.
         rounding_seed: of the chance in "stochastic"; equal on all ranks of a data-parallel run.
 
     Raises:
         ConfigError: an unknown mode, or an inner optimizer that has masters of its own.
+        MasterError: split masters for an fp16 parameter, or masters for a sharded one.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(self, inner: torch.optim.Optimizer, mode: Mode = "fp32", *, rounding_seed: int = 0) -> None:
         if mode not in get_args(Mode):
-            hint = " Split masters are those of mezzo.optim.AdamW and SGD." if str(mode) == "split" else ""
-            raise ConfigError(f"unknown master mode {mode!r}.{did_you_mean(mode, get_args(Mode))}{hint}")
+            raise ConfigError(f"unknown master mode {mode!r}.{did_you_mean(mode, get_args(Mode))}")
         if isinstance(inner, (MasterOptimizer, MasterWeights)):
             raise ConfigError(
                 f"MasterWeights was given a {type(inner).__name__}, which keeps masters itself; use it alone."
             )
         self.__setstate__({"inner": inner, "masters": Masters(mode=mode, seed=rounding_seed)})
         for p in self._places():
-            if p.dtype in LOW_DTYPES and p in inner.state:
-                inner.state[self.masters.fp32_param(p)] = {
+            if self.masters.mode_of(p) != "none" and p in inner.state:
+                inner.state[p] = {
                     name: item.to(torch.float32) if isinstance(item, Tensor) and item.dtype is p.dtype else item
-                    for name, item in inner.state.pop(p).items()
+                    for name, item in inner.state[p].items()
                 }
 
     inner: torch.optim.Optimizer
@@ -75,7 +76,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.__dict__.update(state, _stepping=False)
         # The base class's __init__ would build groups of its own; its __setstate__ gives hooks without them.
         super().__setstate__({})
-        self.inner.register_step_pre_hook(self._refuse_a_step_alone)
+        self._guard = self.inner.register_step_pre_hook(self._refuse_a_step_alone)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in the base class
@@ -89,17 +90,32 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]  # an attribute in the base class
-        """State by the model's parameters, to read: the inner optimizer's, and aux state of each weight."""
-        view: defaultdict[Tensor, Any] = defaultdict(dict)
-        for p in self._places():
-            entry = {**self.inner.state.get(self.masters.stand_ins.get(p, p), {}), **self.masters.aux(p)}
-            if entry:
-                view[p] = entry
-        return view
+        """State by the model's parameters: the inner optimizer's own, with the aux state of each weight in it."""
+        return self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters to the inner optimizer."""
+        """Add a group of the model's parameters to the inner optimizer.
+
+        Raises:
+            MasterError: split masters for an fp16 parameter.
+        """
         self.inner.add_param_group(param_group)
+        try:
+            for p in self.param_groups[-1]["params"]:
+                self.masters.mode_of(p)
+        except MasterError:
+            self.param_groups.pop()
+            raise
+
+    def unwrap(self) -> torch.optim.Optimizer:
+        """Return the inner optimizer to be stepped alone, without masters; this wrapper is of no use any more.
+
+        Writes: the inner optimizer's state, from which aux state is dropped.
+        """
+        self._guard.remove()
+        for p in self._places():
+            self._take_aux(p)
+        return self.inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the model's parameters. Writes: gradients. Syncs: no."""
@@ -120,6 +136,9 @@ class MasterWeights(torch.optim.Optimizer):
         Returns:
             What the inner optimizer returned; None if it was not stepped.
 
+        Raises:
+            OperandError: a gradient, or aux state, that does not fit its parameter. Nothing was changed.
+
         Writes: weights, masters, state; nothing if `found_inf` is set.
         Syncs: as the inner optimizer does; one read of `found_inf`, if that is set and the inner one is not fused.
         """
@@ -129,6 +148,7 @@ class MasterWeights(torch.optim.Optimizer):
                 return None
             found = None
         params = [p for p in self._places() if p.grad is not None or (closure is not None and p.requires_grad)]
+        self._check_shapes(params)
         with self._swapped_in(params, found) as arguments:
             loss: float | None = self.inner.step(*arguments(closure))
         return loss
@@ -147,13 +167,13 @@ class MasterWeights(torch.optim.Optimizer):
 
         Syncs: no.
         """
-        self._check_own(param)
-        return self.masters.value(param)
+        return read_master(self.aux_state(param)[0], param.detach(), self.aux_state(param)[1])
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does."""
         self._check_own(param)
-        return self.masters.aux_of(param)
+        mode = self.masters.mode_of(param)
+        return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
 
     @torch.no_grad()
     def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
@@ -164,27 +184,30 @@ class MasterWeights(torch.optim.Optimizer):
 
         Raises:
             ConfigError: not a parameter of this optimizer.
+            OperandError: a master of another shape than its parameter.
 
         Writes: the parameters, and their aux state. Syncs: no.
         """
         for param, master in masters.items():
             self._check_own(param)
+            check_shape(label_of(self, param), "master", master, param)
+        for param, master in masters.items():
             mode = self.masters.mode_of(param)
             aux = give_master_(mode, param, master.to(param.device))
             if aux is not None:
-                self.masters.keep(param, {AUX_STATE[mode]: aux})
+                self.state[param][AUX_STATE[mode]] = aux
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state with aux state of each weight, in the form of one torch optimizer.
 
         Syncs: no.
         """
-        with self._masters_inside():
-            inner = self.inner.state_dict()
+        inner = self.inner.state_dict()
         state = {index: dict(entry) for index, entry in inner["state"].items()}
-        for p, index in self._places().items():
-            if aux := self.masters.aux(p):
-                state.setdefault(index, {}).update(aux)
+        if self.masters.count is not None:
+            for p, index in self._places().items():
+                if self.masters.mode_of(p) != "none":
+                    state.setdefault(index, {})["rounding_step"] = self.masters.count.clone()
         options = {"master": self.masters.mode, "rounding_seed": self.masters.seed}
         return {**inner, "state": state, "param_groups": [{**group, **options} for group in inner["param_groups"]]}
 
@@ -203,21 +226,26 @@ class MasterWeights(torch.optim.Optimizer):
         Writes: state, options of the groups; the weights, where a conversion rounds their masters anew.
         Syncs: as the inner optimizer does.
         """
+        check_shapes(self, state_dict)
         saved: dict[int, dict[str, Any]] = state_dict["state"]
         rest = {index: {k: v for k, v in entry.items() if k not in _OWN_STATE} for index, entry in saved.items()}
-        groups = [{k: v for k, v in group.items() if k not in _OWN_OPTIONS} for group in state_dict["param_groups"]]
+        groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
         params = {p: saved[index] for p, index in self._places().items() if index in saved}
         for p in params:
-            if p.dtype in LOW_DTYPES:
+            if self.masters.mode_of(p) != "none":
                 self.masters.fp32_param(p)
         with self._masters_inside():
             state = {index: entry for index, entry in rest.items() if entry}
             self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        self._rekey({fp32_param: p for p, fp32_param in self.masters.stand_ins.items()})
         self.masters.seed = state_dict["param_groups"][0].get("rounding_seed", self.masters.seed)
         clauses = []
         for p, entry in params.items():
             aux, clause = take_master_(p, entry, self.masters.mode_of(p))
-            self.masters.keep(p, {**entry, **aux})
+            if aux:
+                self.state[p].update(aux)
+            if self.masters.mode == "stochastic" and "rounding_step" in entry:
+                self.masters.count = entry["rounding_step"].to(p.device).clone()
             clauses.append(clause)
         report(clauses)
 
@@ -243,6 +271,28 @@ class MasterWeights(torch.optim.Optimizer):
     def _check_own(self, param: Tensor) -> None:
         if param not in self._places():
             raise ConfigError(f"{describe(param)} is not a parameter of this {type(self.inner).__name__}.")
+
+    def _check_shapes(self, params: Sequence[Tensor]) -> None:
+        for p in params:
+            mode, aux = self.aux_state(p)
+            for name, held in (("gradient", p.grad), (AUX_STATE.get(mode, ""), aux)):
+                if held is not None and held.shape != p.shape:
+                    check_shape(label_of(self, p), name, held, p)
+
+    def _take_aux(self, param: Tensor) -> Tensor | None:
+        """Take the aux state of a parameter out of its state, which goes with it if nothing is left."""
+        if param not in self.state:
+            return None
+        aux: Tensor | None = self.state[param].pop(AUX_STATE.get(self.masters.mode, ""), None)
+        if not self.state[param]:
+            del self.state[param]
+        return aux
+
+    def _rekey(self, keys: Mapping[Tensor, Tensor]) -> None:
+        """Let the inner optimizer's state belong to other tensors."""
+        for old, new in keys.items():
+            if old in self.state:
+                self.state[new] = self.state.pop(old)
 
     def _refuse_a_step_alone(self, inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._stepping:
@@ -274,13 +324,14 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> Iterator[Callable[[Callable[[], float] | None], tuple[Callable[[], float], ...]]]:
         """Lend the inner optimizer masters with true gradients; afterwards the model gets their weights."""
         indices = self._places()
-        low = [p for p in params if p.dtype in LOW_DTYPES]
+        low = [p for p in params if self.masters.mode_of(p) != "none"]
         skip = None if found is None else found.reshape(()) != 0
         raw: dict[Tensor, Tensor] = {}
+        aux = {p: self._take_aux(p) for p in low}
 
         def write_weights(skip: Tensor | None = None) -> None:
             for p in low:
-                self.masters.write_(p, indices[p], None if skip is None else skip.to(p.device))
+                aux[p] = self.masters.write_(p, indices[p], aux[p], None if skip is None else skip.to(p.device))
 
         def arguments(closure: Callable[[], float] | None) -> tuple[Callable[[], float], ...]:
             if closure is None:
@@ -299,14 +350,16 @@ class MasterWeights(torch.optim.Optimizer):
 
             return (on_masters,)
 
-        if low:
-            self.masters.advance(low[0].device, skip)
         if found is not None:
             self.inner.found_inf = found.reshape(()).to(torch.float32)  # type: ignore[attr-defined]
         self._stepping = True
+        stand_ins = {p: self.masters.fp32_param(p) for p in low}
         try:
             for p in low:
-                self.masters.open(p)
+                self.masters.open(p, aux[p])
+            if low:
+                self.masters.advance(low[0].device, skip)
+            self._rekey(stand_ins)
             with self._masters_inside():
                 yield arguments
             write_weights(skip)
@@ -316,7 +369,10 @@ class MasterWeights(torch.optim.Optimizer):
                 del self.inner.found_inf  # type: ignore[attr-defined]
             for p, grad in raw.items():
                 p.grad = grad
-            for p in low:
+            self._rekey({fp32_param: p for p, fp32_param in stand_ins.items()})
+            for p, held in aux.items():
+                if held is not None:
+                    self.state[p][AUX_STATE[self.masters.mode]] = held
                 self.masters.close(p)
 
     def _hand_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:

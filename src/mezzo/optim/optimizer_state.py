@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ _LOSS = {
     "kahan": "rounded to twice 16 bit",
     "stochastic": "rounded to 16 bit",
 }
+OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
+"""Options of a group that torch's optimizers do not have."""
 _MODES = {name: mode for mode, name in AUX_STATE.items()}
 
 
@@ -46,7 +48,7 @@ def sealed(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def mode_of(param: Tensor, group: Mapping[str, Any]) -> Master:
     """Return how a parameter keeps small updates: the group's master mode if it is 16 bit, else "none"."""
-    mode: Master = group["master"] if param.dtype in LOW_DTYPES else "none"
+    mode: Master = (group["master"] or "none") if param.dtype in LOW_DTYPES else "none"
     return mode
 
 
@@ -104,6 +106,33 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
     return ({} if aux_state is None else {AUX_STATE[mode]: like_dtensor(aux_state.clone(), param)}), clause
 
 
+def own_state(
+    param: Tensor, entry: Mapping[str, Any], names: Sequence[str], group: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the step count and moments of one parameter as mezzo's optimizers keep them, in fresh memory.
+
+    Args:
+        param: the parameter.
+        entry: its state, here or in torch's optimizer of the same name.
+        names: of its moments.
+        group: with its options.
+
+    Syncs: no.
+    """
+    dtype, moments = moment_dtype(param, group), {name: entry[name] for name in names if entry.get(name) is not None}
+    # torch.optim.SGD counts no steps; that its sum exists says that the first one is over.
+    count = torch.as_tensor(entry.get("step", float(bool(moments))), dtype=torch.float32, device=param.device)
+    return {"step": count.clone(), **{name: held.to(param.device, dtype).clone() for name, held in moments.items()}}
+
+
+def label_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
+    """Return what errors call a parameter: its name where the optimizer was given names, else its number."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    number = next((number for number, p in enumerate(params) if p is param), 0)
+    return names[number] if names else f"parameter {number}"
+
+
 def report(clauses: Iterable[str]) -> None:
     """Log one warning for each kind of conversion, with the number of parameters."""
     for clause, count in Counter(clause for clause in clauses if clause).items():
@@ -116,8 +145,8 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     Raises:
         OperandError: state of another shape than its parameter.
     """
-    _check_shapes(optimizer, state_dict)
-    own = ("master", "state_dtype", "backend")
+    check_shapes(optimizer, state_dict)
+    own = tuple(name for name in OWN_OPTIONS if name != "rounding_seed")
     groups = [
         {**now, **saved, **{name: now[name] for name in own}}
         for now, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
@@ -127,11 +156,15 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     return {**state_dict, "state": sealed(state_dict["state"]), "param_groups": groups}
 
 
-def _check_shapes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def check_shapes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse saved state of another shape than its parameter.
+
+    Raises:
+        OperandError: it is.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    labels = [label for group in optimizer.param_groups for label in group.get("param_names", ())]
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for number, (p, index) in enumerate(zip(params, saved, strict=False)):
+    for p, index in zip(params, saved, strict=False):
         for name, item in state_dict["state"].get(index, {}).items():
-            if isinstance(item, Tensor) and item.dim() > 0:
-                check_shape(labels[number] if labels else f"parameter {number}", name, item, p)
+            if isinstance(item, Tensor) and item.dim() > 0 and item.shape != p.shape:
+                check_shape(label_of(optimizer, p), name, item, p)

@@ -34,7 +34,7 @@ class SGD(MasterOptimizer):
         differentiable: refused if True.
         fused: accepted for torch's sake; `backend` chooses how a step is computed.
         master: how 16-bit parameters keep small updates: "split" (bf16 only; exact, 2 bytes), "fp32" (exact, 4
-            bytes), "kahan" (2 bytes), "stochastic" (0 bytes).
+            bytes), "kahan" (2 bytes), "stochastic" (0 bytes). None: none, until `mezzo.prepare` gives the policy's.
         state_dtype: of the running sum: torch.float32, or torch.bfloat16 rounded stochastically.
         rounding_seed: of that chance; equal on all ranks of a data-parallel run.
         backend: "auto", or the kernel that must run.
@@ -63,7 +63,7 @@ class SGD(MasterOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        master: Master = "none",
+        master: Master | None = None,
         state_dtype: torch.dtype = torch.float32,
         rounding_seed: int = 0,
         backend: Backend = "auto",

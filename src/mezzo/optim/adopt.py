@@ -1,0 +1,127 @@
+"""Giving masters to an optimizer that was made without: torch's own are stepped by mezzo's kernels from then on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._torch import follow_class_step, patch_step_hooks
+from ..formats import LOW_DTYPES
+from ..kernels.weights import AUX_STATE
+from ..policy import Policy
+from .adamw import Adam, AdamW
+from .base import MasterOptimizer
+from .checks import check_differentiable
+from .master_weights import MasterWeights
+from .optimizer_state import OWN_OPTIONS, own_state
+from .sgd import SGD
+
+
+class AdoptedAdamW(AdamW, torch.optim.AdamW):
+    """A torch.optim.AdamW that `adopt` took over."""
+
+    saves_own_options = False
+
+
+class AdoptedAdam(Adam, torch.optim.Adam):
+    """A torch.optim.Adam that `adopt` took over."""
+
+    saves_own_options = False
+
+
+class AdoptedSGD(SGD, torch.optim.SGD):
+    """A torch.optim.SGD that `adopt` took over."""
+
+    saves_own_options = False
+
+
+_ADOPTED: dict[type[torch.optim.Optimizer], type[MasterOptimizer]] = {
+    torch.optim.AdamW: AdoptedAdamW,
+    torch.optim.Adam: AdoptedAdam,
+    torch.optim.SGD: AdoptedSGD,
+}
+_FROM_POLICY = "master_from_policy"
+"""Option of a group of mezzo's whose master mode `adopt` chose."""
+_PLAIN = {adopted: plain for plain, adopted in _ADOPTED.items()}
+
+
+def adopt(optimizer: torch.optim.Optimizer, policy: Policy) -> torch.optim.Optimizer:
+    """Return the optimizer that keeps masters as a policy says.
+
+    Torch's AdamW, Adam and SGD stay the objects they are, with their groups, state, hooks and schedulers: their class
+    becomes one of mezzo's that is also their own. Those of mezzo that were made without `master` take the policy's. Any
+    other optimizer, subclasses of torch's and ones whose `step` was replaced among them, gets `MasterWeights` around it.
+
+    Args:
+        optimizer: its weights not yet in 16 bit.
+        policy: with 16-bit `params`, or 16-bit `grads`; for any other nothing is done.
+
+    Returns:
+        The optimizer to step from now on.
+
+    Raises:
+        ConfigError: an option that mezzo's kernels cannot honour, or a master mode that `MasterWeights` has not.
+
+    Writes: the class of the optimizer, options of its groups, the dtype of its state. Syncs: no.
+    """
+    if isinstance(optimizer, MasterWeights) or not {policy.params, policy.grads} & set(LOW_DTYPES):
+        return optimizer
+    if isinstance(optimizer, MasterOptimizer):
+        if policy.params in LOW_DTYPES:
+            _choose_master(optimizer, policy)
+        return optimizer
+    if type(optimizer) in _ADOPTED and follow_class_step(optimizer):
+        _take_over(optimizer, policy)
+        return optimizer
+    return MasterWeights(optimizer, policy.master) if policy.params in LOW_DTYPES else optimizer  # type: ignore[arg-type]  # "none" goes with fp32 params
+
+
+def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that was given to `adopt`, as torch made it: moments stay, masters are dropped.
+
+    Args:
+        optimizer: what `adopt` returned, its weights stored in fp32 again; any other is returned as it is.
+
+    Writes: what `adopt` writes. Syncs: no.
+    """
+    if isinstance(optimizer, MasterWeights):
+        return optimizer.unwrap()
+    if not isinstance(optimizer, MasterOptimizer):
+        return optimizer
+    for entry in optimizer.state.values():
+        for name in (*AUX_STATE.values(), *(["step"] if isinstance(optimizer, AdoptedSGD) else [])):
+            entry.pop(name, None)
+        entry.update({name: held.clone() for name, held in entry.items() if name == "step"})
+    plain = _PLAIN.get(type(optimizer))
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        if plain is not None:
+            for name in OWN_OPTIONS:
+                options.pop(name, None)
+        elif options.pop(_FROM_POLICY, False):
+            options["master"] = None
+    if plain is not None:
+        optimizer.__class__ = plain
+        follow_class_step(optimizer)
+    return optimizer
+
+
+def _choose_master(optimizer: MasterOptimizer, policy: Policy) -> None:
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        if options["master"] is None:
+            options.update({"master": policy.master, _FROM_POLICY: True})
+
+
+def _take_over(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    check_differentiable(optimizer, any(group["differentiable"] for group in optimizer.param_groups))
+    own: dict[str, Any] = {"master": policy.master, "state_dtype": policy.state, "rounding_seed": 0, "backend": "auto"}
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options.update(own)
+    optimizer.__class__ = _ADOPTED[type(optimizer)]
+    assert isinstance(optimizer, MasterOptimizer)
+    patch_step_hooks(optimizer)
+    optimizer._forget()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in optimizer.state:
+                optimizer.state[p] = own_state(p, optimizer.state[p], optimizer.moment_names(group), group)
