@@ -101,7 +101,7 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         elif options.pop(_FROM_POLICY, False):
             options["master"] = None
     if plain is not None:
-        optimizer.__class__ = plain
+        optimizer.__class__ = plain  # type: ignore[assignment]  # what it was
         follow_class_step(optimizer)
     return optimizer
 

@@ -20,7 +20,7 @@ BLOCK = 1024
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return whole numbers as int64 on a device, without waiting for it."""
-    held = torch.tensor(numbers, dtype=torch.int64)
+    held = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
 
 

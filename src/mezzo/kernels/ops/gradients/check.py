@@ -89,7 +89,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
 def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
     """Return the norm of each gradient on one device; one kernel call for each device and dtype present."""
     if not grads:
-        return torch.zeros(0, device=home)
+        return torch.zeros(0, dtype=torch.float32, device=home)
     is_plain = all([grad.layout is torch.strided and not grad.dtype.is_complex for grad in grads])
     dense = grads if is_plain else [values(grad) for grad in grads]
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}

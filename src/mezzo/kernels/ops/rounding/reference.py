@@ -57,7 +57,7 @@ def random_bits(key: Tensor, like: Tensor, offset: int = 0) -> Tensor:
 
     Syncs: no.
     """
-    index = torch.arange(offset, offset + like.numel(), device=like.device).view(like.shape) & _MASK
+    index = torch.arange(offset, offset + like.numel(), dtype=torch.int64, device=like.device).view(like.shape) & _MASK
     return mix(index ^ key)
 
 
@@ -85,7 +85,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     rounded = torch.where(x.isfinite(), up.view(torch.float32), x)
     if dtype is torch.float16:
         # Below its smallest normal value fp16 has one spacing, 2^-24, where fp32 still has 2^-37 and less.
-        steps = torch.floor(x.abs() * (1.0 / fmt.smallest) + low * 2.0**-dropped)
+        steps = torch.floor(x.abs() * (1.0 / fmt.smallest) + low.to(torch.float32) * 2.0**-dropped)
         rounded = torch.where(x.abs() < fmt.tiny, torch.copysign(steps * fmt.smallest, x), rounded)
     return rounded.to(dtype)
 
