@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import cuda as cuda
 from . import optim as optim
+from .allocator import keep_memory as keep_memory
 from .casting import autocast as autocast
 from .casting import checkpoint_contexts as checkpoint_contexts
 from .casting import custom_bwd as custom_bwd

@@ -190,7 +190,7 @@ def advice(report: DeviceReport) -> tuple[str, ...]:
     if report.fresh_share < FRESH_COSTS:
         lines.append(
             f"memory that was freed and taken again is written at {report.fresh_share:.0%} of the rate of memory that was "
-            "kept, and every step frees its activations and gradients: on Linux, start with MALLOC_MMAP_MAX_=0 "
-            "MALLOC_TRIM_THRESHOLD_=4294967296 in the environment, and glibc keeps it."
+            "kept, and every step frees its activations and gradients: on Linux, call mezzo.keep_memory() once, or "
+            "start with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4294967296 in the environment, and glibc keeps it."
         )
     return tuple(lines)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..allocator import keep_memory
 from ..errors import ConfigError
 from ..step import prepare
 from .checkpoint import check_same_run, load_checkpoint, write_json, writing
@@ -143,7 +144,7 @@ def run(config: TrainConfig) -> TrainResult:
 
     Writes: the run's folder, standard error, torch's global random state. Syncs: yes.
     """
-    with join(config.device) as world:
+    with join(config.device) as world, keep_memory():
         folder = RunFolder(path=config.out)
         return _run(_restarted(config, folder, world), folder, world)
 
