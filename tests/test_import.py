@@ -19,6 +19,7 @@ class Watched(type(os.environ)):
 os.environ.__class__ = Watched
 {plant}
 import mezzo
+mezzo.prepare, mezzo.autocast, mezzo.GradScaler, mezzo.Policy, mezzo.optim, mezzo.cuda
 os.environ.__class__ = Watched.__mro__[1]
 after = surface()
 new = {{k for k in after if before.get(k) != after[k] and k[1] != "__annotations__"}}

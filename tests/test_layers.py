@@ -8,7 +8,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 RENAMED = ("dist", "scaling")  # raise an error that names the new word
 ORDER = [
-    "errors", "files", "formats", "allocator", "_torch", "stamp", "report", "policy", "casting", "kernels", "loss_scale", "cuda",
+    "errors", "extras", "files", "formats", "allocator", "_torch", "stamp", "report", "policy", "casting", "kernels", "loss_scale", "cuda",
     "optim", "distributed", "binding", "trace", "step", "diagnose", "integrations", "train", "bench", "cli",
 ]  # fmt: skip
 

@@ -3,40 +3,62 @@
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import cuda as cuda
-from . import optim as optim
-from .allocator import keep_memory as keep_memory
-from .casting import autocast as autocast
-from .casting import checkpoint_contexts as checkpoint_contexts
-from .casting import custom_bwd as custom_bwd
-from .casting import custom_fwd as custom_fwd
-from .loss_scale import GradScaler as GradScaler
-from .policy import Policy as Policy
-from .policy import Rule as Rule
-from .policy import ScalingConfig as ScalingConfig
-from .step import Stepper as Stepper
-from .step import StepResult as StepResult
-from .step import prepare as prepare
-
 __version__ = "0.1.0"
 
-_LAZY = ("diagnose", "distributed", "integrations")
+_HOMES = {
+    "autocast": "casting",
+    "keep_memory": "allocator",
+    "checkpoint_contexts": "casting",
+    "custom_bwd": "casting",
+    "custom_fwd": "casting",
+    "GradScaler": "loss_scale",
+    "Policy": "policy",
+    "Rule": "policy",
+    "ScalingConfig": "policy",
+    "Stepper": "step",
+    "StepResult": "step",
+    "prepare": "step",
+    "monitor": "integrations.trackers",
+}
 _RENAMED = {"dist": "distributed", "scaling": "loss_scale"}
 
 
 if _TYPE_CHECKING:
+    from . import cuda as cuda
     from . import diagnose as diagnose
     from . import distributed as distributed
     from . import integrations as integrations
+    from . import optim as optim
+    from .allocator import keep_memory as keep_memory
+    from .casting import autocast as autocast
+    from .casting import checkpoint_contexts as checkpoint_contexts
+    from .casting import custom_bwd as custom_bwd
+    from .casting import custom_fwd as custom_fwd
     from .integrations.trackers import monitor as monitor
+    from .loss_scale import GradScaler as GradScaler
+    from .policy import Policy as Policy
+    from .policy import Rule as Rule
+    from .policy import ScalingConfig as ScalingConfig
+    from .step import Stepper as Stepper
+    from .step import StepResult as StepResult
+    from .step import prepare as prepare
 else:
 
     def __getattr__(name: str) -> object:
-        """Import a folder when it is first asked for; `import mezzo` loads none of these."""
-        if name in _LAZY:
-            return _import_module(f"{__name__}.{name}")
-        if name == "monitor":
-            return _import_module(f"{__name__}.integrations.trackers").monitor
+        """Import a name's folder when it is first asked for: `import mezzo` alone does not even import torch."""
+        if name in _HOMES:
+            globals()[name] = value = getattr(_import_module(f"{__name__}.{_HOMES[name]}"), name)
+            return value
         if name in _RENAMED:
             raise AttributeError(f"mezzo.{name} is now called mezzo.{_RENAMED[name]}")
+        try:
+            return _import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """Return what is public, imported or not."""
+        folders = ("cuda", "diagnose", "distributed", "errors", "integrations", "optim")
+        return sorted({*(name for name in globals() if name.startswith("__")), *_HOMES, *folders})

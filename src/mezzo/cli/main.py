@@ -5,31 +5,53 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
+from .. import __version__
 from ..errors import MezzoError, did_you_mean
+from ..extras import check_installed
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: a module of this folder with `run(argv) -> int`.
+
+    Attributes:
+        text: what it does, in a line.
+        packages: that it needs beside those of every installation.
+    """
+
+    text: str
+    packages: tuple[str, ...] = ("tyro", "rich")
+
 
 COMMANDS = {
-    "bench": "measure fp32, torch.amp and mezzo side by side",
-    "demo": "the recipe, then a text classifier in fp32 and in AMP, in one table",
-    "doctor": "run a training script op by op and name the first fault of its numbers",
-    "env": "what this machine computes natively, measured, with advice",
-    "policy": "show, explain and compare policies and op tables",
-    "predict": "classify lines with a trained model",
-    "train": "train a BERT text classifier",
+    "bench": Command("measure fp32, torch.amp and mezzo side by side", ("tyro", "rich", "matplotlib")),
+    "demo": Command(
+        "the recipe, then a text classifier in fp32 and in AMP, in one table",
+        ("tyro", "rich", "matplotlib", "transformers", "sklearn", "snownlp"),
+    ),
+    "doctor": Command("run a training script op by op and name the first fault of its numbers", ()),
+    "env": Command("what this machine computes natively, measured, with advice"),
+    "policy": Command("show, explain and compare policies and op tables"),
+    "predict": Command("classify lines with a trained model", ("tyro", "transformers")),
+    "train": Command("train a BERT text classifier", ("tyro", "rich", "matplotlib", "transformers", "sklearn")),
+    "completion": Command("print the completion script of a shell: bash, zsh or fish", ("tyro",)),
 }
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return f"usage: mezzo COMMAND [OPTIONS]\n\n{rows}\n\n`mezzo COMMAND --help` shows the options of a command."
+    rows = "\n".join(f"  {name:<{width}}  {command.text}" for name, command in COMMANDS.items())
+    return (
+        f"usage: mezzo COMMAND [OPTIONS]\n\n{rows}\n\n`mezzo COMMAND --help` shows the options of a command; "
+        "`mezzo --version` the version."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a mezzo command.
-
-    Each command is a module of this folder with `run(argv) -> int`.
 
     Args:
         argv: the words after `mezzo`; `sys.argv[1:]` when left out.
@@ -40,23 +62,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     Writes: standard output and error.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(_usage())
+    if not words or words[0] in ("-h", "--help", "-V", "--version"):
+        print(f"mezzo {__version__}" if words and words[0] in ("-V", "--version") else _usage())
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         print(f"mezzo: unknown command {name!r}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
-    module = import_module(f".{name}", __package__)
     try:
-        code = int(module.run(rest))
+        check_installed(f"the command {name}", COMMANDS[name].packages)
+        code = int(import_module(f".{name}", __package__).run(rest))
         sys.stdout.flush()
         return code
     except MezzoError as error:
-        print(f"mezzo {name}: {error}", file=sys.stderr)
+        print(f"mezzo {name}: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _one_line(error: MezzoError) -> str:
+    """Return a message as any terminal can print it: half an emoji, which UTF-8 lacks, as its escape."""
+    return str(error).encode("utf-8", "backslashreplace").decode()

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from .charts import draw, draw_heat
 from .document import Chart, Document, Heat
-from .terminal import cell
+from .plain import cell
 
 
 def _svg(block: Chart | Heat) -> Markup:

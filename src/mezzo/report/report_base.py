@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from ..extras import check_installed, is_there
 from ..formats import dtype_name
+from . import plain
 from .document import Document
 
 
@@ -49,12 +51,12 @@ class Report:
         return self.document().is_good
 
     def __str__(self) -> str:
-        from .terminal import render
-
-        return render(self.document())
+        return self.to_text(full=False)
 
     def to_text(self, *, full: bool = True) -> str:
         """Return the report as text: all of it, or what fits one screen."""
+        if not is_there("rich"):
+            return plain.render(self.document(), full=full)
         from .terminal import render
 
         return render(self.document(), full=full)
@@ -71,7 +73,11 @@ class Report:
 
         Returns:
             The path.
+
+        Raises:
+            ConfigError: jinja2 is not installed.
         """
+        check_installed("to_html", ["jinja2"])
         from .html import render
 
         path = Path(path)

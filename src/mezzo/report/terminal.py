@@ -10,32 +10,11 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from .document import Block, Cell, Chart, Document, Heading, Heat, Note, Pairs, Source, Table
+from .document import Block, Chart, Document, Heading, Heat, Note, Pairs, Source, Table
+from .plain import HEAT_ROWS, cell, sparkline
 
 WIDTH = 110
 _TONES = {"plain": "bold", "good": "bold green", "bad": "bold red"}
-_HEAT_ROWS = 16
-_BARS = "▁▂▃▄▅▆▇█"
-
-
-def cell(value: Cell) -> str:
-    """Write a table cell: whole numbers with separators, others with four digits."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}"
-
-
-def sparkline(values: tuple[float, ...]) -> str:
-    """Draw finite values as a row of bars, on their own scale.
-
-    >>> sparkline((0.0, 1.0, 2.0, 3.0))
-    '▁▃▆█'
-    """
-    finite = [v for v in values if math.isfinite(v)]
-    low, span = (min(finite), (max(finite) - min(finite)) or 1.0) if finite else (0.0, 1.0)
-    return "".join(_BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else "x" for v in values)
 
 
 def _titled(title: str, grid: Grid) -> RenderableType:
@@ -72,9 +51,9 @@ def _chart(block: Chart) -> RenderableType:
 
 def _heat(block: Heat) -> RenderableType:
     grid = Grid(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, values in block.rows[:_HEAT_ROWS]:
+    for name, values in block.rows[:HEAT_ROWS]:
         grid.add_row(Text(name), Text(sparkline(values)))
-    rest = len(block.rows) - _HEAT_ROWS
+    rest = len(block.rows) - HEAT_ROWS
     if rest > 0:
         grid.add_row(Text(f"… and {rest} more, on the page"), Text(""))
     return _titled(f"{block.title}, {block.labels[0]} to {block.labels[-1]}" if block.labels else block.title, grid)

@@ -1,0 +1,39 @@
+"""Packages that only some commands and reports need, and the extra of mezzo that installs each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from .errors import ConfigError
+
+EXTRAS = {
+    "rich": "cli", "tyro": "cli", "matplotlib": "plots", "jinja2": "report", "transformers": "text", "sklearn": "text",
+    "snownlp": "text", "tensorboard": "trackers", "wandb": "trackers",
+}  # fmt: skip
+"""The extra of each package, by the name it is imported by."""
+
+
+def is_there(package: str) -> bool:
+    """Whether a package can be imported. Does not import it."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def check_installed(what: str, packages: Iterable[str]) -> None:
+    """Refuse what needs packages that are not installed, before it begins.
+
+    Args:
+        what: needs them, as a message begins.
+        packages: names in `EXTRAS`.
+
+    Raises:
+        ConfigError: one is missing; names the extras to install.
+    """
+    missing = [package for package in packages if not is_there(package)]
+    if missing:
+        extras = ",".join(sorted({EXTRAS[package] for package in missing}))
+        noun = "package" if len(missing) == 1 else "packages"
+        raise ConfigError(f"{what} needs the {noun} {' and '.join(missing)}: pip install 'mezzo[{extras}]'.")
