@@ -258,13 +258,13 @@ class TestFixedScale:
 
     def test_the_text_is_a_number(self) -> None:
         policy = Policy.parse("fp16, scaling=1024")
-        assert policy.scaling == ScalingConfig(init_scale=1024.0, dynamic=False)
+        assert policy.scaling == ScalingConfig.fixed(1024.0)
         assert str(policy) == "fp16, scaling=1024"
         assert Policy.parse(str(policy)) == policy
 
     def test_a_toml_file_may_have_the_number(self, tmp_path: Path) -> None:
         (tmp_path / "p.toml").write_text('compute = "fp16"\nscaling = 1024')
-        assert Policy.load(tmp_path / "p.toml").scaling == ScalingConfig(init_scale=1024.0, dynamic=False)
+        assert Policy.load(tmp_path / "p.toml").scaling == ScalingConfig.fixed(1024.0)
         Policy.parse("fp16, scaling=0.5").save(tmp_path / "q.toml")
         assert Policy.load(tmp_path / "q.toml") == Policy.parse("fp16, scaling=0.5")
 

@@ -1,4 +1,4 @@
-"""Casts that are made once: a cache that lives as long as a region, and shadows that outlive it."""
+"""Casts that are made once: a cache that lives as long as a region, and casts of weights that outlive it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ def watch_optimizers() -> None:
 
 
 def _count_as_write(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if getattr(optimizer, "moves_versions", False):
-        return
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    torch.autograd.graph.increment_version(stepped)
+    """Move the versions of weights that a cast is kept of; all others are none of a cache's concern."""
+    held = set() if getattr(optimizer, "moves_versions", False) else weight_casts.storages()
+    for cache in _caches:
+        held |= cache.storages()
+    if held:
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version([p for p in params if storage_key(p) in held])
 
 
 _RECENT_ACTIVATIONS = 2
@@ -88,9 +91,9 @@ class _Connect(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, shadow: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
-        return shadow.view_as(shadow)
+        return cast.view_as(cast)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -113,59 +116,89 @@ def _connected(source: Tensor, cast: Tensor) -> Tensor:
 class WeightCastCache:
     """16-bit copies of weights that outlive a region (`cache="persistent"`).
 
-    A shadow is allocated once and refreshed in place after its weight changed: writing into memory that exists is
+    A cast is allocated once and refreshed in place after its weight changed: writing into memory that exists is
     several times faster than into fresh pages. It is keyed on where the weight lies and on its version, so tied
     weights and views share it, and it goes when its weight goes.
 
-    A write through `.data` outside every region leaves no trace in the version; call `clear` after one.
+    A write through `.data` leaves no trace in the version, so once a region a row of a CPU weight is compared with its
+    cast, another row each time: an edit of the whole weight is noticed at once, one of a single row when its turn
+    comes. On an accelerator that would wait for the device: call `clear` after such a write.
+
+    Slices of a weight have casts of their own, the latest ones, in no more bytes than the weight's.
     """
 
     def __init__(self) -> None:
-        self._shadows: dict[tuple[object, ...], _WeightCast] = {}
+        self._turn = 0
+        self._casts: dict[tuple[object, ...], _WeightCast] = {}
 
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the shadow of a weight, connected to the graph when gradients are on.
+    def cast(self, weight: Tensor, dtype: torch.dtype, is_first: bool = True) -> Tensor:
+        """Return the kept cast of a weight, connected to the graph when gradients are on.
 
         Args:
             weight: a parameter or a view of one; not an inference tensor.
-            dtype: the dtype of the shadow.
+            dtype: the dtype of the cast.
+            is_first: whether the region uses the weight for the first time.
 
-        Writes: the shadow, where the weight has changed since.
+        Writes: the kept cast, where the weight has changed since.
         Syncs: no.
         """
-        return _connected(weight, self._fresh(weight, dtype))
+        return _connected(weight, self._fresh(weight, dtype, is_first))
 
-    def _fresh(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def _fresh(self, weight: Tensor, dtype: torch.dtype, is_first: bool) -> Tensor:
         owner = weight if isinstance(weight, Parameter) else view_base(weight)
         assert owner is not None
         key = (id(owner), weight.storage_offset(), tuple(weight.shape), weight.stride(), dtype)
-        found = self._shadows.get(key)
+        found = self._casts.get(key)
         if found is None or found.owner() is not owner or found.storage != storage_key(weight):
-            gone = weakref.ref(owner, lambda _: self._shadows.pop(key, None))
+            gone = weakref.ref(owner, lambda _: self._casts.pop(key, None))
             copy = _copy(weight, dtype)
-            found = self._shadows[key] = _WeightCast(gone, version(weight), storage_key(weight), copy)
-        elif found.version != version(weight):
+            found = self._casts[key] = _WeightCast(gone, version(weight), storage_key(weight), copy)
+            self._drop_old_slices(owner, dtype)
+        elif found.version != version(weight) or (is_first and self._is_stale(weight, found.copy)):
             with torch.inference_mode(False), torch.no_grad():
                 found.copy.copy_(weight)
             found.version = version(weight)
         return found.copy
 
+    def _is_stale(self, weight: Tensor, copy: Tensor) -> bool:
+        if weight.device.type != "cpu" or weight.numel() == 0:
+            return False
+        self._turn += 1
+        row, kept = (weight, copy) if weight.dim() < 2 else (t[self._turn % len(weight)] for t in (weight, copy))
+        return not torch.equal(_copy(row, copy.dtype), kept)
+
+    def _drop_old_slices(self, owner: Tensor, dtype: torch.dtype) -> None:
+        slices = [
+            key for key in self._casts if key[0] == id(owner) and key[2] != tuple(owner.shape) and key[-1] is dtype
+        ]
+        room = owner.numel() * dtype.itemsize
+        for key in reversed(slices):
+            room -= self._casts[key].copy.nbytes
+            if room < 0:
+                del self._casts[key]
+
+    def storages(self) -> set[int]:
+        """Return the storages of the weights that have a cast here."""
+        return {cast.storage for cast in self._casts.values()}
+
     def drop(self, tensor: Tensor) -> None:
-        """Forget the shadows of a tensor's storage."""
+        """Forget the casts of a tensor's storage."""
         storage = storage_key(tensor)
-        self._shadows = {key: shadow for key, shadow in self._shadows.items() if shadow.storage != storage}
+        self._casts = {key: cast for key, cast in self._casts.items() if cast.storage != storage}
 
     def nbytes(self) -> int:
-        """Return the bytes that all shadows hold. Syncs: no."""
-        return sum(shadow.copy.nbytes for shadow in self._shadows.values())
+        """Return the bytes that all casts hold. Syncs: no."""
+        return sum(cast.copy.nbytes for cast in self._casts.values())
 
     def clear(self) -> None:
-        """Drop every shadow; each weight is cast anew at its next use."""
-        self._shadows.clear()
+        """Drop every cast; each weight is cast anew at its next use."""
+        self._casts.clear()
 
 
 weight_casts = WeightCastCache()
-"""The shadows of this process: a weight has one, whichever region uses it."""
+"""The kept casts of this process: a weight has one in each dtype, whichever region uses it."""
+_caches: weakref.WeakSet[RegionCache] = weakref.WeakSet()
+"""The caches of the regions that are entered now."""
 
 
 class RegionCache:
@@ -182,7 +215,9 @@ class RegionCache:
 
     def __init__(self, store: WeightCastCache | None = None) -> None:
         watch_optimizers()
+        _caches.add(self)
         self.store = store
+        self._used: set[int] = set()
         self._weights: dict[tuple[int, torch.dtype], _Entry] = {}
         self._activations: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
         self._untracked: set[int] = set()
@@ -207,7 +242,9 @@ class RegionCache:
         weight = is_weight(tensor)
         key = (id(tensor), dtype)
         if weight and self.store is not None:
-            return self.store.cast(tensor, dtype)
+            is_first = storage not in self._used
+            self._used.add(storage)
+            return self.store.cast(tensor, dtype, is_first)
         entries = self._weights if weight else self._activations
         entry = entries.get(key)
         if (
@@ -228,6 +265,10 @@ class RegionCache:
             while len(self._activations) > _RECENT_ACTIVATIONS:
                 self._activations.popitem(last=False)
         return cast
+
+    def storages(self) -> set[int]:
+        """Return the storages of the weights that have a cast here."""
+        return {entry.storage for entry in self._weights.values()}
 
     def stop_tracking(self, tensor: Tensor) -> None:
         """Cast a tensor's storage at every use from now on: a write through `.data` leaves no version behind."""

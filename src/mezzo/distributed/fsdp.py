@@ -11,7 +11,7 @@ from torch import nn
 from .._torch import fsdp_precision
 from ..errors import PolicyError
 from ..formats import dtype_name
-from ..policy import Policy, as_policy
+from ..policy import Policy, PolicyLike, as_policy
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def fully_shard(
     model: nn.Module,
-    policy: Policy | str,
+    policy: PolicyLike,
     *,
     units: Iterable[nn.Module] = (),
     mesh: DeviceMesh | None = None,

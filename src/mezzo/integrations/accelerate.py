@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import PolicyError
-from ..policy import Policy
+from ..policy import PolicyLike
 from ..step import Stepper
 from .adapter import Adapter, innermost_optimizer
 
@@ -64,7 +64,7 @@ class Accelerator(accelerate.Accelerator):
         PolicyError: another precision beside the policy, or a launcher that takes the step itself.
     """
 
-    def __init__(self, *args: Any, policy: Policy | str = "auto", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, policy: PolicyLike = "auto", **kwargs: Any) -> None:
         handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, (AutocastKwargs, GradScalerKwargs))]
         if handlers:
             raise PolicyError(
@@ -143,7 +143,7 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
 
-def check_precision(other: object, policy: Policy | str) -> None:
+def check_precision(other: object, policy: PolicyLike) -> None:
     """Refuse a precision beside a policy.
 
     Raises:
@@ -156,7 +156,7 @@ def check_precision(other: object, policy: Policy | str) -> None:
         )
 
 
-def adopt(accelerator: accelerate.Accelerator, policy: Policy | str) -> None:
+def adopt(accelerator: accelerate.Accelerator, policy: PolicyLike) -> None:
     """Make an Accelerator that somebody else built one that trains under a policy. Writes: its class and scaler.
 
     Raises:

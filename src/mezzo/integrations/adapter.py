@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..casting import autocast
 from ..errors import StepError
-from ..policy import Policy
+from ..policy import PolicyLike, as_policy
 from ..step import Stepper, StepResult, prepare
 
 _WHICH = (
@@ -35,7 +35,7 @@ class Adapter:
         result: of the last step; None before the first.
     """
 
-    def __init__(self, policy: Policy | str) -> None:
+    def __init__(self, policy: PolicyLike) -> None:
         self.policy = policy
         self.result: StepResult | None = None
         self._stepper: Stepper | None = None
@@ -103,7 +103,7 @@ class Adapter:
         if not self._models:
             return nullcontext()
         device = next(self._models[0].parameters()).device
-        policy = (Policy.parse(self.policy) if isinstance(self.policy, str) else self.policy).resolve(device)
+        policy = as_policy(self.policy).resolve(device)
         return autocast(device.type, enabled=enabled and policy.is_low, policy=policy.replace(modules=()))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import LBFGS, Optimizer
 
 from ..errors import StepError
-from ..policy import Policy
+from ..policy import PolicyLike
 from ..step import Stepper
 from .adapter import Adapter, innermost_optimizer
 
@@ -47,7 +47,7 @@ class MezzoPrecision(Precision):
         StepError: a LightningModule that overrides `backward`, which would go past the loss scale.
     """
 
-    def __init__(self, policy: Policy | str = "auto") -> None:
+    def __init__(self, policy: PolicyLike = "auto") -> None:
         self._adapter = Adapter(policy)
         self._is_trainer = False
         self._wrap: Callable[[], nn.Module | None] = lambda: None

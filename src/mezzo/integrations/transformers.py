@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import PolicyError
-from ..policy import Policy
+from ..policy import PolicyLike
 from ..step import Stepper
 
 try:
@@ -33,7 +33,7 @@ class PolicyMixin:
         PolicyError: `TrainingArguments` ask for a precision of their own.
     """
 
-    def __init__(self, *args: Any, policy: Policy | str = "auto", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, policy: PolicyLike = "auto", **kwargs: Any) -> None:
         self._policy = policy
         super().__init__(*args, **kwargs)
 

@@ -88,6 +88,11 @@ FAMILIES: tuple[Family, ...] = (
     _family("_addmm_activation", (LOW, ("cpu",)), mezzo=LOW, reason="matrix product with a fused activation"),
     _family("lstm_cell", (LOW, NOT_CPU), mezzo=LOW, reason="two matrix products a step; gates are bounded"),
     _family("gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell", (LOW, GPU), mezzo=LOW, reason="matrix products a step; gates are bounded"),
+    _family(
+        "gru lstm rnn_tanh rnn_relu", mezzo=LOW, reason="matrix products a step; gates are bounded",
+        repair="torch casts what is inside, by device: on a CPU a GRU stays fp32, and an LSTM in fp16 meets a kernel that is "
+        "not there, where one for 16-bit weights is",
+    ),
     _family("mkldnn_rnn_layer", (LOW, ("cpu",)), mezzo=LOW, reason="the fused LSTM layer on CPU: matrix products"),
     _family(
         "grouped_mm _grouped_mm", mezzo=LOW, reason="matrix products of a mixture of experts",
@@ -191,6 +196,23 @@ FAMILIES: tuple[Family, ...] = (
         "fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft "
         "fft_rfft2 fft_rfftn stft", (FP32, ("cpu",)), mezzo=FP32, reason="sums over the whole signal; complex 16-bit has few kernels",
         repair="torch leaves it in 16 bit on CUDA, where only powers of two have a kernel",
+    ),
+    _family(
+        "det linalg_det logdet slogdet linalg_slogdet linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_solve_ex "
+        "linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_solve_triangular linalg_vander fft_hfft2 fft_hfftn "
+        "fft_ihfft2 fft_ihfftn histogram histogramdd complex", mezzo=FP32, reason="no 16-bit kernel, or few",
+        repair="torch raises for 16-bit inputs",
+    ),
+    _family(
+        "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
+        "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
+        "special_chebyshev_polynomial_w special_erfcx special_hermite_polynomial_h special_hermite_polynomial_he "
+        "special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0 "
+        "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
+        "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t "
+        "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+        "special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_zeta", mezzo=FP32,
+        reason="special function: no 16-bit kernel", repair="torch raises for 16-bit inputs",
     ),
     _family(
         "quantile nanquantile", (FP32, ("cpu",)), mezzo=FP32, reason="interpolates between neighbours; no 16-bit kernel",

@@ -66,6 +66,11 @@ class ScalingConfig:
     hysteresis: int = 1
     dynamic: bool = True
 
+    @classmethod
+    def fixed(cls, scale: float) -> ScalingConfig:
+        """Return the settings of a scale that never moves, and has no floor to reach."""
+        return cls(init_scale=scale, min_scale=0.0, dynamic=False)
+
     def __post_init__(self) -> None:
         """Refuse values outside their ranges."""
         check_kinds(self)

@@ -102,19 +102,20 @@ def spell(key: str, value: object) -> str:
     return str(held).lower() if isinstance(held, bool) else str(held)
 
 
-def read_scaling(word: str) -> dict[str, object] | None:
-    """Return the settings of the loss scale that "none", "dynamic" or a number for a fixed scale stand for.
+def read_scaling(word: str) -> ScalingConfig | None:
+    """Return the loss scale that "none", "dynamic" or a number for a fixed scale stand for.
 
     Raises:
         PolicyError: none of these.
     """
     if word.casefold() in ("none", "dynamic"):
-        return None if word.casefold() == "none" else {}
+        return None if word.casefold() == "none" else ScalingConfig()
     try:
-        return {"init_scale": float(word), "dynamic": False}
+        scale = float(word)
     except ValueError:
         hint = did_you_mean(word, ("none", "dynamic"))
         raise PolicyError(f"unknown scaling {word!r}.{hint}") from None
+    return ScalingConfig.fixed(scale)
 
 
 def split_edit(text: str) -> tuple[str, str]:

@@ -101,11 +101,14 @@ def drift(device_type: str) -> Drift:
     return Drift(device_type=device_type, unknown=tuple(sorted(present - listed)), gone=tuple(sorted(listed - present)))
 
 
+_REFUSES_DTYPE = frozenset({"norm", "linalg_matrix_norm"})  # for the nuclear norm, if the input is 16 bit
+
+
 def _mezzo_row(family: Family, op: str) -> Row | None:
     if family.mezzo is None:
         return None
     reason = f"{family.reason}; {family.repair}" if family.repair else family.reason
-    by_dtype = family.by_dtype and family.mezzo is Rule.FP32
+    by_dtype = family.by_dtype and family.mezzo is Rule.FP32 and op not in _REFUSES_DTYPE
     return Row(op=op, rule=family.mezzo, reason=reason, by_dtype=by_dtype, instead=family.instead)
 
 

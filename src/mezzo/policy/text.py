@@ -116,7 +116,7 @@ class _Draft:
             check(word.casefold() == "none", f"modules={word} is unknown: 'modules=none' drops the rules so far.")
             self.modules.clear()
         elif key == "scaling":
-            self.configs["scaling"] = read_scaling(word)
+            self.configs["scaling"] = _values(read_scaling(word))
         else:
             raise PolicyError(_unknown_key(key, word))
 
@@ -219,7 +219,7 @@ def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) 
     if scaling is None:
         return {("scaling", 0): "scaling=none"}
     if not scaling.dynamic:
-        fixed = ScalingConfig(init_scale=scaling.init_scale, dynamic=False)
+        fixed = ScalingConfig.fixed(scaling.init_scale)
         word = f"scaling={spell('init_scale', scaling.init_scale)}"
         return {("scaling", 0): word, **_config_edits("scaling", scaling, fixed)}
     return _config_edits("scaling", scaling, preset or ScalingConfig()) or {("scaling", 0): "scaling=dynamic"}

@@ -108,8 +108,7 @@ def _scaling(value: object) -> ScalingConfig | None:
     if value is None:
         return None
     if isinstance(value, str | float | int) and not isinstance(value, bool):
-        settings = read_scaling(str(value))
-        return None if settings is None else ScalingConfig(**settings)  # type: ignore[arg-type]  # checked there
+        return read_scaling(str(value))
     return _config("scaling", ScalingConfig, value)
 
 

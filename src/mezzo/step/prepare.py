@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..binding.bind import bind, innermost
 from ..binding.storage import check_floats, check_optimizers, convert_, set_grad_dtype_
 from ..errors import StepError
-from ..policy import CacheName, Policy
+from ..policy import CacheName, PolicyLike, as_policy
 from .engine import name_parameters
 from .optimizer_grads import Skip
 from .recovery import check_demotion
@@ -25,7 +25,7 @@ _log = logging.getLogger("mezzo.step")
 def prepare(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    policy: Policy | str = "auto",
+    policy: PolicyLike = "auto",
     *,
     skip: Skip = "together",
     cache: CacheName = "region",
@@ -39,7 +39,7 @@ def prepare(
     Args:
         model: on the device it will run on; DistributedDataParallel goes around it afterwards.
         optimizer: one, several, or None for inference.
-        policy: a policy or its text. "auto" takes bf16 or fp16 where the device has units for it.
+        policy: a policy, its text, a .toml path, a dict of its fields, or the dtype to compute in. "auto" takes bf16 or fp16 where the device has units for it.
         skip: with several optimizers, whether bad gradients of one make all skip ("together"), or that one.
         cache: "persistent" keeps 16-bit copies of fp32 weights between forwards: for inference, frozen weights,
             and many micro-batches in a step.
@@ -61,7 +61,7 @@ def prepare(
     True
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    chosen = as_policy(policy)
     resolved = chosen.resolve(next((p.device for p in model.parameters()), torch.device("cpu")))
     check_demotion(resolved, None)
     names = name_parameters(model, optimizers)

@@ -17,7 +17,7 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..kernels.weights import AUX_STATE, read_master
 from ..loss_scale.state import LossScale, NoScaling
 from ..optim.master_weights import keeps_masters, parameters
-from ..policy import Master, Policy
+from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
 
 FORMAT = 1
@@ -173,8 +173,10 @@ def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]
     return {**entry, "state": state, "param_groups": groups}
 
 
-def load_scale_(state: LossScale | NoScaling, saved: Mapping[str, Any] | None) -> Iterator[str]:
-    """Give the loss scale its saved values. Yields a sentence where only one side has one. Writes: `state`."""
+def load_scale_(
+    state: LossScale | NoScaling, saved: Mapping[str, Any] | None, config: ScalingConfig | None = None
+) -> Iterator[str]:
+    """Give the loss scale its saved values. Yields a sentence where they are not taken. Writes: `state`."""
     if isinstance(state, NoScaling):
         if saved is not None:
             yield f"the saved loss scale {saved['scale']:g} is dropped: this policy does not scale"
@@ -182,6 +184,9 @@ def load_scale_(state: LossScale | NoScaling, saved: Mapping[str, Any] | None) -
     if saved is None:
         yield f"no loss scale was saved: it starts at {float(state.scale):g}"
         return
+    if config is not None and not config.dynamic and saved["scale"] != config.init_scale:
+        yield f"the saved loss scale {saved['scale']:g} is dropped: this policy's is fixed at {config.init_scale:g}"
+        saved = {**saved, "scale": config.init_scale}
     with torch.no_grad():
         for name, value in saved.items():
             target = getattr(state, name)

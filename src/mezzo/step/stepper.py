@@ -364,7 +364,7 @@ class Stepper:
         sentences = (
             *checkpoint.compare_policies(complete["policy"], self.policy),
             *(checkpoint.load_weights_(self.model, self.optimizers, complete) if complete["model"] is not None else ()),
-            *checkpoint.load_scale_(engine.loss_scale, complete["scaling"]),
+            *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], self.policy.scaling),
         )
         engine.recovery.guard.state = replace(engine.recovery.guard.state, counters=counters)
         engine.buffers.forgive()

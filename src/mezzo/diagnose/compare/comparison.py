@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import ConfigError
 from ...formats import dtype_name
-from ...policy import Policy
+from ...policy import Policy, PolicyLike, as_policy
 from ...trace import preserve_state
 from ..trial import LossFn, bind_copy, device_of, loss_of, scale_of
 from .agreement import Agreement, GradientError, ModuleError, OpError, StepFidelity
@@ -183,7 +183,7 @@ def compare(
     model: nn.Module,
     batch: Any,
     loss_fn: LossFn | None = None,
-    policy: Policy | str = "auto",
+    policy: PolicyLike = "auto",
     *,
     tries: int = 8,
 ) -> CompareReport:
@@ -210,7 +210,7 @@ def compare(
     Writes: nothing. Syncs: at every op.
     Source: signal-to-error ratio in dB, as in the analysis of fixed-point filters (Oppenheim and Schafer, chapter 6).
     """
-    asked = Policy.parse(policy) if isinstance(policy, str) else policy
+    asked = as_policy(policy)
     chosen = asked.resolve(device_of(model))
     if not chosen.is_low:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import ConfigError, DataError, did_you_mean
-from ...policy import Policy
+from ...policy import PolicyLike
 from ...report import Block, Document, Heading, Report
 from ..compare import compare
 from ..explain import explain
@@ -118,7 +118,7 @@ class CheckUp(Report):
         return Document(title=f"mezzo doctor of {self.subject}", verdict=verdict, is_good=not bad, blocks=tuple(blocks))
 
 
-def check_up(name: str, policy: Policy | str, *, budget_s: float = 0.5) -> CheckUp:
+def check_up(name: str, policy: PolicyLike, *, budget_s: float = 0.5) -> CheckUp:
     """Look at a model under a policy with every tool that needs no training loop.
 
     Args:

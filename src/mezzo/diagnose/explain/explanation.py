@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...formats import dtype_name, native_support
-from ...policy import Policy
+from ...policy import Policy, PolicyLike, as_policy
 from ...report import Document, Note, Pairs, Report, Table
 from ...trace import TraceContext, preserve_state
 from ..memory import size
@@ -238,7 +238,7 @@ def _step(model: nn.Module, batch: Any, loss_fn: LossFn | None, scale: float) ->
 def explain(
     model: nn.Module,
     batch: Any,
-    policy: Policy | str = "auto",
+    policy: PolicyLike = "auto",
     *,
     loss_fn: LossFn | None = None,
     budget_s: float = 0.5,
@@ -263,7 +263,7 @@ def explain(
     Writes: nothing. Syncs: yes.
     """
     device = device_of(model)
-    chosen = (Policy.parse(policy) if isinstance(policy, str) else policy).resolve(device)
+    chosen = as_policy(policy).resolve(device)
     compute = chosen.compute or torch.float32
     native = native_support(device, compute)
     classes = {name: type(m).__name__ for name, m in model.named_modules()}

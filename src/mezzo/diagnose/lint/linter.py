@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...policy import Policy
+from ...policy import PolicyLike, as_policy
 from ...report import Block, Document, Heading, Pairs, Report
 from ...trace import LintWarning, Trace, explain_lint, preserve_state, source_line
 from ..trial import bind_copy, device_of, loss_of, scale_of
@@ -60,7 +60,7 @@ def lint(
     model: nn.Module,
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
-    policy: Policy | str | None = None,
+    policy: PolicyLike | None = None,
 ) -> LintReport:
     """Run one forward and backward and report broken lint rules, with file and line of each.
 
@@ -82,7 +82,7 @@ def lint(
 
     Writes: nothing. Syncs: yes.
     """
-    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    chosen = None if policy is None else as_policy(policy)
     with preserve_state(model), bind_copy(model, chosen) as runnable:
         trace = Trace(runnable)
         with trace:

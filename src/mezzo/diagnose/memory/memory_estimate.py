@@ -18,7 +18,7 @@ from ...binding.storage import check_optimizers, convert_
 from ...errors import ConfigError
 from ...formats import LOW_DTYPES, dtype_name
 from ...optim.master_weights import MasterWeights
-from ...policy import Policy
+from ...policy import Policy, PolicyLike, as_policy
 from ...report import Chart, Document, Note, Pairs, Report, Series, Table
 from ...trace import preserve_state
 from ..trial import LossFn, bind_copy, device_of, loss_of
@@ -213,7 +213,7 @@ def _saved_bytes(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: P
 def memory(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    policy: Policy | str = "auto",
+    policy: PolicyLike = "auto",
     *,
     batch: Any = None,
     loss_fn: LossFn | None = None,
@@ -245,7 +245,7 @@ def memory(
     16.0
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    chosen = (Policy.parse(policy) if isinstance(policy, str) else policy).resolve(device_of(model))
+    chosen = as_policy(policy).resolve(device_of(model))
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     check_optimizers(optimizers, chosen, names)
     outline = _outline(model, chosen, bool(optimizers))

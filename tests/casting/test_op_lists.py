@@ -1,0 +1,153 @@
+"""The two lists of ops that the mission names (SPEC A4, A5): under `ops=mezzo` they hold whole, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mezzo
+import mezzo.errors
+from mezzo import Policy
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Op = Callable[[Tensor, Tensor, Tensor], Tensor]  # square a, square b, vector c
+
+LOW: dict[str, Op] = {
+    "__matmul__": lambda a, b, c: a @ b,
+    "addbmm": lambda a, b, c: torch.addbmm(a, a[None], b[None]),
+    "addmm": lambda a, b, c: torch.addmm(a, a, b),
+    "addmv": lambda a, b, c: torch.addmv(c, a, c),
+    "addr": lambda a, b, c: torch.addr(a, c, c),
+    "baddbmm": lambda a, b, c: torch.baddbmm(a[None], a[None], b[None]),
+    "bmm": lambda a, b, c: torch.bmm(a[None], b[None]),
+    "chain_matmul": lambda a, b, c: torch.chain_matmul(a, b, a),
+    "conv1d": lambda a, b, c: F.conv1d(a[None], b[:, :, None]),
+    "conv2d": lambda a, b, c: F.conv2d(a[None, :, :, None], b[:, :, None, None]),
+    "conv3d": lambda a, b, c: F.conv3d(a[None, :, :, None, None], b[:, :, None, None, None]),
+    "conv_transpose1d": lambda a, b, c: F.conv_transpose1d(a[None], b[:, :, None]),
+    "conv_transpose2d": lambda a, b, c: F.conv_transpose2d(a[None, :, :, None], b[:, :, None, None]),
+    "conv_transpose3d": lambda a, b, c: F.conv_transpose3d(a[None, :, :, None, None], b[:, :, None, None, None]),
+    "linear": lambda a, b, c: F.linear(a, b, c),
+    "matmul": lambda a, b, c: torch.matmul(a, b),
+    "mm": lambda a, b, c: torch.mm(a, b),
+    "mv": lambda a, b, c: torch.mv(a, c),
+    "prelu": lambda a, b, c: F.prelu(a, c),
+    "einsum": lambda a, b, c: torch.einsum("ij,jk->ik", a, b),
+    "attention": lambda a, b, c: F.scaled_dot_product_attention(a[None], b[None], a[None]),
+}  # fmt: skip
+FP32: dict[str, Op] = {
+    **{
+        name: lambda a, b, c, name=name: getattr(torch, name)(a.abs().clamp(0.1, 0.9))
+        for name in ("exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "acos", "asin", "tan", "cosh", "sinh",
+                     "sum", "prod", "mean", "var", "std")
+    },
+    "pow": lambda a, b, c: a.pow(2),
+    "cumsum": lambda a, b, c: a.cumsum(0),
+    "cumprod": lambda a, b, c: a.cumprod(0),
+    "logsumexp": lambda a, b, c: a.logsumexp(0),
+    "norm": lambda a, b, c: a.norm(),
+    "nuclear norm": lambda a, b, c: torch.norm(a, "nuc"),
+    "log_softmax": lambda a, b, c: a.log_softmax(-1),
+    "cosine_similarity": lambda a, b, c: F.cosine_similarity(a, b),
+    "cdist": lambda a, b, c: torch.cdist(a, b),
+    "dist": lambda a, b, c: torch.dist(a, b),
+    "mse_loss": lambda a, b, c: F.mse_loss(a, b),
+    "l1_loss": lambda a, b, c: F.l1_loss(a, b),
+    "smooth_l1_loss": lambda a, b, c: F.smooth_l1_loss(a, b),
+    "cross_entropy": lambda a, b, c: F.cross_entropy(a, torch.arange(a.shape[0])),
+    "kl_div": lambda a, b, c: F.kl_div(a, b.abs(), reduction="sum"),
+    "bce_with_logits": lambda a, b, c: F.binary_cross_entropy_with_logits(a, b.sigmoid()),
+}  # fmt: skip
+EITHER: dict[str, Op] = {
+    "softmax": lambda a, b, c: a.softmax(-1),
+    "layer_norm": lambda a, b, c: F.layer_norm(a, a.shape[-1:], c, c),
+    "group_norm": lambda a, b, c: F.group_norm(a, 2),
+    "rms_norm": lambda a, b, c: F.rms_norm(a, a.shape[-1:], c),
+}
+CASES = [(name, op, want) for want, ops in (("low", LOW), ("fp32", FP32), ("low", EITHER)) for name, op in ops.items()]
+
+
+def arguments() -> list[Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=made) for shape in ((4, 4), (4, 4), (4,))]
+
+
+def dtype_and_value(op: Op, given: list[Tensor], low: str, compiled: bool = False) -> Tensor:
+    def run(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        with mezzo.autocast("cpu", policy=f"{low}, modules=none, ops=mezzo"):
+            return op(a, b, c)
+
+    return (torch.compile(run, backend="eager", fullgraph=True) if compiled else run)(*given)
+
+
+@pytest.mark.parametrize("low", LOW_DTYPES)
+@pytest.mark.parametrize(("name", "op", "want"), CASES, ids=[name for name, _, _ in CASES])
+def test_every_op_of_the_lists_whatever_float_comes_in(name: str, op: Op, want: str, low: str) -> None:
+    expected = LOW_DTYPES[low] if want == "low" else torch.float32
+    wide = arguments()
+    narrow = [t.to(LOW_DTYPES[low]) for t in wide]
+    for given in (wide, narrow, [wide[0], narrow[1], wide[2]]):
+        got = dtype_and_value(op, given, low)
+        assert got.dtype is expected
+        exact = op(*(t.double() for t in given))
+        atol = 64 * torch.finfo(LOW_DTYPES[low]).eps * max(1.0, float(exact.abs().max()))
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("low", LOW_DTYPES)
+def test_compiled_the_dtypes_are_the_same(low: str) -> None:
+    torch._dynamo.reset()
+    differing = []
+    for name, op, want in CASES:
+        if name == "chain_matmul":  # torch itself breaks the graph there
+            continue
+        expected = LOW_DTYPES[low] if want == "low" else torch.float32
+        if dtype_and_value(op, arguments(), low, compiled=True).dtype is not expected:
+            differing.append(name)
+        torch._dynamo.reset()
+    assert not differing
+
+
+@pytest.mark.parametrize("low", LOW_DTYPES)
+@pytest.mark.parametrize("make", [nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_recurrent_layers_and_cells_run_in_16_bit(make: type[nn.Module], low: str) -> None:
+    model = make(4, 4)
+    x = torch.randn(3, 4) if make.__name__.endswith("Cell") else torch.randn(3, 2, 4)
+
+    def run(x: Tensor) -> Tensor:
+        with mezzo.autocast("cpu", policy=f"{low}, modules=none, ops=mezzo"):
+            out = model(x)
+        while isinstance(out, tuple):
+            out = out[0]
+        return out
+
+    out = run(x)
+    assert out.dtype is LOW_DTYPES[low]
+    out.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+    exact = model.double()(x.double())
+    while isinstance(exact, tuple):
+        exact = exact[0]
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=16 * torch.finfo(LOW_DTYPES[low]).eps)
+    model.float()
+    with torch.no_grad():
+        assert torch.compile(run, backend="eager")(x).dtype is LOW_DTYPES[low]
+    torch._dynamo.reset()
+
+
+def test_why_gives_the_reason() -> None:
+    assert "an LSTM in fp16 meets a kernel that is not there" in str(Policy.parse("fp16, ops=mezzo").why(None, "lstm"))
+    assert "no 16-bit kernel" in str(Policy.parse("bf16, ops=mezzo").why(None, "special_zeta"))
+
+
+def test_an_lstm_in_fp16_under_torchs_table_says_what_to_write() -> None:
+    model = nn.LSTM(4, 4)
+    with pytest.raises(mezzo.errors.CastError, match="op:lstm=fp32"), mezzo.autocast("cpu", torch.float16):
+        model(torch.randn(3, 2, 4))
+    with mezzo.autocast("cpu", policy="fp16, modules=none, op:lstm=fp32"):
+        assert model(torch.randn(3, 2, 4))[0].dtype is torch.float32
