@@ -232,6 +232,13 @@ def add_graph_node(target: Callable[..., Any], *args: object) -> Any:
     return InstructionTranslator.current_tx().output.create_node("call_function", target, args, {})
 
 
+def on_trace_end(callback: Callable[[], None]) -> None:
+    """Call a function when the compiler ends the graph that it is writing just now, whole or not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    InstructionTranslator.current_tx().output.add_cleanup_hook(callback)
+
+
 # --- op tables ------------------------------------------------------------------------------------------------------
 
 OP_NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch.linalg, torch.special, torch.fft, torch._C.TensorBase)

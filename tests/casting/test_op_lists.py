@@ -135,8 +135,10 @@ def test_recurrent_layers_and_cells_run_in_16_bit(make: type[nn.Module], low: st
         exact = exact[0]
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=16 * torch.finfo(LOW_DTYPES[low]).eps)
     model.float()
+    before = torch.get_autocast_dtype("cpu")
     with torch.no_grad():
         assert torch.compile(run, backend="eager")(x).dtype is LOW_DTYPES[low]
+    assert torch.get_autocast_dtype("cpu") is before  # although the compiler gave up inside the region
     torch._dynamo.reset()
 
 

@@ -16,9 +16,9 @@ from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, num_f
 from ..errors import CastError, RegionError, RegionTypeError
 from ..policy import CacheName, PolicyLike
 from .cast_plan import Plan, current_switch, device_types, plan_of
-from .export import record_entry, record_exit
 from .mode import CastMode, drop_mode
 from .provenance import traceback_message
+from .tracing import record_entry, record_exit
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""What torch.export records of a region, so that the exported program casts as the model does in eager.
+"""What those who trace are told of a region: the compiler, and torch.export, so that the program casts as eager does.
 
 Export traces above torch's autocast, and keeps a region only where its entry and its exit are nodes of the graph: these.
 """
@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from .._torch import add_graph_node, constant_when_compiled, enter_autocast, exit_autocast, predispatch_recorder
+from .._torch import (
+    add_graph_node,
+    constant_when_compiled,
+    enter_autocast,
+    exit_autocast,
+    on_trace_end,
+    predispatch_recorder,
+)
 
 _entries: list[Any] = []
 """The entry nodes of the regions that the strict exporter is inside."""
@@ -26,6 +33,8 @@ def record_entry(switches: Sequence[tuple[str, torch.dtype, bool]]) -> Any:
         What records the exit, for `record_exit`.
     """
     if torch.compiler.is_dynamo_compiling():
+        for device_type, _, _ in switches:
+            _restore_dtype_after_trace(device_type)
         if torch.compiler.is_exporting():
             for device_type, dtype, enabled in switches:
                 _add_entry(device_type, dtype, enabled)
@@ -45,6 +54,16 @@ def record_exit(recorder: Any, count: int) -> None:
     elif torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
         for _ in range(count):
             _add_exit()
+
+
+@constant_when_compiled
+def _restore_dtype_after_trace(device_type: str) -> None:
+    """Undo what tracing sets, if the trace ends inside the region, at a break of the graph.
+
+    The compiler sets the dtype for real as it traces. It undoes the switch by itself, the dtype not (torch 2.13).
+    """
+    dtype = torch.get_autocast_dtype(device_type)
+    on_trace_end(lambda: torch.set_autocast_dtype(device_type, dtype))
 
 
 @constant_when_compiled
