@@ -86,6 +86,7 @@ _SPELLINGS: dict[str, torch.dtype] = {
     "fp16": torch.float16, "float16": torch.float16, "half": torch.float16, "f16": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
+_WITHOUT_FP64 = {"mps"}
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -115,6 +116,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     ('bf16', 'int64')
     """
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the widest floating dtype a device computes in: fp32 on Apple's GPUs, fp64 on every other."""
+    return torch.float32 if device.type in _WITHOUT_FP64 else torch.float64
 
 
 def format_of(dtype: torch.dtype) -> Format:

@@ -117,7 +117,7 @@ class Group:
         """
         sent = self.to_device(tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8))
         with self.watching():
-            self._wait(dist.broadcast(sent, src=self.ranks[0], group=self.handle, async_op=True))
+            self._wait(dist.broadcast(sent, src=self.ranks[0], group=self.handle, async_op=True), sent)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
 
@@ -130,7 +130,7 @@ class Group:
 
     def _all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         with self.watching():
-            self._wait(dist.all_reduce(tensor, op=op, group=self.handle, async_op=True))
+            self._wait(dist.all_reduce(tensor, op=op, group=self.handle, async_op=True), tensor)
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -146,15 +146,15 @@ class Group:
         """
         found = [torch.empty_like(tensor) for _ in self.ranks]
         with self.watching():
-            self._wait(dist.all_gather(found, tensor, group=self.handle, async_op=True))
+            self._wait(dist.all_gather(found, tensor, group=self.handle, async_op=True), tensor)
         return found
 
-    def _wait(self, work: dist.Work | None) -> None:
+    def _wait(self, work: dist.Work | None, tensor: Tensor) -> None:
         assert work is not None  # it is None outside the group only
-        if "cpu" in self._devices:
+        if tensor.device.type == "cpu":
             work.wait(self.timeout)
         else:
-            work.wait()
+            work.wait()  # the stream waits; with a time limit NCCL would have the host wait
 
     @contextmanager
     def watching(self) -> Iterator[None]:

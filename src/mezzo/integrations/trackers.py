@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..formats import LOW_DTYPES
+from ..formats import LOW_DTYPES, widest
 from ..kernels.dtensor import local
 from ..step import Stepper, StepResult
 
@@ -47,7 +47,7 @@ class _Sample:
         meant = [has_gradient.sum() for has_gradient, _ in changed]
         lost = [(has_gradient & is_same).sum() for has_gradient, is_same in changed]
         count = len(meant)
-        largest, *counts = torch.stack([self._largest.double(), *meant, *lost]).tolist()
+        largest, *counts = torch.stack([self._largest.to(widest(self._largest.device)), *meant, *lost]).tolist()
         num_meant, num_lost = sum(counts[:count]), sum(counts[count:])
         return {
             "headroom_binades": math.log2(self._limit / largest) if 0 < largest < math.inf else math.nan,

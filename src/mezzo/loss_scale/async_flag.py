@@ -34,6 +34,6 @@ class AsyncFlag:
             landing = torch.empty((), dtype=torch.bool, pin_memory=True)
             landing.copy_(flag, non_blocking=True)
             event = torch.Event(device=flag.device)
-            event.record()
+            event.record(torch.accelerator.current_stream(flag.device))  # left out, it is one of the current device
             self._arriving = landing, event
         return is_set

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..distributed.rank_consistency import checksum
 from ..errors import InvariantError, listed
+from ..formats import widest
 from ..kernels.chunks import chunks
 from ..kernels.dtensor import is_dtensor, local
 from ..kernels.ops.gradients.check import values
@@ -199,7 +200,7 @@ def _norm(grads: Iterable[Tensor]) -> float:
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:
-    return torch.stack([chunk.double().square().sum() for (chunk,) in chunks(grad)]).sum()
+    return torch.stack([chunk.to(widest(chunk.device)).square().sum() for (chunk,) in chunks(grad)]).sum()
 
 
 def _is_finite(tensor: Tensor) -> bool:

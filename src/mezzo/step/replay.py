@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import random_state
 from .._torch import functorch_level, graph_task_id, tree_map, version
+from ..random_state import RandomState
 from .flags import Reason
 
 if TYPE_CHECKING:
@@ -61,17 +63,6 @@ def _fresh(value: Any) -> Any:
     )
 
 
-def _random_states() -> tuple[Tensor, Tensor | None]:
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if started else None
-
-
-def _set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1])
-
-
 @dataclass(slots=True, eq=False)
 class _Call:
     """One forward, by reference.
@@ -88,7 +79,7 @@ class _Call:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    random: tuple[Tensor, Tensor | None]
+    random: RandomState
     versions: tuple[int, ...]
     grads: dict[int, Tensor] = field(default_factory=dict)
 
@@ -104,7 +95,7 @@ class _Kept:
 
     calls: list[_Call] = field(default_factory=list)
     closure: Callable[[], object] | None = None
-    random: tuple[Tensor, Tensor | None] | None = None
+    random: RandomState | None = None
     outside: Diagnosis | None = None
 
     def __bool__(self) -> bool:
@@ -148,7 +139,7 @@ class Replay:
         if is_nested or (has_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         self.stop_following()
-        call = _Call(module, args, kwargs, _random_states(), _versions((args, kwargs)))
+        call = _Call(module, args, kwargs, random_state.get(), _versions((args, kwargs)))
         self._now.calls = [*self._now.calls[1 - _MOST_CALLS :], call]
         return partial(self._await_grads, call)
 
@@ -174,7 +165,7 @@ class Replay:
 
     def keep_closure(self, closure: Callable[[], object]) -> None:
         """Keep the closure of the step in the making, which is run again whole."""
-        self._now.closure, self._now.random = closure, _random_states()
+        self._now.closure, self._now.random = closure, random_state.get()
 
     def follow(self, step: int) -> None:
         """Start to follow what the loss does after the model has ended, until its backward has.
@@ -263,13 +254,13 @@ class Replay:
     def _again(self, kept: _Kept, reason: Reason | None) -> None:
         if kept.closure is not None:
             assert kept.random is not None
-            _set_random_states(kept.random)
+            random_state.set_(kept.random)
             kept.closure()
             return
         outputs: list[Tensor] = []
         grads: list[Tensor] = []
         for call in kept.calls:
-            _set_random_states(call.random)
+            random_state.set_(call.random)
             for index, tensor in enumerate(_tensors(call.module(*_fresh(call.args), **_fresh(call.kwargs)))):
                 if index in call.grads:
                     outputs.append(tensor)

@@ -194,6 +194,6 @@ def _to_host(vector: Tensor) -> tuple[Tensor, torch.Event | None]:
         return vector, None
     pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
     pinned.copy_(vector, non_blocking=True)
-    event = torch.Event(vector.device.type)
-    event.record()
+    event = torch.Event(vector.device)
+    event.record(torch.accelerator.current_stream(vector.device))  # left out, it is one of the current device
     return pinned, event

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..formats import dtype_name, format_of
+from ..formats import dtype_name, format_of, widest
 from .measure import amax
 from .ops import Call
 from .records import Flush, FlushedGradient, Site
@@ -52,7 +52,7 @@ class FlushWatch:
         for tensor, value in zip(call.out, wide, strict=True):
             lost = (tensor == 0) & (value != 0) & value.isfinite()
             if bool(lost.any()):
-                share = float(lost.double().mean())
+                share = int(lost.sum()) / lost.numel()
                 here = Flush(
                     site=site,
                     kernel=call.facts.kernel,
@@ -104,7 +104,7 @@ def _may_flush(tensor: Tensor, top: float) -> bool:
 def _rescue(wide: Tensor, lost: Tensor) -> float:
     """Return the power of two that keeps nearly all lost values, as far as the largest value lets it."""
     facts = format_of(_NARROW)
-    small = wide[lost].abs().double().flatten()
+    small = wide[lost].abs().to(widest(wide.device)).flatten()
     smallest = float(small.kthvalue(max(1, math.ceil(_KEPT * small.numel()))).values)
     wanted = math.ceil(math.log2(facts.smallest / smallest))
     room = math.floor(math.log2(facts.max / amax(wide.nan_to_num(0.0, 0.0, 0.0)))) - 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..binding.bind import record
-from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
+from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
 from .measure import amax
 from .ops import Call
 from .records import Lint, LintRule, Site
@@ -85,10 +85,10 @@ class LintWatch:
         source = call.args[0] if name == "to" and call.args else None
         if not isinstance(source, Tensor) or source.dtype in LOW_DTYPES or source.is_complex() or not source.numel():
             return
-        wide = source.double()
+        wide = source.to(widest(source.device))
         top = amax(wide)
         whole = math.isfinite(top) and top > exact_integers(low.dtype) and bool((wide == wide.round()).all())
-        if whole and bool((low.double() != wide).any()):
+        if whole and bool((low.to(wide.dtype) != wide).any()):
             self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel)
 
     def _constant(self, call: Call, site: Site, low: Tensor) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import random_state
 from .._torch import OpOverload, tree_flatten, tree_map, without_autocast
-from ..formats import dtype_name
+from ..formats import dtype_name, widest
 from .ops import SOFTMAX_LIKE, OpFacts, results
 from .records import TensorFacts, Wide
 
@@ -63,11 +64,11 @@ def tensor_facts(name: str, tensor: Tensor) -> TensorFacts:
 
 
 def rms(tensor: Tensor) -> float:
-    """Return the root mean square of the finite values, computed in fp64. Syncs: yes."""
+    """Return the root mean square of the finite values, computed in fp64 where the device has it. Syncs: yes."""
     if tensor.numel() == 0:
         return 0.0
     values = _readable(tensor.detach()).nan_to_num(0.0, 0.0, 0.0)
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) / math.sqrt(tensor.numel())
+    return float(torch.linalg.vector_norm(values, dtype=widest(values.device))) / math.sqrt(tensor.numel())
 
 
 @contextmanager
@@ -77,8 +78,7 @@ def _aside(draws: bool) -> Iterator[None]:
         if not draws:
             yield
             return
-        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if started else []):
+        with random_state.kept():
             yield
 
 
@@ -130,11 +130,11 @@ def rerun_wide(
     Returns:
         What `rerun` returns; None where no kernel of that format exists.
     """
-    wide_args, wide_kwargs = widened(args, kwargs, dtype)
-    if facts.name in ("softmax", "log_softmax"):
-        # half_to_float is legal for half inputs only
-        wide_args = tuple(False if a is True else a for a in wide_args)
     try:
+        wide_args, wide_kwargs = widened(args, kwargs, dtype)
+        if facts.name in ("softmax", "log_softmax"):
+            # half_to_float is legal for half inputs only
+            wide_args = tuple(False if a is True else a for a in wide_args)
         return rerun(func, facts, wide_args, wide_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return None

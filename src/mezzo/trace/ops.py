@@ -148,6 +148,16 @@ def results(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     return list(found.values())
 
 
+def lands_later(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op only sets out to copy from a device to the host, which has nothing to look at yet."""
+    named = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
+    if not named.get("non_blocking"):
+        return False
+    target = named.get("device") or named["self"].device  # of _to_copy; else of copy_
+    source = named.get("src", named["self"])
+    return bool(torch.device(target).type == "cpu" != source.device.type)
+
+
 class Call:
     """One op as it ran.
 
@@ -190,7 +200,7 @@ class Call:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op on the program's own arguments. Writes: what the op writes."""
         out = self.func(*args, **kwargs)
-        self.out = results(self.facts, args, kwargs, out)
+        self.out = [] if lands_later(self.facts, args, kwargs) else results(self.facts, args, kwargs, out)
         return out
 
     def original(self, tensor: Tensor) -> Tensor:

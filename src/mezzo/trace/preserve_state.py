@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from .. import random_state
+
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
@@ -21,9 +23,8 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     training = {m: m.training for m in model.modules()}
     for p in grads:
         p.grad = None
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
     try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if started else []), torch.enable_grad():
+        with random_state.kept(), torch.enable_grad():
             yield
     finally:
         for p, grad in grads.items():

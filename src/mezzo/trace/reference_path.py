@@ -137,7 +137,7 @@ class ReferencePath:
             site=site,
             kernel=call.facts.kernel,
             dtype=dtype_name(dtype),
-            share=float(lost.double().mean()),
+            share=int(lost.sum()) / lost.numel(),
             wide_amax=amax(wide[lost]),
             constant=vanishing_constant(call, dtype) if is_here else None,
             is_cancellation=not is_here,

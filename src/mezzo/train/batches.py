@@ -33,8 +33,13 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device. Syncs: no."""
-        labels_B = None if self.labels_B is None else self.labels_B.to(device)
-        return Batch(ids_BT=self.ids_BT.to(device), mask_BT=self.mask_BT.to(device), labels_B=labels_B)
+        labels_B = None if self.labels_B is None else _sent(self.labels_B, device)
+        return Batch(ids_BT=_sent(self.ids_BT, device), mask_BT=_sent(self.mask_BT, device), labels_B=labels_B)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device; from pinned memory, since a copy from any other waits."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _chunks(order: Sequence[int], size: int) -> list[list[int]]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from .. import random_state
 from ..errors import ConfigError
 from ..kernels.ops.rounding import mix
 
 
-def seed_rounding(device: torch.device, *numbers: int) -> None:
-    """Make what dropout draws next a function of some numbers. Writes: the random state of the CPU and of a device."""
+def seed_rounding(*numbers: int) -> None:
+    """Make what dropout draws next a function of some numbers. Writes: the random state of the CPU and the accelerators."""
     seed = 0
     for number in numbers:
         seed = mix((seed + number) & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    random_state.seed_(seed)
 
 
 def choose_device(name: str) -> torch.device:

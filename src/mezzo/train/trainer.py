@@ -157,7 +157,7 @@ class Trainer:
         """
         marks, device = self._tokenizer, self._world.device
         own_rows = micro_batches(rows, self._num_micro_batches)[index]
-        seed_rounding(device, self._config.seed, self.position.step, index)
+        seed_rounding(self._config.seed, self.position.step, index)
         # A rank without rows runs one that does not count: averaging waits for the gradients of all.
         batch = hide_tokens(
             self._train.batch(own_rows or rows[:1]),

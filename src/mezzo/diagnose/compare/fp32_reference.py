@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...formats import widest
 from ...trace import Phase, StorageNotes, at, flat
 
 _MASK = 2.0**127
@@ -77,7 +78,7 @@ def power(reference: Tensor, actual: Tensor) -> tuple[float, float]:
 def _energy(tensor: Tensor) -> float:
     if tensor.numel() == 0:
         return 0.0
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=widest(tensor.device))) ** 2
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....formats import widest
+from ...rate import rate_on
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWRule:
@@ -46,13 +49,12 @@ def adamw_scalars(
 
     Syncs: no.
     """
-    wide = torch.float32 if step.device.type == "mps" else torch.float64
-    count = step.to(wide)
+    count = step.to(widest(step.device))
     # beta^t - 1, the corrections with their signs changed
     over1 = torch.expm1(count * math.log(rule.beta1)) if rule.beta1 > 0 else -torch.ones_like(count)
     over2 = torch.expm1(count * math.log(rule.beta2)) if rule.beta2 > 0 else -torch.ones_like(count)
     if isinstance(lr, Tensor):
-        rate = lr.detach().reshape(()).to(step.device, dtype)
+        rate = rate_on(step.device, lr, dtype)
         decay, size = (1 - rate * weight_decay).expand_as(step), rate / over1.to(dtype)
     else:
         decay = torch.full_like(step, 1 - lr * weight_decay, dtype=dtype)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...rate import rate_on
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SGDRule:
@@ -45,7 +47,7 @@ def sgd_scalars(
     if rule.momentum == 0 and not isinstance(lr, Tensor):
         return torch.full((*step.shape, 3), -lr, dtype=dtype, device=step.device)
     one = torch.ones_like(step, dtype=dtype)
-    rate = lr.detach().reshape(()).to(step.device, dtype) * one if isinstance(lr, Tensor) else one * lr
+    rate = rate_on(step.device, lr, dtype) * one if isinstance(lr, Tensor) else one * lr
     keep = torch.where(step == 1, 0 * one, one * rule.momentum)
     add = torch.where(step == 1, one, one * (1 - dampening))
     return torch.stack([-rate, keep, add], dim=-1)

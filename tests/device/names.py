@@ -1,0 +1,20 @@
+"""What the programs of this folder run, by name; without torch, for the tests that start them."""
+
+PRESETS = ("fp32", "bf16", "fp16", "bf16-master", "fp16-master")
+OPTIMIZERS = ("torch.AdamW", "mezzo.AdamW", "mezzo.SGD")
+WAYS = ("plain", "clip", "accumulation")
+STEPS = 8
+LOOKED_AT = 3
+"""The first steps, which mezzo looks at closely, with reads."""
+CHECKS = (
+    "flags_of_another_device_than_the_current_are_not_read_early",
+    "another_stream_than_the_default_works_alike",
+    "one_optimizer_steps_two_devices",
+    "a_rate_on_the_host_is_not_copied",
+    "a_batch_does_not_wait",
+    "a_trace_does_not_look_at_what_has_not_landed",
+    "a_device_without_fp64_runs",
+    "random_state_of_every_device_is_given_back",
+    "replay_knows_the_dropout_of_the_batch",
+    "a_checkpoint_goes_on_where_it_was",
+)

@@ -1,0 +1,56 @@
+"""What runs on a simulated accelerator: no wait on the healthy path, the CPU's bits, nothing read before it landed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from .names import CHECKS, OPTIMIZERS, PRESETS, STEPS, WAYS
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler to build the simulated accelerator with"),
+    pytest.mark.xdist_group("simulated accelerator"),
+]
+
+
+@functools.cache
+def output_of(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"tests.device.{program}"], capture_output=True, text=True, check=False
+    )
+
+
+@functools.cache
+def runs() -> dict[str, dict[str, Any]]:
+    done = output_of("program")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {run["case"]: run for run in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("case", [" ".join(parts) for parts in itertools.product(PRESETS, OPTIMIZERS, WAYS)])
+def test_a_healthy_step_never_waits_and_has_the_bits_of_the_cpu(case: str) -> None:
+    run = runs()[case]
+    assert not run["stops"], "\n".join(run["stops"])
+    assert run["sim"] == run["cpu"]
+    assert run["waits"] == []  # for flags that have landed
+
+
+@pytest.mark.parametrize("case", [" ".join(parts) for parts in itertools.product(PRESETS, OPTIMIZERS)])
+def test_flags_that_land_late_are_waited_for_once_a_step(case: str) -> None:
+    run = runs()[f"{case} plain"]
+    assert run["late"] == run["cpu"]
+    assert 0 < len(run["late_waits"]) <= STEPS
+    assert all(wait.startswith("wait: event") for wait in run["late_waits"])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_an_accelerator(name: str) -> None:
+    done = output_of("checks")
+    assert f"held {name}\n" in done.stdout, done.stderr[-4000:]

@@ -1,0 +1,50 @@
+"""How a group waits: with its time limit on the host, and not at all on an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mezzo.distributed.group import Group
+
+
+class Work:
+    """Writes down how it was waited for."""
+
+    def __init__(self) -> None:
+        self.limits: list[Any] = []
+
+    def wait(self, *limit: Any) -> None:
+        self.limits.append(limit)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Group(timeout=timedelta(seconds=3))
+    finally:
+        dist.destroy_process_group()
+
+
+COLLECTIVES: dict[str, Callable[[Group, Tensor], Any]] = {
+    "all_reduce": Group.sum_,
+    "all_gather": Group.gather,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(("device", "limits"), [("cpu", [(timedelta(seconds=3),)]), ("meta", [()])])
+def test_a_time_limit_is_for_the_host_alone(
+    name: str, device: str, limits: list[Any], group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work()
+    monkeypatch.setattr(dist, name, lambda *args, **kwargs: work)
+    COLLECTIVES[name](group, torch.zeros(2, device=device))
+    assert work.limits == limits
