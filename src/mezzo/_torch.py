@@ -25,8 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414  # exported
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket  # noqa: PLC0414  # exported
@@ -348,6 +347,14 @@ dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 without_autocast = torch._C._DisableAutocast
 
 
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """A mode that sees every op. Torch wraps those of others so that the first op imports the compiler, for two seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def node_number(node: Any) -> int:
     """Return the number of an autograd node, which is that of the op that made it."""
     return int(node._sequence_nr())
@@ -358,6 +365,11 @@ def unwrapped(tensor: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor is one of forward mode's zeros, which have a shape and no values; reading one crashes."""
+    return tensor._is_zerotensor()
 
 
 def is_compiler_loaded() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,11 +109,36 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
     return result
 
 
+def _evaluate_again(engine: Engine, optimizer: Optimizer, closure: Closure, scale: float) -> None:
+    """Evaluate a closure as its step did, up to the evaluation that met inf or NaN, and take the step back.
+
+    Writes: what it gives back. Syncs: at each evaluation.
+    """
+    before = _Snapshot(optimizer)
+
+    def evaluate() -> Any:
+        loss = closure()
+        grads = [p.grad for p in parameters(optimizer) if p.grad is not None]
+        if not all(bool(g.isfinite().all()) for g in grads):
+            raise _Void
+        for grad in grads:
+            grad.div_(scale)
+        return loss
+
+    try:
+        with engine.stepping():
+            optimizer.step(evaluate)
+    except _Void:
+        pass
+    finally:
+        before.restore_()
+
+
 def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip) -> StepResult:
     before = _Snapshot(optimizer)
     recovery = engine.recovery
     if recovery.guard.may_stop:
-        recovery.replay.keep_closure(closure)
+        recovery.replay.keep_closure(partial(_evaluate_again, engine, optimizer, closure))
     with ExitStack() as scope, engine.stepping():
         evaluations = _Evaluations(engine, optimizer, closure, clip, scope)
         try:

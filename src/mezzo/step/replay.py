@@ -94,7 +94,7 @@ class _Kept:
     """What a step was made of: its forwards, its closure where it had one, and what its loss did outside the model."""
 
     calls: list[_Call] = field(default_factory=list)
-    closure: Callable[[], object] | None = None
+    closure: Callable[[float], object] | None = None
     random: RandomState | None = None
     outside: Diagnosis | None = None
 
@@ -163,8 +163,8 @@ class Replay:
         finally:
             self._is_paused = False
 
-    def keep_closure(self, closure: Callable[[], object]) -> None:
-        """Keep the closure of the step in the making, which is run again whole."""
+    def keep_closure(self, closure: Callable[[float], object]) -> None:
+        """Keep what runs the step in the making again, given the loss scale its gradients carry."""
         self._now.closure, self._now.random = closure, random_state.get()
 
     def follow(self, step: int) -> None:
@@ -239,7 +239,7 @@ class Replay:
             return kept.outside
         self.is_running, self._ended_outside = True, False
         try:
-            found = rerun_traced(self._model, partial(self._again, kept, reason), step=step, scale=scale)
+            found = rerun_traced(self._model, partial(self._again, kept, reason, scale), step=step, scale=scale)
         except Exception as failure:  # the run is about to stop, and for a reason that must not be hidden
             _log.warning("the last batch could not be run again: %s: %s", type(failure).__name__, failure)
             return kept.outside
@@ -251,11 +251,11 @@ class Replay:
             found = replace(found, sentence=_OUTSIDE, fix=_OUTSIDE_FIX)
         return found
 
-    def _again(self, kept: _Kept, reason: Reason | None) -> None:
+    def _again(self, kept: _Kept, reason: Reason | None, scale: float) -> None:
         if kept.closure is not None:
             assert kept.random is not None
             random_state.set_(kept.random)
-            kept.closure()
+            kept.closure(scale)
             return
         outputs: list[Tensor] = []
         grads: list[Tensor] = []

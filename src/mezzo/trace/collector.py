@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, TorchDispatchMode, autograd_node, tree_map
+from .._torch import DispatchMode, OpOverload, autograd_node, tree_map
 from .context import TraceContext
 from .flushed_gradients import FlushWatch
 from .fp64_reference import Fp64Reference
@@ -38,7 +38,7 @@ def _has_nan(tensors: Iterable[Tensor]) -> bool:
     return any(bool(t.isnan().any()) for t in tensors)
 
 
-class Collector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class Collector(DispatchMode):
     """Sees every op that reaches torch's dispatcher: forward, backward, optimizer, the parts of composites.
 
     Every storage that received non-finite values carries the indices of the events they come from, so a bad

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, sparse_values, tree_map, unwrapped
+from .._torch import OpOverload, has_no_memory, sparse_values, tree_map, unwrapped
 
 _RENAMED = {
     "to_copy": "to",
@@ -125,7 +125,7 @@ def plain(tensor: Tensor) -> Tensor | None:
     """
     tensor = getattr(tensor, "_local_tensor", tensor)
     tensor = unwrapped(tensor)
-    if tensor.is_meta or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
+    if tensor.is_meta or has_no_memory(tensor) or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
         return None
     if tensor.layout is torch.sparse_coo:
         tensor = sparse_values(tensor)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._torch import OpOverload, TorchDispatchMode, autograd_node, tree_map
+from ..._torch import DispatchMode, OpOverload, autograd_node, tree_map
 from ...formats import LOW_DTYPES
 from ...trace import Call, Frame, Phase, Place, Site, TraceContext, flops_of, op_facts, plain, rerun_wide, tensors_in
 from .fp32_reference import Fp32Reference, Maker, Tally
@@ -58,7 +58,7 @@ def _draws(call: Call) -> bool:
     return call.facts.draws and not (is_attention and given.get("dropout_p", 0.0) == 0.0)
 
 
-class ComparingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class ComparingMode(DispatchMode):
     """Sees every op of a step and measures how far it is from fp32.
 
     The run itself is not changed: control flow, masks, indices and random draws are those of the policy's run, for

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._torch import OpOverload, TorchDispatchMode, storage_id
+from ..._torch import DispatchMode, OpOverload, storage_id
 from ...formats import LOW_DTYPES, dtype_name
 from ...trace import Site, TraceContext, flops_of, op_facts
 
@@ -50,7 +50,7 @@ class Counts:
         return min(self.up_casts, self.down_casts)
 
 
-class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class OpCounter(DispatchMode):
     """Counts ops by module while it is on.
 
     Args:
