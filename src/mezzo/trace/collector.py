@@ -19,10 +19,23 @@ from .frames import Owner, caller, is_called_from
 from .host_reads import HostReads, Read
 from .lines import LineWatch
 from .lint_rules import LintWatch
-from .measure import amax, full_rows, is_finite, numbers, offending_values, rerun, sanitised, tensor_facts, wide_results
+from .measure import (
+    amax,
+    first_bad,
+    full_rows,
+    is_finite,
+    numbers,
+    offending_values,
+    rerun,
+    sanitised,
+    tensor_facts,
+    whole_numbers,
+    wide_results,
+)
 from .ops import Call, op_facts
 from .records import Event, EventKind, Sink, SinkKind, Site
 from .reference_path import ReferencePath
+from .replacements import replacement_for
 from .storage_notes import StorageNotes
 from .updates import UpdateWatch
 
@@ -31,6 +44,8 @@ NO_CAUSE: Causes = frozenset()
 _CLIPS = "torch/nn/utils/clip_grad.py"
 _STOPS = 8
 """How often a program that catches the end it is given is ended again."""
+_SHARED = "torch/multiprocessing/reductions.py"
+_COLLATE = "torch/utils/data/_utils/collate.py"
 _METRICS = frozenset({"div", "mean", "std", "var", "reciprocal", "corrcoef", "floor_divide"})
 
 
@@ -78,6 +93,7 @@ class Collector(DispatchMode):
         self._causes: StorageNotes[Causes] = StorageNotes()
         self._reads = HostReads(self._causes)
         self._pending_reads: list[Sink] = []
+        self._shared: StorageNotes[bool] = StorageNotes()
         self._scalars: StorageNotes[Causes] = StorageNotes()
         self.skipped = self.backwards = 0
         self._was_updated = False
@@ -107,7 +123,10 @@ class Collector(DispatchMode):
         site = self.context.site(facts.name)
         self.ops += 1
         if facts.makes_nothing:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if facts.name == "set" and isinstance(out, Tensor) and is_called_from(_SHARED):
+                self._shared.note(out, True)
+            return out
         if facts.name == "ones_like" and self.context.is_backward_root():
             self._on_loss(args[0], site)
         if facts.name == "local_scalar_dense":
@@ -278,6 +297,10 @@ class Collector(DispatchMode):
     def _leaf(self, call: Call, site: Site, name: str, tensor: Tensor) -> Causes:
         original = call.original(tensor)
         called = self.context.name_of(original) or f"argument {name!r} of {call.facts.name}, made outside the trace"
+        if self._shared.get(original):
+            called = called.replace(", made outside the trace", "") + ", from a DataLoader worker,"
+        elif is_called_from(_COLLATE):
+            called = f"batch of a DataLoader: its sample {name}"
         causes = self._event(call, site, [tensor], "leaf", leaf=called)
         self._causes.note(original, causes)
         return causes
@@ -302,12 +325,19 @@ class Collector(DispatchMode):
             outputs=tuple(tensor_facts(n or f"result {i}", t) for i, (n, t) in enumerate(zip(names, bad, strict=True))),
             parents=parents,
             wide=wide_results(call.func, call.facts, args, kwargs, bad[0].dtype) if kind == "source" else (),
-            offending=offending_values(call.inputs, bad[0]) if computed else (),
+            offending=(*offending_values(call.inputs, bad[0]), *whole_numbers(call.facts, call.args))
+            if computed
+            else (),
+            where=first_bad(bad[0]) if computed else (),
             full_rows=full_rows(call.facts, call.args, call.inputs) if computed else 0,
             loss_scale=self.context.loss_scale if site.phase == "backward" else 1.0,
             flush=judged[1],
             reference=judged[0],
             leaf=leaf or (given if kind == "constant" else ""),
+            replacement=replacement_for(site.op, [t for _, t in call.inputs])
+            if kind == "source" and site.phase == "forward"
+            else "",
+            is_local_enough=computed and self.reference.is_local_enough(call),
             tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),
         )
         self.events.append(event)

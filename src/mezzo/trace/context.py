@@ -103,7 +103,7 @@ class TraceContext:
         self.step = step
         self.loss_scale = 1.0
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.is_optimizer_running = False
+        self.is_optimizer_running = self.has_closure = False
         self.last_gradient_of: Tensor | None = None
         self._told_root = on_root
         self._step_ended = False
@@ -136,7 +136,9 @@ class TraceContext:
         here = locate(node is not None)
         if node is None or here.is_recompute:
             place = self.modules.place
-            is_update = self.is_optimizer_running and self.modules.is_outside and node is None
+            # a closure's loss is forward, as in LBFGS
+            in_closure = self.has_closure and torch.is_grad_enabled()
+            is_update = self.is_optimizer_running and not in_closure and self.modules.is_outside and node is None
             site = self._site("optimizer" if is_update else "forward", place, here.user, here.library, op)
             self._remember(site, next_node_number() - 1)
             return site

@@ -22,6 +22,8 @@ fp16 has 30 normal binades, 2^-14 to 2^16, and the elements of one gradient spre
 """
 STEADY = 0.8
 """Share of layers that must move the same way: a jump at one layer is a fault of that layer, not of depth."""
+_DIVERGED = 1e3
+"""Growth of the largest output over a few steps at which training diverges."""
 PER_LAYER = 0.5
 """Binades per layer that count as growth when a layer overflows: a factor of sqrt(2)."""
 
@@ -122,6 +124,9 @@ def grew_into(event: Event, sizes: Iterable[Size]) -> Trend | None:
     format's limit within two more layers.
     """
     limit = math.log2(format_of(parse_dtype(event.outputs[0].dtype)).max)
+    beyond = _beyond_fp32(event, sizes)
+    if beyond is not None:
+        return beyond
     for (kind, pattern, cls, step), chain in chains(sizes).items():
         if kind != "output" or step != event.site.step or event.site.phase != "forward":
             continue
@@ -137,6 +142,35 @@ def grew_into(event: Event, sizes: Iterable[Size]) -> Trend | None:
         if slope >= PER_LAYER and _is_steady(logs, PER_LAYER / 2) and logs[-1] + 2 * slope >= limit - slope:
             return Trend(kind="output", pattern=pattern, cls=cls, sizes=tuple(s.rms for s in finite), step=step)
     return None
+
+
+def _beyond_fp32(event: Event, sizes: Iterable[Size]) -> Trend | None:
+    """Return steady growth that fp32 does not survive either: the sizes of an fp32 run, carried on past the overflow."""
+    for (kind, pattern, cls, step), chain in chains(sizes).items():
+        bad = next((s for s in chain if s.nonfinite), None)
+        if kind != "output" or step != event.site.step or bad is None or not _is_on_the_way(event, pattern, bad):
+            continue
+        values = [s.reference if s.nonfinite and s.reference is not None else s.amax for s in chain]
+        finite = [v for v in itertools.takewhile(math.isfinite, values)]
+        if not LAYERS <= len(finite) < len(chain) or (
+            math.isnan(values[len(finite)]) and chain[len(finite)].reference is None
+        ):
+            continue
+        logs = [_log(v) for v in finite]
+        if (logs[-1] - logs[0]) / (len(logs) - 1) >= PER_LAYER and _is_steady(logs, PER_LAYER / 2):
+            return Trend(kind="output", pattern=pattern, cls=cls, sizes=tuple(finite), step=step)
+    return None
+
+
+def grew_over_steps(sizes: Iterable[Size], step: int) -> bool:
+    """Say whether module outputs grew a thousandfold over the steps before one, the last ones always."""
+    largest: dict[int, float] = {}
+    for s in sizes:
+        if s.kind == "output" and s.step <= step and math.isfinite(s.amax):
+            largest[s.step] = max(largest.get(s.step, 0.0), s.amax)
+    values = [largest[n] for n in sorted(largest)][-4:]
+    grows = len(values) > 1 and all(b > 2 * a for a, b in itertools.pairwise(values))
+    return grows and values[-1] > _DIVERGED * values[0]
 
 
 def _is_on_the_way(event: Event, pattern: str, bad: Size) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .depth import Trend, grew_into, trends
-from .fix import Fix, fix_for
+from .depth import Trend, grew_into, grew_over_steps, trends
+from .fix import DIVERGED, STEPPED, Fix, fix_for
 from .records import Event, Flush, FlushedGradient, Frame, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
 from .verdict import Verdict, number, verdict_of
 
@@ -140,6 +140,11 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
     if trend is not None:
         verdict, why = "exploding", f"{trend} {why}"
     site = event.site
+    fix = fix_for(verdict, event)
+    if verdict == "loss-scale" and any(s.kind in ("parameter", "buffer") for s in sinks):
+        fix = Fix(edit="", advice=STEPPED)
+    elif verdict == "overflow" and not fix.edit and grew_over_steps(record.sizes, site.step):
+        fix = Fix(edit="", advice=DIVERGED)
     return Finding(
         verdict=verdict,
         phase=site.phase,
@@ -155,7 +160,7 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
         inputs=event.inputs,
         outputs=event.outputs,
         why=why,
-        fix=fix_for(verdict, event),
+        fix=fix,
         reached=tuple(dict.fromkeys(f"{s.kind} {s.name}".replace("loss loss", "loss") for s in sinks)),
         flush=event.flush if verdict == "underflow" else None,
         steps=tuple(sorted({s.step for s in sinks})),

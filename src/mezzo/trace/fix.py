@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..formats import LOW_DTYPES, dtype_name, format_of
+from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
 from ..policy import ModuleRule, Rule, write_module_rule, write_op_rule
 from ..policy.table import known_ops
-from .records import Event
+from .ops import plain_name
+from .records import Event, Site
+from .replacements import bound
 from .verdict import Verdict, narrow_dtype, number
 
 _LOW_NAMES = tuple(dtype_name(d) for d in LOW_DTYPES)
@@ -20,15 +23,21 @@ class Fix:
     Attributes:
         edit: a policy edit, as `Policy.parse` reads it after a preset; empty where precision is not the cause.
         advice: one sentence.
+        tried: what running it on the values that failed has given; empty where it could not be tried: an idea.
     """
 
     edit: str
     advice: str
+    tried: str = ""
 
 
 def policy_edit(event: Event) -> str:
     """Return the smallest fp32 rule that covers an event: its module, else its op; empty if no rule can name it."""
-    site = event.site
+    return edit_of(event.site)
+
+
+def edit_of(site: Site) -> str:
+    """Return the smallest fp32 rule that covers what ran at a place."""
     if site.module and "<" not in site.module:
         return write_module_rule(ModuleRule(pattern=site.module, precision=Rule.FP32))
     known = next((name for name in (site.called, site.op) if name in known_ops()), None)
@@ -36,80 +45,133 @@ def policy_edit(event: Event) -> str:
 
 
 _SINGULAR = {
-    "log": "bound the argument: log(x.clamp(min={tiny}))",
-    "log2": "bound the argument: log2(x.clamp(min={tiny}))",
-    "log10": "bound the argument: log10(x.clamp(min={tiny}))",
-    "div": "bound the divisor away from 0: x / y.clamp(min={tiny}), or divide only where it is not 0",
-    "reciprocal": "bound the argument: 1 / x.clamp(min={tiny})",
-    "rsqrt": "bound the argument: (x + eps).rsqrt() with eps of at least {tiny}",
-    "sqrt": "its derivative at 0 is infinite: sqrt(x.clamp(min={tiny})) or sqrt(x + eps)",
-    "pow": "bound the base away from 0: x.clamp(min={tiny}).pow(p)",
-    "acos": "keep the argument inside (-1, 1): acos(x.clamp(-1 + {eps}, 1 - {eps}))",
-    "asin": "keep the argument inside (-1, 1): asin(x.clamp(-1 + {eps}, 1 - {eps}))",
-    "atanh": "keep the argument inside (-1, 1): atanh(x.clamp(-1 + {eps}, 1 - {eps}))",
-    "logit": "give logit an eps: logit(x, eps={eps})",
+    "pow": "bound the base away from 0: x.clamp(min={eps:g}).pow(p)",
     "std": "a spread of 0 or of a single number has no finite result or derivative; add eps before the root",
     "var": "the variance of a single number is 0/0; use unbiased=False or more samples",
-    "linalg_vector_norm": "the norm of a zero vector has no derivative: sqrt(x.square().sum() + eps)",
+    "linalg_vector_norm": "the norm of a zero vector has no derivative: sqrt(x.square().sum() + {square:g})",
+    "hypot": "it has no derivative at (0, 0): sqrt(x * x + y * y + {square:g})",
+    "atan2": "it has no derivative at (0, 0): mask such elements before it",
+    "linalg_svd": "equal singular values have no derivative of their vectors; use svdvals, or separate them",
+    "linalg_eigh": "equal eigenvalues have no derivative of their vectors; use eigvalsh, or separate them",
+    "ctc_loss": "a target is longer than its input allows: drop such samples, or ctc_loss(..., zero_infinity=True)",
     "softmax": "a fully masked row has no softmax: keep one entry, or mask with torch.finfo(x.dtype).min",
     "log_softmax": "a fully masked row has no softmax: keep one entry, or mask with torch.finfo(x.dtype).min",
     "logsumexp": "the sum over nothing is 0: keep one entry, or mask with torch.finfo(x.dtype).min",
-}
-_AFTER = {
     "mean": "the mean of no elements is 0/0; check that the selection is not empty",
     "nll_loss": "every target is ignored, so the mean is 0/0; drop such batches or use reduction='sum'",
     "nll_loss_forward": "every target is ignored, so the mean is 0/0; drop such batches or use reduction='sum'",
+    "log": "bound the argument: log(x.clamp(min={eps:g}))",
+    "div": "bound the divisor away from 0, or divide only where it is not 0",
+    "sqrt": "its derivative at 0 is infinite: x.clamp(min={square:g}).sqrt()",
+    "rsqrt": "bound the argument: x.clamp(min={eps:g}).rsqrt()",
 }
+_SCALER = (
+    "nothing, if the scaler halves the scale and the next steps are clean; else compute the loss in fp32 and lower the first "
+    "scale."
+)
+_LAYERS = "normalise between layers or scale the residual branch; a wider format only delays it."
+STEPPED = (
+    "the optimizer took the step with these gradients: load the last good checkpoint, and step through "
+    "scaler.step(optimizer), which leaves such steps out."
+)
+"""For a loss scale that was too high and that nobody guarded."""
+DIVERGED = "sizes grew from step to step before this: lower the learning rate, warm it up, or clip the gradients."
+"""For an overflow at the end of steps that grew."""
+_ROOTS = frozenset({"sqrt", "rsqrt", "log", "log2", "log10", "pow"})
 
 
 def fix_for(verdict: Verdict, event: Event) -> Fix:
     """Return what removes a fault of this kind."""
-    if verdict == "overflow":
-        return _fix_overflow(event)
-    if verdict == "underflow":
-        return _fix_underflow(event)
-    if verdict == "singularity":
-        return Fix(edit="", advice=_singular_advice(event))
-    if verdict == "loss-scale":
-        return Fix(edit="", advice="nothing, if the scaler halves the scale and the next steps are clean; "
-                    "else compute the loss in fp32 and lower the first scale.")  # fmt: skip
-    if verdict == "inherited":
-        return Fix(edit="", advice=_inherited_advice(event))
-    return Fix(edit="", advice="normalise between layers or scale the residual branch; a wider format only delays it.")
+    if event.site.phase == "optimizer" and verdict in ("underflow", "singularity"):
+        return _fix_update(event)
+    fixes: dict[Verdict, Callable[[Event], Fix]] = {
+        "overflow": _fix_overflow,
+        "underflow": _fix_underflow,
+        "singularity": _fix_singularity,
+        "inherited": lambda e: Fix(edit="", advice=_inherited_advice(e)),
+        "loss-scale": lambda _: Fix(edit="", advice=_SCALER),
+        "exploding": lambda _: Fix(edit="", advice=_LAYERS),
+    }
+    return fixes[verdict](event)
+
+
+def _fix_update(event: Event) -> Fix:
+    """Fix an optimizer that divides by a moment that is 0: no policy rule reaches its arithmetic."""
+    dtype = event.outputs[0].dtype
+    if dtype in _LOW_NAMES:
+        return Fix(edit="", advice=f"the optimizer computes in {dtype}, the format of its weights, where its eps is 0: keep the "
+                    "weights in fp32, or let mezzo.optim keep masters (params and master=split in the policy).")  # fmt: skip
+    return Fix(edit="", advice="give the optimizer an eps above 0, for example eps=1e-8.")
 
 
 def _fix_overflow(event: Event) -> Fix:
     if event.site.op == "to" and event.site.phase == "backward":
         return Fix(edit="", advice=f"the gradient is narrowed on its way out of {event.site.path}, because what feeds it "
                     "is 16 bit: give that, the module or op before it, an fp32 rule too.")  # fmt: skip
-    widest = next((w.dtype for w in event.wide if w.is_finite), "")
-    if event.outputs[0].dtype in _LOW_NAMES and widest in ("fp32", ""):
+    widest = next((w for w in event.wide if w.is_finite), None)
+    if event.outputs[0].dtype in _LOW_NAMES and (widest is None or widest.dtype == "fp32"):
         return Fix(
             edit=policy_edit(event),
             advice="what reads values this large needs fp32 too, up to the next normalisation; or use bf16, whose range "
             "is that of fp32, or scale the inputs down.",
+            tried=""
+            if widest is None
+            else f"{event.site.op} in fp32 on these values: finite, up to {number(widest.amax)}",
         )
+    if event.site.op == "ctc_loss":
+        return Fix(edit="", advice=_SINGULAR["ctc_loss"] + ".")
     return Fix(edit="", advice="no policy repairs this: the value does not fit fp32. Bound the argument, or rewrite the "
-                "expression (logsumexp for log of a sum of exp, log-space products).")  # fmt: skip
+                "expression (logsumexp for log of a sum of exp, log-space products). If sizes grew over the steps before, "
+                "lower the learning rate.")  # fmt: skip
 
 
 def _fix_underflow(event: Event) -> Fix:
+    """Fix a loss of precision where it happened, and in the op that failed on it."""
     flush = event.flush
-    assert flush is not None
-    edit = policy_edit(event)
-    if flush.constant is not None:
-        tiny = number(format_of(narrow_dtype(event)).tiny)
-        return Fix(edit=edit, advice=f"or write a constant of at least {tiny}, the smallest normal {flush.dtype}.")
-    return Fix(edit=edit, advice=f"or bound the result of {flush.site.op} away from 0.")
+    sites = [event.site] if flush is None else [*flush.made_by, flush.site, event.site]
+    edit = ", ".join(dict.fromkeys(e for site in sites if (e := edit_of(site))))
+    advice = f"or bound the argument of {event.site.op} away from where it has no value."
+    if flush is not None and flush.constant is not None:
+        tiny = number(format_of(parse_dtype(flush.dtype)).tiny)
+        advice = f"or write a constant of at least {tiny}, the smallest normal {flush.dtype}."
+    elif flush is not None:
+        advice = f"or bound the result of {flush.site.op} away from 0."
+    tried = (
+        f"{flush.site.op} and {event.site.op} in fp32 on these values: finite"
+        if flush and event.is_local_enough
+        else ""
+    )
+    return Fix(edit=edit, advice=advice, tried=tried)
+
+
+def _fix_singularity(event: Event) -> Fix:
+    if event.replacement:
+        return Fix(
+            edit="",
+            advice=f"write {event.replacement}{_cancelled(event)}.",
+            tried=f"{event.replacement} on these values: finite, and so are its gradients",
+        )
+    return Fix(edit="", advice=_singular_advice(event))
+
+
+def _cancelled(event: Event) -> str:
+    """Say what a negative argument of a root or logarithm comes from."""
+    value = dict(event.offending).get("self", 0.0)
+    if event.site.op not in _ROOTS or value >= 0:
+        return ""
+    return "; an argument below 0 is what a difference of nearly equal numbers leaves, such as E[x^2] - E[x]^2"
 
 
 def _singular_advice(event: Event) -> str:
-    facts = format_of(narrow_dtype(event))
-    name = event.site.op if event.site.op in _SINGULAR else event.kernel.split(".")[-1].strip("_")
-    if event.full_rows:
-        name = "softmax"
-    text = _AFTER.get(event.site.op) or _SINGULAR.get(name) or "bound the arguments so that the result exists"
-    return text.format(tiny=number(facts.tiny), eps=number(facts.eps)) + "."
+    eps = bound(narrow_dtype(event))
+    is_forward = event.site.phase == "forward"
+    names = [event.site.op, event.site.called] + [plain_name(event.kernel)] * is_forward
+    name = "softmax" if event.full_rows else next((n for n in names if n in _SINGULAR), "")
+    if not name:
+        values = ", ".join(f"{n}={number(v)}" for n, v in event.offending)
+        what = "value" if is_forward else "derivative"
+        return f"{event.site.op} has no {what}{' at ' + values if values else ''}: mask such elements before it, or bound them."
+    return _SINGULAR[name].format(eps=eps, square=eps**2) + "."
 
 
 def _inherited_advice(event: Event) -> str:
@@ -120,5 +182,6 @@ def _inherited_advice(event: Event) -> str:
         "parameter": "load or initialise the parameter again; its gradient is not the cause.",
         "buffer": "reset the buffer; running statistics go bad when an overflowing forward updates them.",
         "input": "check the data: this batch holds the value.",
+        "batch": "check the data: clean or drop such samples in the Dataset, before they are batched.",
         "optimizer": "clear the optimizer's state, or load an older checkpoint.",
     }.get(kind, "check where this tensor was made.")

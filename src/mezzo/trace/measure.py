@@ -208,6 +208,22 @@ def offending_values(inputs: list[tuple[str, Tensor]], bad: Tensor) -> tuple[tup
     return tuple(found)
 
 
+def first_bad(bad: Tensor) -> tuple[int, ...]:
+    """Return the index of the first non-finite element of a result. Syncs: yes."""
+    where = (~_readable(bad).isfinite()).nonzero()
+    return tuple(where[0].tolist()) if len(where) else ()
+
+
+def whole_numbers(facts: OpFacts, args: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
+    """Return the numbers and whole-number scalars among an op's arguments, by name. Syncs: yes."""
+    found = []
+    for name, value in zip(facts.arguments, args, strict=False):
+        is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point()
+        if is_scalar or (isinstance(value, int) and not isinstance(value, bool) and name == "other"):
+            found.append((name, float(value)))
+    return tuple(found)
+
+
 def full_rows(facts: OpFacts, args: tuple[Any, ...], inputs: list[tuple[str, Tensor]]) -> int:
     """Count the rows of a softmax-like op in which every input is -inf. Syncs: yes."""
     if facts.name not in SOFTMAX_LIKE or not inputs:

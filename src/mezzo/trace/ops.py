@@ -100,7 +100,7 @@ def op_facts(func: OpOverload[Any, Any]) -> OpFacts:
         name=name,
         kernel=schema.name.replace("::", "."),
         arguments=tuple(a.name for a in schema.arguments),
-        makes_nothing=is_view or name in _GARBAGE,
+        makes_nothing=is_view or name in _GARBAGE or name == "set",
         writes=frozenset(writes),
         overwrites=bool(outs) or (name in _OVERWRITES and base.endswith("_")),
         draws=torch.Tag.nondeterministic_seeded in func.tags,

@@ -132,6 +132,7 @@ class Flush:
         wide_amax: largest lost magnitude.
         constant: the number written in the code that rounds to 0, None if it was no constant.
         is_cancellation: no op flushed it: operands that 16 bit had rounded came out equal.
+        made_by: where such operands were made.
     """
 
     site: Site
@@ -141,6 +142,7 @@ class Flush:
     wide_amax: float
     constant: float | None
     is_cancellation: bool = False
+    made_by: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +164,9 @@ class Event:
         flush: the flush to zero an input came through.
         reference: the op on fp32 values carried from the inputs of the program; None where they are not known.
         tracked: an input leads to gradients.
+        where: index of the first non-finite element of the result.
+        replacement: an expression that was run in the op's place and is finite; empty where none is known.
+        is_local_enough: with the op that flushed in fp32, and no more, this one is finite.
         leaf: what the tensor is called, for leaves; the number, for constants.
     """
 
@@ -180,6 +185,9 @@ class Event:
     leaf: str
     reference: Wide | None = None
     tracked: bool = True
+    where: tuple[int, ...] = ()
+    replacement: str = ""
+    is_local_enough: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +225,7 @@ class Size:
         nonfinite: count.
         step: as in `Site`.
         call: how many calls of the same module came before, in this step.
+        reference: largest magnitude in an fp32 run, where it is known to differ; inf where that overflows too.
     """
 
     kind: Literal["output", "gradient"]
@@ -229,6 +238,7 @@ class Size:
     nonfinite: int
     step: int
     call: int
+    reference: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,6 +60,8 @@ class ReferencePath:
     def __init__(self) -> None:
         self._wide = WideValues()
         self._flushes: StorageNotes[Flush] = StorageNotes()
+        self._local = WideValues()
+        self._makers: StorageNotes[Site] = StorageNotes()
         self._low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
@@ -75,6 +77,7 @@ class ReferencePath:
     def clear(self) -> None:
         """Start anew: what memory holds now is what the next step begins with."""
         self._wide, self._flushes, self._tape = WideValues(), StorageNotes(), []
+        self._local, self._makers = WideValues(), StorageNotes()
 
     def _known(self, call: Call) -> dict[int, Tensor]:
         found = ((id(t), self._wide.get(call.original(t))) for _, t in call.inputs)
@@ -105,9 +108,12 @@ class ReferencePath:
             if bool(lost.any()):
                 local = local or run_in_fp32(call, {}) or wide
                 self._flushes.note(tensor, self._flush(call, site, tensor, lost, value, local[i], inherited))
+                self._local.put(tensor, local[i])
             elif not call.facts.writes:
                 self._flushes.forget(tensor)
             self._wide.put(tensor, value)
+            if tensor.dtype in LOW_DTYPES and call.facts.name != "to":
+                self._makers.note(tensor, site)
         return wide
 
     @staticmethod
@@ -141,6 +147,19 @@ class ReferencePath:
             wide_amax=amax(wide[lost]),
             constant=vanishing_constant(call, dtype) if is_here else None,
             is_cancellation=not is_here,
+            made_by=() if is_here else self._made_by(call),
+        )
+
+    def _made_by(self, call: Call) -> tuple[Site, ...]:
+        found = [self._makers.get(call.original(t)) for _, t in call.inputs]
+        return tuple(dict.fromkeys(site for site in found if site is not None))
+
+    def is_local_enough(self, call: Call) -> bool:
+        """Say whether an op is finite once the ops that made its operands ran in fp32 on what they were given. Syncs: yes."""
+        values = {id(t): v for _, t in call.inputs if (v := self._local.get(call.original(t))) is not None}
+        wide = run_in_fp32(call, values) if values else None
+        return wide is not None and all(
+            math.isfinite(amax(w[~t.isfinite()])) for t, w in zip(call.out, wide, strict=True)
         )
 
     def enter_node(self, node: object, call: Call) -> None:

@@ -134,7 +134,9 @@ def _finding(f: Finding) -> list[Block]:
         pairs.append(("reached", ", ".join(f.reached[:3]) + more))
     if f.fix.edit:
         pairs.append(("policy edit", f.fix.edit))
-    pairs.append(("fix", f.fix.advice))
+    pairs.append(("fix" if f.fix.tried else "idea", f.fix.advice))
+    if f.fix.tried:
+        pairs.append(("tried", f"{f.fix.tried}."))
     heading = Heading(
         text=f"{f.verdict}: {f.op}, {f.phase}, module {f.path}, step {f.step}{times}",
         tone="bad" if f.is_fault else "plain",

@@ -19,7 +19,7 @@ from ..formats import dtype_name
 from .collector import Collector
 from .context import TraceContext
 from .findings import find, is_mostly_flushed
-from .measure import is_finite, rms, tensor_facts
+from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, tensors_in
 from .ops import plain
 from .pending_outputs import PendingOutputs
@@ -245,6 +245,11 @@ class Trace:
             if not grad:
                 self._collector.sink("output", name, tensor)
 
+    def _reference(self, tensor: Tensor, nonfinite: int) -> float | None:
+        """Return the size of a tensor in an fp32 run; only where it is needed."""
+        wide = self._collector.reference.get(tensor) if nonfinite else None
+        return None if wide is None else amax(wide)
+
     def _size(self, kind: Any, name: str, cls: str, key: int, tensor: Tensor, root: str = "") -> None:
         call = self._calls.get((key, self._context.step), 0)
         self._calls[key, self._context.step] = call + 1
@@ -261,6 +266,7 @@ class Trace:
                 nonfinite=facts.nonfinite,
                 step=self._context.step,
                 call=call,
+                reference=self._reference(tensor, facts.nonfinite),
             )
         )
 
@@ -277,6 +283,8 @@ class Trace:
             self._on_gradient(p)
         self._settle_step()
         self._context.is_optimizer_running = True
+        # torch hands a pre-hook the optimizer as the first argument too
+        self._context.has_closure = any(callable(a) and a is not optimizer for a in (*args, *kwargs.values()))
         with self._collector.aside():
             self._collector.updates.begin(optimizer)
 

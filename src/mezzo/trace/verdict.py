@@ -114,7 +114,19 @@ def _never_finite(event: Event) -> tuple[Verdict, str]:
     if not has_nan and event.kernel.split(".")[-1].strip("_").removeprefix("foreach_") in _ENTIRE:
         return "overflow", f"the result is larger than any format holds{', at ' + values if values else ''}."
     tried = " and ".join(w.dtype for w in event.wide) or "its own format"
-    return "singularity", f"not finite in {tried} either{': at ' + values if values else ''}."
+    return "singularity", f"not finite in {tried} either{': at ' + values if values else ''}{_column(event)}."
+
+
+def _column(event: Event) -> str:
+    """Name the column in which a divisor that is shared by all rows is 0."""
+    zero = {name for name, value in event.offending if value == 0}
+    width = event.outputs[0].shape[-1:]
+    shared = [
+        t for t in event.inputs if t.name in zero and t.shape[-1:] == width and math.prod(t.shape) == math.prod(width)
+    ]
+    if not shared or len(event.outputs[0].shape) < 2 or not event.where:
+        return ""
+    return f"; column {event.where[-1]} is the same in all rows, or empty: its {shared[0].name} is 0"
 
 
 def _low_name(event: Event) -> str:
