@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import DispatchMode, OpOverload, autograd_node, tree_map
+from .._torch import DispatchMode, OpOverload, autograd_node, tree_leaves, tree_map
 from .context import TraceContext
 from .flushed_gradients import FlushWatch
 from .fp64_reference import Fp64Reference
@@ -334,7 +334,9 @@ class Collector(DispatchMode):
             flush=judged[1],
             reference=judged[0],
             leaf=leaf or (given if kind == "constant" else ""),
-            replacement=replacement_for(site.op, [t for _, t in call.inputs])
+            replacement=replacement_for(
+                site.op, [call.original(t) for t in tree_leaves(call.args) if isinstance(t, Tensor)]
+            )
             if kind == "source" and site.phase == "forward"
             else "",
             is_local_enough=computed and self.reference.is_local_enough(call),

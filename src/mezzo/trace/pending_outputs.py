@@ -48,6 +48,22 @@ class PendingOutputs:
         return [sink for _, _, sink in found]
 
 
+def leaves_behind(loss: Tensor) -> list[Tensor]:
+    """Return the tensors whose gradients a backward from `loss` will bring, those of no module among them."""
+    seen: set[Any] = set()
+    todo: list[Any] = [loss.grad_fn]
+    found: list[Tensor] = []
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            found.append(variable)
+        todo += [following for following, _ in node.next_functions]
+    return found
+
+
 def _nodes_behind(loss: Tensor, first: int) -> set[int]:
     """Return the numbers of the autograd nodes that lead to a loss, of those made since the one numbered `first`."""
     seen: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -78,11 +79,11 @@ def _offers(op: str, inputs: list[Tensor]) -> Iterator[Replacement]:
 
 
 def works(replacement: Replacement, inputs: list[Tensor]) -> bool:
-    """Say whether an expression is finite on these values, and its gradients too. Syncs: yes."""
-    with torch.enable_grad():
-        leaves = [t.detach().clone().requires_grad_() for t in inputs[: replacement.count]]
-        out = replacement.run(*leaves)
-        grads = torch.autograd.grad(out.float().sum(), leaves, allow_unused=True)
+    """Say whether an expression is finite on these values, and the gradients of those that want one too. Syncs: yes."""
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs[: replacement.count]]
+    wanted = [t for t in leaves if t.requires_grad]
+    out = replacement.run(*leaves)
+    grads = torch.autograd.grad(out.float().sum(), wanted, allow_unused=True) if wanted else ()
     finite = all(bool((g.isfinite() & (g.abs() < _LARGEST)).all()) for g in grads if g is not None)
     return finite and bool(out.isfinite().all())
 
@@ -92,16 +93,25 @@ def replacement_for(op: str, inputs: list[Tensor]) -> str:
 
     Args:
         op: plain name.
-        inputs: its floating inputs, finite.
+        inputs: its tensors, finite.
 
     Returns:
         The expression; empty where none is known or none works.
 
     Syncs: yes.
     """
-    if not inputs or not all(bool(t.isfinite().all()) for t in inputs):
+    if not inputs or not inputs[0].is_floating_point() or not all(bool(t.isfinite().all()) for t in inputs):
         return ""
-    try:
-        return next((r.text for r in _offers(op, inputs) if works(r, inputs)), "")
-    except RuntimeError:  # shapes or formats that the expression does not take
-        return ""
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            found.extend(r.text for r in _offers(op, inputs) if works(r, inputs))
+        except RuntimeError:  # shapes or formats that the expression does not take
+            pass
+
+    # inside a dispatch mode autograd records nothing; another thread has neither the mode nor that state
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0] if found else ""

@@ -22,7 +22,7 @@ from .findings import find, is_mostly_flushed
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, tensors_in
 from .ops import plain
-from .pending_outputs import PendingOutputs
+from .pending_outputs import PendingOutputs, leaves_behind
 from .records import FlushedGradient, Size, TraceRecord
 from .trace_report import TraceReport
 
@@ -168,6 +168,7 @@ class Trace:
     def _on_loss(self, loss: Tensor) -> None:
         self._was_loss_seen = True
         self._pending.differentiated(loss)
+        self._follow(*leaves_behind(loss))
 
     def _settle_step(self) -> None:
         """Judge the gradients of a step, once they have all arrived."""

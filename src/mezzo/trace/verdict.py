@@ -124,7 +124,7 @@ def _column(event: Event) -> str:
     shared = [
         t for t in event.inputs if t.name in zero and t.shape[-1:] == width and math.prod(t.shape) == math.prod(width)
     ]
-    if not shared or len(event.outputs[0].shape) < 2 or not event.where:
+    if event.site.phase != "forward" or not shared or len(event.outputs[0].shape) < 2 or not event.where:
         return ""
     return f"; column {event.where[-1]} is the same in all rows, or empty: its {shared[0].name} is 0"
 
