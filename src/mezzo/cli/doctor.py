@@ -13,6 +13,7 @@ from ..diagnose.doctor import ScriptRun, check_up, trace_script
 from ..errors import ConfigError
 from ..report import Report, terminal
 
+_LONGEST = 200
 HEALTHY, FAULTY, BAD_INPUT, UNSEEN, UNTRACED = 0, 1, 2, 3, 4
 
 
@@ -33,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="MODULE:FUNCTION",
                         help="look at the (model, batch) or (model, batch, loss_fn) that a function returns")  # fmt: skip
     parser.add_argument("--policy", default="auto", help="the policy for --model; default: %(default)s")
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="the script is a module, as python -m takes it"
+    )
     parser.add_argument("script", nargs="?", help="path of the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
@@ -48,9 +52,14 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _code(run: ScriptRun) -> int:
-    if not run.report.record.ops and run.error is None:
-        return UNTRACED
+    if not run.report.record.ops:
+        return UNTRACED if run.error is None else UNSEEN
     return {"faulty": FAULTY, "healthy": HEALTHY, "not enough seen": UNSEEN}[run.report.answer]
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(repr(error).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _tell_end(run: ScriptRun) -> None:
@@ -58,7 +67,10 @@ def _tell_end(run: ScriptRun) -> None:
     if run.error is not None and not isinstance(run.error, SystemExit):
         print("".join(traceback.format_exception(run.error)), file=sys.stderr, end="")
     if run.error is not None:
-        print(f"mezzo doctor: the script ended by itself with {run.error!r}.", file=sys.stderr)
+        print(f"mezzo doctor: the script ended by itself with {_short(run.error)}.", file=sys.stderr)
+    if run.children:
+        told = ", ".join(f"rank {r.record.rank} {r.answer}" for r in run.children)
+        print(f"mezzo doctor: {len(run.children)} processes of the script were traced: {told}.", file=sys.stderr)
     if run.stopped:
         print(f"mezzo doctor: the script was ended {run.stopped}.", file=sys.stderr)
 
@@ -97,7 +109,13 @@ def run(argv: Sequence[str]) -> int:
             report: Report = check_up(options.model, options.policy)
             code = HEALTHY if report.is_healthy else FAULTY
         else:
-            traced = trace_script(options.script, options.args, steps=options.steps, stop_at_fault=not options.all)
+            traced = trace_script(
+                options.script,
+                options.args,
+                steps=options.steps,
+                stop_at_fault=not options.all,
+                is_module=options.is_module,
+            )
             _tell_end(traced)
             report, code = traced.report, _code(traced)
     _print(report, options)

@@ -112,6 +112,8 @@ class TraceContext:
 
     def _on_root(self, module: nn.Module) -> None:
         if autograd_node() is None:
+            # a process group may be started inside a trace
+            self.rank = rank()
             if self.last_gradient_of is not None and self.last_gradient_of.grad is None:
                 # zero_grad was called, so whatever scaler is at work skipped the step
                 self._step_ended = True

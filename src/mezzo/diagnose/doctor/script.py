@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...errors import DataError
 from ...trace import Trace, TraceReport
+from .children import followed_children
 
 
 class _Enough(BaseException):
@@ -22,14 +23,16 @@ class ScriptRun:
     """What came of a script.
 
     Attributes:
-        report: the diagnosis.
+        report: the diagnosis: of this process, or of the process it started that had the first fault or was seen best.
         error: the exception that ended the script by itself, None where it ran to its end or was stopped.
         stopped: why the tracer ended the script; empty if it did not.
+        children: reports of the processes it started, by rank.
     """
 
     report: TraceReport
     error: BaseException | None
     stopped: str
+    children: tuple[TraceReport, ...] = ()
 
 
 @contextmanager
@@ -45,13 +48,19 @@ def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def trace_script(
-    path: str | Path, arguments: Sequence[str] = (), *, steps: int | None = None, stop_at_fault: bool = True
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    steps: int | None = None,
+    stop_at_fault: bool = True,
+    is_module: bool = False,
 ) -> ScriptRun:
     """Run an unmodified script as `__main__` under the tracer.
 
     Args:
         path: the script.
         arguments: its command line.
+        is_module: the path is the name of a module, as `python -m` takes it.
         steps: end it after this many optimizer steps; None: when it ends by itself.
         stop_at_fault: end it once a fault reached a loss, gradient, weight or output. What a loss scaler repairs by
             itself is no fault.
@@ -65,7 +74,7 @@ def trace_script(
     Writes: what the script writes.
     """
     path = Path(path)
-    if not path.is_file():
+    if not is_module and not path.is_file():
         raise DataError(f"no script at {str(path)!r}; give the path of a Python file.")
     stopped = ""
 
@@ -79,10 +88,14 @@ def trace_script(
 
     trace = Trace(None, on_reached=on_reached, on_root=on_root)
     error: BaseException | None = None
+    children: list[TraceReport] = []
     with _as_main(path, arguments):
         try:
-            with trace:
-                runpy.run_path(str(path), run_name="__main__")
+            with followed_children(stop_at_fault=stop_at_fault) as children, trace:
+                if is_module:
+                    runpy.run_module(str(path), run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(str(path), run_name="__main__")
         except _Enough as enough:
             stopped = str(enough)
         except KeyboardInterrupt:
@@ -91,4 +104,15 @@ def trace_script(
             error = end if end.code not in (None, 0) else None
         except Exception as failure:
             error = failure
-    return ScriptRun(report=trace.report, error=error, stopped=stopped)
+    return ScriptRun(
+        report=_most_telling(trace.report, children), error=error, stopped=stopped, children=tuple(children)
+    )
+
+
+def _most_telling(own: TraceReport, children: Sequence[TraceReport]) -> TraceReport:
+    """Return the report to show: the first fault of any process, else that of the one that did the training."""
+    faulty = [r for r in (own, *children) if r.faults]
+    if faulty:
+        return min(faulty, key=lambda r: r.faults[0].step)
+    best = max(children, key=lambda r: (r.record.backwards, r.record.ops), default=own)
+    return best if best.record.backwards > own.record.backwards or not own.record.ops else own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
@@ -18,6 +19,9 @@ SHOWN = ("fp16", "bf16", "e4m3", "e5m2")
 _WARN_SHARE = 0.05
 _WARN_HEADROOM = 1.0
 _LOST_SHARE = 0.5
+_SKIPS, _SKIPPED_SHARE = 3, 0.05
+"""A scaler that looks for its level skips a few steps; more, and more than this share of all, is trouble."""
+_ZERO_SHARE, _NEAR_END = 0.3, 2
 _ROWS = 12
 _POINTS = 128
 _LAYERS = 64
@@ -77,6 +81,9 @@ class WatchReport(Report):
         tensors: by kind and name.
         loss_scale: of the last step; 1 where it is not known.
         host_share: share of the host's time that watching took, as measured in this run.
+        sampled: sampled steps that were taken.
+        idle: those of them that moved no sampled weight, although there were gradients; weights with masters left out.
+        zero: those of them in which every sampled gradient was 0.
     """
 
     model: str
@@ -88,6 +95,9 @@ class WatchReport(Report):
     tensors: tuple[TensorRecord, ...]
     loss_scale: float
     host_share: float
+    sampled: int = 0
+    idle: int = 0
+    zero: int = 0
 
     @property
     def skipped(self) -> int:
@@ -109,7 +119,7 @@ class WatchReport(Report):
     def warnings(self) -> tuple[str, ...]:
         """What is about to be lost or is, in sentences."""
         fmt = FORMATS[self.compute]
-        texts = []
+        texts = list(self._of_steps())
         for t in self.tensors:
             h = t.histogram
             seen = h.zeros + h.numbers + h.nonfinite
@@ -121,15 +131,42 @@ class WatchReport(Report):
                 texts.append(
                     f"gradient {t.name}: {flushed:.0%} of the numbers are 0 in {self.compute} at this loss scale."
                 )
+            if t.kind == "gradient" and _underflows(h, self.compute):
+                texts.append(
+                    f"gradient {t.name}: underflow: {h.zeros / seen:.0%} are 0 and the others reach down to 2^{h.lowest}, the end of "
+                    f"{self.compute}; scale the loss up (GradScaler), or use bf16."
+                )
             if t.lost > _LOST_SHARE:
                 texts.append(f"weight {t.name}: {t.lost:.0%} of its updates are rounded away.")
         return tuple(texts)
+
+    def _of_steps(self) -> Iterator[str]:
+        """Say what steps did not do."""
+        if self.skipped > _SKIPS and self.skipped > _SKIPPED_SHARE * self.num_steps:
+            reason = next(s.reason for s in reversed(self.steps) if not s.applied)
+            yield f"{self.skipped} of {self.num_steps} steps were skipped; the last because of: {reason}."
+        if self.zero:
+            yield (
+                f"every sampled gradient was 0 in {self.zero} of {self.sampled} sampled steps: nothing is learned. In fp16 they "
+                "underflow without a loss scale; else the loss does not reach the weights."
+            )
+        if self.idle:
+            yield (
+                f"{self.idle} of {self.sampled} sampled steps moved no sampled weight: the updates are smaller than half the "
+                "spacing of the weights. Keep masters (master=split), or raise the rate."
+            )
 
     def _scale_in_words(self) -> str:
         if len({s.scale for s in self.steps}) != 1 or not self.total("gradient").numbers:
             return number(self.loss_scale)
         bearable = largest_scale(self.total("gradient"), FORMATS["fp16"]) * self.loss_scale
         return f"{number(self.loss_scale)}; the sampled gradients would fit fp16 up to {number(bearable)}"
+
+    def _health(self) -> str:
+        if not self.num_steps:
+            return "Not enough seen: no step was taken."
+        skipped = f", {self.skipped} of them skipped" if self.skipped else ""
+        return f"Healthy: {self.num_steps} step{'s' * (self.num_steps != 1)}{skipped}, one in {self.every} sampled."
 
     def document(self) -> Document:
         """Return the layout."""
@@ -139,15 +176,25 @@ class WatchReport(Report):
             pairs.append(("loss scale", self._scale_in_words()))
         pairs.append(("watching took", f"{self.host_share:.1%} of the host's time in this run"))
         warnings = self.warnings
-        verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else "Healthy."
+        verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else self._health()
         blocks: list[Block] = [Pairs(pairs=tuple(pairs)), *(Note(text=text) for text in warnings[:_ROWS])]
-        blocks += [_ranges(self), *_histograms(self), *_history(self.steps), *_skips(self.steps)]
+        blocks += [_ranges(self), *_skips(self.steps)]
+        details = [*_histograms(self), *_history(self.steps)]
         return Document(
             title=f"mezzo watch of {self.model}" + (f" under {self.policy}" if self.policy else ", not prepared"),
             verdict=verdict,
-            is_good=not warnings,
+            is_good=not warnings and self.num_steps > 0,
             blocks=tuple(blocks),
+            details=tuple(details),
         )
+
+
+def _underflows(h: Histogram, compute: str) -> bool:
+    """Say whether zeros of a gradient look flushed: there are many, and what is left reaches down to the smallest number."""
+    fmt = FORMATS[compute]
+    if compute != "fp16" or h.lowest is None:
+        return False
+    return h.zeros > _ZERO_SHARE * (h.zeros + h.numbers) and h.lowest <= math.log2(fmt.smallest) + _NEAR_END
 
 
 def _ranges(report: WatchReport) -> Block:

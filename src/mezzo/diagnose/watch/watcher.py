@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -72,6 +73,28 @@ class _Rows:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What a sampled step meant to do and did, on the device.
+
+    Attributes:
+        counts: by parameter, samples with a gradient, and those of them that did not move.
+        flags: some gradient was not 0; there was one, and nothing moved.
+        taken: the step was; None where its result tells.
+    """
+
+    counts: Tensor
+    flags: Tensor
+    taken: Tensor | None
+
+
+def _is_taken(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Say whether a step that just ran was meant to move anything: at a rate, and not skipped on the device."""
+    found = getattr(optimizer, "found_inf", None)
+    has_rate = torch.tensor(any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups))
+    return has_rate if not isinstance(found, Tensor) else has_rate.to(found.device) & (found == 0).all()
+
+
 class Watch:
     """Watches a run until it is closed; made by `mezzo.diagnose.watch`.
 
@@ -95,7 +118,9 @@ class Watch:
         # one block for all: activations, then gradients, then weights
         self._first_gradient, self._first_weight = len(self._leaves), len(self._leaves) + count
         self._rows = _Rows(self._first_weight + count, width, device)
-        self._moved = torch.zeros(3, count, dtype=torch.int64, device=device)
+        self._moved = torch.zeros(2, count, dtype=torch.int64, device=device)
+        self._sampled: dict[int, _Sampled] = {}
+        self._num_sampled = self._num_idle = self._num_zero = 0
         self._steps: list[StepRecord] = []
         self._unread: list[tuple[int, StepResult, list[Tensor]]] = []
         self._losses: list[Tensor] = []
@@ -169,7 +194,7 @@ class Watch:
         if self._running == 0 and self._owns(optimizer):
             before = self._before
             if before is not None:
-                self._timed(lambda: self._compare_weights(before))
+                self._timed(lambda: self._compare_weights(before, _is_taken(optimizer)))
             self._end_step()
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -210,7 +235,7 @@ class Watch:
         before = self._timed(self._sample_weights) if self._is_sampling else None
         result = step(closure, **kwargs)
         if before is not None:
-            self._timed(lambda: self._compare_weights(before))
+            self._timed(lambda: self._compare_weights(before, None))
         losses, self._losses = self._losses[-1:] if closure is not None else self._losses, []
         self._unread.append((self._seen, result, losses))
         self._end_step()
@@ -230,8 +255,13 @@ class Watch:
             self._rows.put(self._first_weight + row, parameter)
         return self._rows.values[self._first_weight :].clone()
 
-    def _compare_weights(self, before: Tensor) -> None:
-        """Count samples with a gradient whose weight did not move; then count exponents."""
+    def _compare_weights(self, before: Tensor, taken: Tensor | None) -> None:
+        """Count samples with a gradient whose weight did not move; then count exponents.
+
+        Args:
+            before: samples of the weights before the step.
+            taken: whether the step was; None where its result will tell.
+        """
         after = torch.zeros_like(before)
         width = before.shape[1]
         for row, (_, parameter) in enumerate(self._parameters):
@@ -239,11 +269,27 @@ class Watch:
             after[row, : sample.numel()].copy_(sample)
         meant = self._rows.values[self._first_gradient : self._first_weight] != 0
         moved = after != before
-        # a skipped step moves nothing and is not counted
-        taken = moved.any()
-        self._moved[0] += (meant & taken).sum(1)
-        self._moved[1] += (meant & ~moved & taken).sum(1)
+        free = [id(p) not in self._have_masters for _, p in self._parameters]
+        plain_rows = torch.tensor(free, device=moved.device)[:, None]
+        counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
+        flags = torch.stack([meant.any(), (meant & plain_rows).any() & ~(moved & plain_rows).any()])
+        self._sampled[self._seen] = _Sampled(counts, flags, taken)
         self._rows.count()
+        if len(self._sampled) >= _KEPT_RESULTS:
+            self._read_results()
+
+    def _count_sampled(self) -> None:
+        """Add up the sampled steps that were taken; a skipped step moves nothing and is not counted. Syncs: yes."""
+        applied = {s.step: s.applied for s in self._steps}
+        for step, found in self._sampled.items():
+            if not (applied.get(step, True) if found.taken is None else bool(found.taken)):
+                continue
+            has_gradient, is_idle = found.flags.tolist()
+            self._moved += found.counts
+            self._num_sampled += 1
+            self._num_zero += not has_gradient
+            self._num_idle += is_idle
+        self._sampled.clear()
 
     def _read_results(self) -> None:
         for index, result, losses in self._unread:
@@ -259,6 +305,7 @@ class Watch:
                 )
             )
         self._unread.clear()
+        self._count_sampled()
 
     def _compute(self) -> torch.dtype:
         """Return the format low ops run in: the policy's, else the 16-bit one that was seen."""
@@ -301,6 +348,9 @@ class Watch:
             tensors=tuple(tensors),
             loss_scale=self._steps[-1].scale if self._steps else 1.0,
             host_share=self._spent_s / elapsed if elapsed else 0.0,
+            sampled=self._num_sampled,
+            idle=self._num_idle,
+            zero=self._num_zero,
         )
 
     def close(self) -> None:
