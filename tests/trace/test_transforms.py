@@ -1,0 +1,105 @@
+"""A traced program may vmap, jvp, differentiate by functorch and call closures: same numbers, and what it ran is seen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, func, nn
+from torch.utils._pytree import tree_leaves
+
+import mezzo
+import mezzo.diagnose as diagnose
+
+NET = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+X = torch.randn(3, 4)
+PARAMETERS = {name: p.detach() for name, p in NET.named_parameters()}
+
+
+def called(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+    return func.functional_call(NET, parameters, (x,)).square().mean()
+
+
+def dual() -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        out = NET(torch.autograd.forward_ad.make_dual(X, torch.ones_like(X)))
+        return torch.autograd.forward_ad.unpack_dual(out).tangent
+
+
+PROGRAMS: dict[str, Callable[[], object]] = {
+    "vmap": lambda: func.vmap(NET)(X),
+    "vmap of vmap": lambda: func.vmap(func.vmap(NET))(X.expand(2, 3, 4)),
+    "jvp": lambda: func.jvp(NET, (X,), (torch.ones_like(X),)),
+    "jacrev": lambda: func.jacrev(NET)(X[0]),
+    "jacfwd": lambda: func.jacfwd(NET)(X[0]),
+    "hessian": lambda: func.hessian(lambda x: NET(x).sum())(X[0]),
+    "grad": lambda: func.grad(lambda x: NET(x).sum())(X),
+    "functional_call": lambda: func.grad(called)(PARAMETERS, X),
+    "per sample": lambda: func.vmap(func.grad(called), in_dims=(None, 0))(PARAMETERS, X),
+    "dual numbers": dual,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward-mode rules
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_transform_gives_the_same_numbers(name: str) -> None:
+    wanted = tree_leaves(PROGRAMS[name]())
+    with diagnose.trace(NET) as t:
+        got = tree_leaves(PROGRAMS[name]())
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert t.report.findings == () and t.record.ops > 0
+    assert {s.name for s in t.record.sizes if s.kind == "output"} == {"", "0", "1", "2"}
+
+
+def test_a_fault_under_vmap_is_named() -> None:
+    w = torch.zeros(4, requires_grad=True)
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.log(x * w).sum()
+
+    with diagnose.trace() as t:
+        func.vmap(loss)(X).sum().backward()
+    assert (t.report.findings[0].verdict, t.report.findings[0].op) == ("singularity", "log")
+
+
+def later_fault(amp: mezzo.Stepper, model: nn.Module) -> Callable[[], Tensor]:
+    """A closure whose first evaluation is finite: the step itself leads to the logarithm of a negative number."""
+
+    def closure() -> Tensor:
+        amp.zero_grad()
+        y = model(torch.ones(2, 4)).float()
+        loss = (y - 3.5).clamp(min=0).log1p().sum() + torch.log(y.mean() / 2 - 1)
+        amp.backward(loss)
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+def test_a_later_evaluation_of_a_closure_is_found(policy: str) -> None:
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    amp = mezzo.prepare(model, torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=5), f"{policy}, guard.patience=2")
+    with pytest.raises(mezzo.errors.NonFiniteStep) as caught:
+        for _ in range(6):
+            amp.step(later_fault(amp, model))
+    found = caught.value.report.findings[0]
+    assert (found.verdict, found.op, found.phase) == ("singularity", "log", "forward")
+    assert torch.equal(model.weight, torch.ones(1, 4))
+
+
+def test_a_trace_does_not_import_the_compiler() -> None:
+    program = """
+import sys, torch
+from torch import nn
+import mezzo
+with mezzo.diagnose.trace() as t:
+    nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+assert t.report.answer == "healthy"
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
