@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from .. import __version__
-from ..errors import MezzoError, did_you_mean
+from ..errors import ConfigError, MezzoError, did_you_mean
 from ..extras import check_installed
 
 
@@ -69,21 +69,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mezzo: unknown command {name!r}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
+    return _run(name, rest)
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    """Run a command and return its exit code; what goes wrong outside of it is one sentence."""
     try:
+        if any("\0" in word for word in words):
+            raise ConfigError("a word on the command line holds a NUL character.")
         check_installed(f"the command {name}", COMMANDS[name].packages)
-        code = int(import_module(f".{name}", __package__).run(rest))
+        code = int(import_module(f".{name}", __package__).run(words))
         sys.stdout.flush()
         return code
     except MezzoError as error:
-        print(f"mezzo {name}: {_one_line(error)}", file=sys.stderr)
-        return 2
+        return _refuse(name, str(error))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _refuse(name, f"{where}{error.strerror or error}.")
 
 
-def _one_line(error: MezzoError) -> str:
-    """Return a message as any terminal can print it: half an emoji, which UTF-8 lacks, as its escape."""
-    return str(error).encode("utf-8", "backslashreplace").decode()
+def _refuse(name: str, sentence: str) -> int:
+    """Print why a command is not done, half an emoji, which UTF-8 lacks, as its escape. Returns: the exit code."""
+    print(f"mezzo {name}: {sentence.encode('utf-8', 'backslashreplace').decode()}", file=sys.stderr)
+    return 2

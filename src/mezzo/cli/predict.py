@@ -72,7 +72,12 @@ def _line(text: str, found: Prediction | None, as_json: bool) -> str:
     if as_json:
         label, probability = (None, None) if found is None else (found.label, found.probability)
         return json.dumps({"text": text, "label": label, "probability": probability}, ensure_ascii=False)
-    return "" if found is None else f"{found.label}\t{found.probability:.4f}"
+    return "" if found is None else f"{_in_a_column(found.label)}\t{found.probability:.4f}"
+
+
+def _in_a_column(label: str) -> str:
+    """Return a label that keeps to its column: tabs and line ends as escapes."""
+    return label.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _print_all(options: Options) -> None:
@@ -89,6 +94,10 @@ def run(argv: Sequence[str]) -> int:
     options = tyro.cli(Options, prog="mezzo predict", args=list(argv))
     if options.batch_size < 1:
         raise ConfigError(f"batch_size={options.batch_size} must be at least 1.")
+    if options.max_length < 0:
+        raise ConfigError(
+            f"max_length={options.max_length} must not be negative; 0 is what the model was trained with."
+        )
     try:
         _print_all(options)
     except BrokenPipeError:  # the reader, `head` perhaps, has what it wanted

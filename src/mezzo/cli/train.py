@@ -74,6 +74,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
     """
     if any(word.partition("=")[0] == "--parts" for word in argv):
         raise ConfigError("--parts is now called --micro-batches: write --micro-batches N.")
+    if any(word.partition("=")[0] == "--parts" for word in argv):
+        raise ConfigError("--parts is now called --micro-batches.")
     resumed = _resumed_folder(argv)
     default = TrainConfig()
     if resumed is not None and RunFolder(path=resumed).config.exists():

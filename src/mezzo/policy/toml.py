@@ -156,7 +156,7 @@ def load(path: str | os.PathLike[str]) -> PolicyFields:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PolicyError(f"cannot read the policy file '{os.fspath(path)}': {error.strerror or error}.") from error
-    except ValueError as error:  # both tomllib.TOMLDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # both tomllib.TOMLDecodeError and UnicodeDecodeError
         raise PolicyError(f"the policy file '{os.fspath(path)}' is not TOML: {error}.") from error
     try:
         return from_document(document)

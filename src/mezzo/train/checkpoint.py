@@ -13,10 +13,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MezzoError, listed
 from .config import TrainConfig
 from .hf_logging import quiet
 
+_KEYS = {"launch", "config", "labels", "fingerprint", "tokenizer", "position", "step", "schedule", "average"}
 FORMAT = 2
 """Rises when older checkpoints can no longer be read."""
 
@@ -110,7 +111,28 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint that can be read: {reason}.") from None
     if written != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {written}; this version of mezzo reads format {FORMAT}.")
+    missing = sorted(_KEYS - state.keys())
+    if missing:
+        raise CheckpointError(f"{path} is damaged: it lacks {listed(missing)}. Start again with --overwrite.")
     return dict(state)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what a damaged checkpoint raises inside the block into one sentence.
+
+    Raises:
+        CheckpointError: it does not hold what it must.
+    """
+    try:
+        yield
+    except MezzoError:
+        raise
+    except Exception as error:  # as many kinds as there are ways to be damaged
+        reason = (str(error) or type(error).__name__).split("\n", 1)[0]
+        raise CheckpointError(
+            f"{path} is damaged: {type(error).__name__}: {reason}. Bring back a whole one, or start again with --overwrite."
+        ) from error
 
 
 def check_same_run(state: dict[str, Any], config: TrainConfig, labels: tuple[str, ...], fingerprint: str) -> None:

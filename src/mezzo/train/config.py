@@ -26,6 +26,7 @@ SCHEDULES = (
     "inverse_sqrt",
 )
 """Schedules of the transformers library that need nothing but the number of updates."""
+RENAMED = {"parts": "micro_batches"}
 MAY_DIFFER_ON_RESUME = ("resume", "overwrite", "out", "amp", "policy", "device", "log_every", "tracker")
 """Fields that leave a run comparable with its past: where it lies and in what precision it goes on."""
 
@@ -48,6 +49,19 @@ def _fits(value: object, kind: str) -> bool:
     if value is None:
         return bool(optional)
     return isinstance(value, _KINDS[name]) and (kind == "bool" or not isinstance(value, bool))
+
+
+LONGEST_NAME = 255
+"""Bytes that a part of a path may have on the file systems in use."""
+
+
+def _check_path(name: str, value: object) -> None:
+    parts = str(value or "").replace("\\", "/").split("/")
+    _check("\0" not in str(value), f"{name} holds a NUL character, which no path has.")
+    longest = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
+    _check(
+        longest <= LONGEST_NAME, f"{name} names a file of {longest} bytes, and no name has more than {LONGEST_NAME}."
+    )
 
 
 def _check(condition: bool, message: str) -> None:
@@ -178,6 +192,8 @@ class TrainConfig:
         _check(self.max_length >= 3, f"max_length={self.max_length} leaves no token beside the two marks; write 3 or more.")  # fmt: skip
         _check(self.hidden % self.heads == 0,
                f"hidden={self.hidden} is not a multiple of heads={self.heads}.")  # fmt: skip
+        for name in ("data", "dev_data", "test_data", "label_map", "out", "model"):
+            _check_path(name, getattr(self, name))
         _check(not (self.resume and self.overwrite), "resume and overwrite contradict each other; write one of them.")
         as_policy(self.policy)
 
@@ -228,6 +244,8 @@ class TrainConfig:
         """
         known = [field.name for field in fields(self)]
         for name in changes:
+            new = RENAMED.get(name)
+            _check(new is None, f"the option {name!r} is now called {new!r}.")
             _check(name in known, f"a training run has no option {name!r}.{did_you_mean(name, known)}")
         return replace(self, **changes)  # type: ignore[arg-type]  # names are checked above
 

@@ -87,6 +87,8 @@ def _json_rows(path: Path, text: str, wanted: tuple[str, str]) -> Iterator[Row]:
             continue
         try:
             entry = json.loads(line)
+        except RecursionError:
+            raise DataError(f"line {number} of {path} is nested too deeply to be a row.") from None
         except ValueError as error:
             raise DataError(f"line {number} of {path} is not JSON: {error}.") from None
         if not isinstance(entry, dict):
@@ -97,7 +99,21 @@ def _json_rows(path: Path, text: str, wanted: tuple[str, str]) -> Iterator[Row]:
             raise DataError(
                 f"line {number} of {path}: {wanted[0]!r} must be a string, {wanted[1]!r} a string or integer."
             )
-        yield Row(values[0], str(values[1]))
+        row = Row(values[0], str(values[1]))
+        if not (_is_text(row.text) and _is_text(row.label)):
+            raise DataError(
+                f"line {number} of {path} holds half of a character: an escape such as \\ud83d without its other half."
+            )
+        yield row
+
+
+def _is_text(words: str) -> bool:
+    """Whether a string can be written as UTF-8; JSON escapes may spell halves of characters."""
+    try:
+        words.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 READERS: dict[str, Callable[[Path, str, tuple[str, str]], Iterator[Row]]] = {

@@ -12,7 +12,7 @@ from torch import nn
 from ..allocator import keep_memory
 from ..errors import ConfigError
 from ..step import prepare
-from .checkpoint import check_same_run, load_checkpoint, write_json, writing
+from .checkpoint import check_same_run, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
 from .curves import save_curves
 from .data import Corpus, load_corpus
@@ -58,7 +58,8 @@ def _tokenizer(config: TrainConfig, corpus: Corpus, state: dict[str, Any] | None
     if config.model is not None:
         return load_tokenizer(config.model)
     if state is not None:
-        return restore_tokenizer(state["tokenizer"], config.max_length)
+        with reading(config.out / "checkpoint.pt"):
+            return restore_tokenizer(state["tokenizer"], config.max_length)
     return train_tokenizer([row.text for row in corpus.train], config.vocab_size, config.max_length)
 
 
@@ -159,7 +160,8 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     state = None
     if config.resume:
         state = load_checkpoint(folder.checkpoint)
-        check_same_run(state, config, corpus.labels, corpus.fingerprint)
+        with reading(folder.checkpoint):
+            check_same_run(state, config, corpus.labels, corpus.fingerprint)
     torch.manual_seed(config.seed)
     tokenizer = _tokenizer(config, corpus, state)
     model = _model(config, corpus, tokenizer).to(device)
@@ -176,7 +178,8 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     if world.is_first:
         _open_folder(config, folder)
     if state is not None:
-        trainer.load(state)
+        with reading(folder.checkpoint):
+            trainer.load(state)
     done, total = trainer.position.step, trainer.total
     with progress_bar(done, total, every=config.log_every, is_shown=world.is_first) as progress:
         if world.restarts and state is not None:

@@ -6,15 +6,35 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
 from .checkpoint import write_whole, writing
 
 Record = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records of a metrics file; a last line that a kill cut short is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    return [json.loads(line) for line in lines[:-1]]
+    """Return the records of a metrics file; a last line that a kill cut short is left out.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        records = [json.loads(line) for line in lines[:-1]]
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not _KEYS[record.get("kind") == "update"] <= record.keys():
+            raise _damaged(path, f"line {number} is no record of an update or an evaluation")
+    return records
+
+
+_KEYS = ({"kind", "step", "loss", "accuracy"}, {"kind", "step", "loss", "scale", "applied"})
+"""What a record of an evaluation has at least, and one of an update."""
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {why}. Remove it, and the run goes on with a new one.")
 
 
 class MetricsLog:

@@ -84,8 +84,8 @@ def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Modu
             model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
                 str(name), dtype=torch.float32, ignore_mismatched_sizes=labels is not None, **changes
             )
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n", 1)[0]
+    except Exception as error:  # pickled weights, a damaged file, a kind without a classifier, ...
+        reason = (str(error) or type(error).__name__).split("\n", 1)[0]
         raise ConfigError(
             f"the model {str(name)!r} cannot be loaded: {reason} "
             "Write the path of a model folder, or a hub name on a machine that reaches the hub."

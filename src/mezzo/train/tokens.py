@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .hf_logging import quiet
+from .hub import check_reachable
 
 PAD, UNKNOWN, START, END, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 MARKS = (PAD, UNKNOWN, START, END, MASK)
@@ -100,9 +101,10 @@ def load_tokenizer(name: str | Path) -> Any:
         with quiet():
             from transformers import AutoTokenizer
 
+            check_reachable(str(name))
             return AutoTokenizer.from_pretrained(str(name))
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n", 1)[0]
+    except Exception as error:  # a damaged file has many kinds
+        reason = (str(error) or type(error).__name__).split("\n", 1)[0]
         raise ConfigError(
             f"no tokenizer for the model {str(name)!r}: {reason} "
             "Write the path of a folder that holds one, or a hub name on a machine that reaches the hub."

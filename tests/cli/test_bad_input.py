@@ -1,0 +1,176 @@
+"""Files and words that a hostile or clumsy person hands to the commands: one sentence and exit code 2, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.train.small import emotion_rows, tiny, words, write_tsv
+
+from mezzo.cli import main
+from mezzo.train import TrainConfig, run
+from mezzo.train.predictor import Predictor
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("trained")
+    config = tiny(write_tsv(folder / "rows.tsv", emotion_rows(90)), folder / "out", epochs=1)
+    run(config)
+    return config
+
+
+@pytest.fixture
+def again(trained: TrainConfig, tmp_path: Path) -> TrainConfig:
+    """A copy of a run that may be damaged."""
+    shutil.copytree(trained.out, tmp_path / "out")
+    return trained.replace(out=tmp_path / "out", epochs=1)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
+    assert main(list(argv)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"mezzo {argv[0]}: ") and said.count("\n") == 1, said
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "\\ud83d", "label": "a"}', "line 1 of"),
+        ('{"text": "x", "label": "\\udc00"}', "half of a character"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"text": "a", "label": ' + "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_rows_that_are_no_text(line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    out = str(tmp_path / "out")
+    assert said in refused(capsys, "train", "--data", str(tmp_path / "rows.jsonl"), "--out", out)
+
+
+def test_a_policy_file_nested_too_deeply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.toml").write_text("a = " + "[" * 100_000)
+    assert "p.toml" in refused(capsys, "policy", "show", str(tmp_path / "p.toml"))
+
+
+@pytest.mark.parametrize("name", ["\0", "x" * 300, "a/" + "漢" * 100])
+@pytest.mark.parametrize("option", ["--out", "--data", "--dev-data", "--model", "--label-map"])
+def test_names_that_no_file_can_have(option: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, "train", option, name)
+
+
+def test_an_old_word_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--parts is now called --micro-batches" in refused(capsys, "train", "--parts", "2")
+
+
+@pytest.mark.parametrize("length", ["-5", "2"])
+def test_a_length_that_is_none(trained: TrainConfig, length: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, "predict", "--model", str(trained.out), "--max-length", length)
+
+
+def test_a_model_of_pickles_is_refused_and_runs_nothing(
+    trained: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Planted:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    folder = tmp_path / "model"
+    shutil.copytree(trained.out / "best", folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Planted()))
+    refused(capsys, "predict", "--model", str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["nope", "./nope", "some/where/else"])
+def test_a_mistyped_model_is_said_at_once(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://127.0.0.1:9")  # nobody answers there
+    monkeypatch.setattr("mezzo.train.hub.getproxies", dict)
+    started = time.monotonic()
+    assert "no such folder" in refused(capsys, "predict", "--model", name)
+    assert time.monotonic() - started < 20  # the hub's client takes about 50 s
+
+
+@pytest.mark.parametrize(
+    "damage", ["{", "[1]\n", '{"kind": "update"}\n', '{"step": 1}\n', "[" * 100_000 + "\n", "\udcff"]
+)
+def test_a_damaged_record_of_a_run(again: TrainConfig, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = again.out / "metrics.jsonl"
+    path.write_bytes((damage + "\n").encode("utf-8", "surrogateescape") + path.read_bytes())
+    assert "metrics.jsonl is damaged" in refused(capsys, "train", *words(again), "--resume")
+
+
+@pytest.mark.parametrize(
+    "field", [("epochs", "3"), ("lr", "fast"), ("data", 5), ("amp", 1), ("out", None), ("heads", 2.5), ("seed", True), ("parts", 2)]
+)  # fmt: skip
+def test_wrong_types_in_a_configuration(
+    again: TrainConfig, field: tuple[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = again.out / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field[0]: field[1]}))
+    assert field[0] in refused(capsys, "train", "--resume", "--out", str(again.out))
+
+
+KEYS = ["launch", "config", "labels", "fingerprint", "tokenizer", "position", "step", "schedule", "average", "format"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("kind", ["missing", "number"])
+def test_checkpoints_that_lack_a_part(
+    again: TrainConfig, key: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = again.out / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    if kind == "missing":
+        del state[key]
+    else:
+        state[key] = 17
+    torch.save(state, path)
+    if kind == "number" and key in ("launch", "average", "tokenizer"):  # a run without these parts does not read them
+        return
+    assert "checkpoint" in refused(capsys, "train", *words(again), "--resume")
+
+
+@pytest.mark.parametrize(
+    "inner", [("position", "step"), ("schedule", "last_epoch"), ("step", "model"), ("step", "optimizers")]
+)
+def test_checkpoints_that_lack_a_part_of_a_part(
+    again: TrainConfig, inner: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = again.out / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    state[inner[0]] = {"a key": "that nobody wrote"} if inner[0] == "position" else state[inner[0]]
+    state[inner[0]].pop(inner[1], None)
+    torch.save(state, path)
+    if inner[0] != "schedule":  # torch's schedulers take what they are given
+        assert "checkpoint" in refused(capsys, "train", *words(again), "--resume")
+
+
+def test_a_tab_in_a_label_keeps_the_columns(
+    trained: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained.out / "best", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    saved = json.loads(path.read_text())
+    saved["id2label"] = {index: f"{name}\t\\x\n" for index, name in saved["id2label"].items()}
+    saved["label2id"] = {name: int(index) for index, name in saved["id2label"].items()}
+    path.write_text(json.dumps(saved))
+    (tmp_path / "lines.txt").write_text("happy delight\n")
+    assert main(["predict", "--model", str(tmp_path / "model"), str(tmp_path / "lines.txt")]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    label, probability = line.split("\t")
+    assert label.endswith("\\t\\\\x\\n") and 0 < float(probability) <= 1
+    found = Predictor(str(tmp_path / "model"))(["happy delight"])[0]
+    assert found is not None and found.label.endswith("\t\\x\n")
