@@ -78,5 +78,6 @@ def store_means_(
         return
     bits = random_bits(key, means[0], offset)
     for index, (target, mean) in enumerate(zip(targets, means, strict=True)):
-        is_rounded = target.dtype is torch.bfloat16
-        write_(target, stochastic_round(mean, target.dtype, bits >> (16 * index)) if is_rounded else mean, skip)
+        if target.dtype is torch.bfloat16:
+            mean = stochastic_round(mean.to(torch.float32), torch.bfloat16, bits >> (16 * index))
+        write_(target, mean, skip)
