@@ -141,7 +141,7 @@ def spoil(call: Call, harm: str, rng: random.Random) -> None:
         there = rng.randrange(len(other))
         if other[there].numel() == one.numel() and other[there].dtype == one.dtype:
             other[there] = whole[one.numel() // 2 : one.numel() // 2 + one.numel()].view(other[there].shape)
-    elif harm == "device":
+    elif harm == "device" and one.numel() > 0:
         held[index] = torch.empty(one.shape, dtype=one.dtype, device="meta")
 
 

@@ -139,7 +139,10 @@ def operands(
     if weights.values[0].device.type != "cpu" and len(set(formats)) > 1:  # one launch reads one format
         readable = {0}
     if not (readable.issuperset(formats) and all(map(Tensor.is_contiguous, values))):
-        values = [_readable(grad, code in readable) for grad, code in zip(values, formats, strict=True)]
+        values = [
+            _readable(weights, index, grad, code in readable)
+            for index, (grad, code) in enumerate(zip(values, formats, strict=True))
+        ]
         formats = [FORMATS[grad.dtype] for grad in values]
     addresses = array("Q", map(Tensor.data_ptr, values))
     if not layout.sound.issuperset(addresses):
@@ -154,10 +157,23 @@ def operands(
 def _check_numels(layout: Layout, weights: Weights, grads: Sequence[Tensor]) -> None:
     fits = array("q", map(Tensor.numel, grads)) == layout.numels
     for index in layout.other if fits else range(len(weights.values)):  # equally many elements are enough for a kernel
-        check_shape(weights.label(index), "gradient", grads[index], weights.values[index])
+        _check_gradient(weights, index, grads[index])
 
 
-def _readable(grad: Tensor, is_readable: bool) -> Tensor:
+def _check_gradient(weights: Weights, index: int, grad: Tensor) -> None:
+    one, weight = Operand(weights.label(index), "gradient", grad), weights.values[index]
+    if grad.shape != weight.shape:
+        raise one.refuse(weight, "of another shape")
+    if not grad.is_floating_point():
+        raise one.refuse(weight, "of no floating dtype")
+    if reason := _misplaced(grad, weight):
+        raise one.refuse(weight, reason)
+
+
+def _readable(weights: Weights, index: int, grad: Tensor, is_readable: bool) -> Tensor:
+    if is_readable and grad.is_contiguous():
+        return grad
+    _check_gradient(weights, index, grad)
     return grad.contiguous() if is_readable else grad.to(torch.float32).contiguous()
 
 
@@ -166,14 +182,13 @@ def _sound(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses:
     if len(layout.sound) > _KNOWN:
         layout.sound.clear()
     values = list(grads)
-    for index, (grad, weight) in enumerate(zip(grads, weights.values, strict=True)):
+    for index, grad in enumerate(grads):
         if addresses[index] in layout.sound:
             continue
-        if reason := _misplaced(grad, weight):
-            raise Operand(weights.label(index), "gradient", grad).refuse(weight, reason)
+        _check_gradient(weights, index, grad)
         if grad.numel() and _memory(grad)[0] in layout.storages:
             values[index] = grad.clone()
-        else:
+        elif addresses[index] != 0:  # where empty tensors lie, and freed ones
             layout.sound.add(addresses[index])
     return values
 
