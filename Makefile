@@ -2,13 +2,14 @@
 # make test       set-up and every test of the two-core budget
 # make test-all   the long tests too
 # make docs       the site in build/site; any broken link or name is an error
+# make sanitize   the compiled kernels under AddressSanitizer and UBSan, 20,000 generated calls
 # make check      what CI checks: format, lint, types, import layers, documentation blocks, tests
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-all check format lint types docs clean
+.PHONY: setup demo test test-all check format lint types docs sanitize clean
 
 setup: $(READY)
 
@@ -39,6 +40,9 @@ types: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+sanitize: setup
+	PYTHONPATH=. $(BIN)/python -m tests.kernels.test_sanitizers
 
 check: lint types docs test
 

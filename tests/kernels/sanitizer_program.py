@@ -7,9 +7,11 @@ runs it with the compiler's sanitizers loaded.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import sys
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,16 +19,18 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernels.test_cpu_kernels import copy, same
+from tests.kernels.test_cpu_kernels import same
 from torch import Tensor
 
 from mezzo.errors import OperandError
 from mezzo.kernels import registry
+from mezzo.kernels.backends.cpp.build import library
 from mezzo.kernels.operands import operands
 from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import cpu as adamw_cpu
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
+from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
 from mezzo.kernels.ops.sgd import reference as sgd_reference
@@ -104,7 +108,9 @@ def generated(rng: random.Random) -> Call:
     is_wrong = rng.random() < 0.5
     layouts = LAYOUTS if is_wrong else ["plain", "plain", "offset", "transposed", "strided"]
     state = rng.choice(FLOATS[:2] if rng.random() < 0.8 else FLOATS)
-    names = rng.choice([["exp_avg", "exp_avg_sq"], ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"], ["momentum_buffer"], []])
+    names = rng.choice(
+        [["exp_avg", "exp_avg_sq"], ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"], ["momentum_buffer"], []]
+    )
     call.moments = {name: [] for name in names}
     for _ in range(rng.randrange(1, 5)):
         shape = rng.choice(SHAPES if rng.random() < 0.2 else SHAPES[:-2])
@@ -130,7 +136,9 @@ def spoil(call: Call, harm: str, rng: random.Random) -> None:
     if harm == "shape":
         held[index] = torch.zeros(rng.choice(SHAPES), dtype=one.dtype)
     elif harm == "dtype":
-        held[index] = torch.zeros(one.shape, dtype=rng.choice([torch.int32, torch.int8, torch.complex64, torch.float64]))
+        held[index] = torch.zeros(
+            one.shape, dtype=rng.choice([torch.int32, torch.int8, torch.complex64, torch.float64])
+        )
     elif harm == "alias":
         other = rng.choice([held for held in (call.weights, *lists) if held])
         held[index] = other[rng.randrange(len(other))]
@@ -212,13 +220,21 @@ def check(seed: int) -> None:
     except OperandError as error:
         assert "cannot be stepped: " in str(error)
         assert alike(contents(readable), before), f"seed {seed}: refused, and changed something"
-        assert all(torch.equal(now, then) or now.isnan().any() for (now, _), then in zip(call.arenas, around, strict=True))
+        assert all(
+            torch.equal(now, then) or now.isnan().any() for (now, _), then in zip(call.arenas, around, strict=True)
+        )
         OUTCOMES["refused"] += 1
         return
     assert twin is not None, f"seed {seed}: stepped what cannot be read"
-    if len({tensor.untyped_storage().data_ptr() for tensor in readable if tensor.numel()}) == sum(t.numel() > 0 for t in readable):
+    if len({tensor.untyped_storage().data_ptr() for tensor in readable if tensor.numel()}) == sum(
+        t.numel() > 0 for t in readable
+    ):
         stepped(twin, "reference", random.Random(seed))
-        lists = [(call.weights, twin.weights), (call.aux, twin.aux), *zip(call.moments.values(), twin.moments.values(), strict=True)]
+        lists = [
+            (call.weights, twin.weights),
+            (call.aux, twin.aux),
+            *zip(call.moments.values(), twin.moments.values(), strict=True),
+        ]
         for got, want in lists:
             if call.weights[0].dtype is torch.float64 or any(t.dtype is torch.float64 for t in got):
                 assert alike(contents(got), contents(want)), f"seed {seed}: not what the reference gives"
@@ -226,8 +242,10 @@ def check(seed: int) -> None:
                 assert same(contents(got), contents(want)), f"seed {seed}: not what the reference gives"
     for (arena, own), then in zip(call.arenas, around, strict=True):
         foreign = torch.ones(arena.numel(), dtype=torch.bool).index_fill(0, own, False)
-        assert torch.equal(arena.reshape(-1)[foreign], then.reshape(-1)[foreign]), f"seed {seed}: wrote beside its operands"
-    norm_and_finite(call.grads)
+        assert torch.equal(arena.reshape(-1)[foreign], then.reshape(-1)[foreign]), (
+            f"seed {seed}: wrote beside its operands"
+        )
+    norm_and_finite([grad for grad in call.grads if grad.is_floating_point()])
     OUTCOMES["stepped"] += 1
 
 
@@ -245,5 +263,13 @@ def main(calls: int) -> None:
     print(f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}")
 
 
+def planted() -> None:
+    """Tell a kernel of more elements than there are."""
+    grad, norms = torch.ones(100), torch.empty(1)
+    arrays = [array("q", [200]), array("Q", [grad.data_ptr()]), array("i", [0])]
+    addresses = [ctypes.c_void_p(held.buffer_info()[0]) for held in arrays]
+    library(gradients_cpu.SOURCE).mezzo_norms(ctypes.c_int64(1), *addresses, 1, ctypes.c_void_p(norms.data_ptr()))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    planted() if sys.argv[1] == "planted" else main(int(sys.argv[1]))

@@ -78,6 +78,5 @@ def store_means_(
         return
     bits = random_bits(key, means[0], offset)
     for index, (target, mean) in enumerate(zip(targets, means, strict=True)):
-        if target.dtype is torch.bfloat16:
-            mean = stochastic_round(mean.to(torch.float32), torch.bfloat16, bits >> (16 * index))
-        write_(target, mean, skip)
+        is_rounded, own = target.dtype is torch.bfloat16, bits >> (16 * index)
+        write_(target, stochastic_round(mean.to(torch.float32), target.dtype, own) if is_rounded else mean, skip)
