@@ -103,6 +103,7 @@ numbers_from = {
     "min_scale": st.sampled_from([0.0, 2.0, 4.0]),
     "max_scale": st.sampled_from([2.0**41, 2.0**50]),
     "hysteresis": st.integers(2, 5),
+    "dynamic": st.just(False),
 }
 other_configs = st.builds(ScalingConfig, **numbers_from)
 

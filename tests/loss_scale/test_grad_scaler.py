@@ -96,7 +96,9 @@ def test_the_arguments_are_torchs_and_ours_stand_behind_a_star() -> None:
     ours, theirs = inspect.signature(GradScaler).parameters, inspect.signature(torch.amp.GradScaler).parameters
     shared = {name: (p.default, p.kind) for name, p in ours.items() if p.kind is not p.KEYWORD_ONLY}
     assert shared == {name: (p.default, p.kind) for name, p in theirs.items()}
-    assert [name for name in ours if name not in theirs] == ["min_scale", "max_scale", "hysteresis", "patience"]
+    assert [name for name in ours if name not in theirs] == [
+        "min_scale", "max_scale", "hysteresis", "patience", "dynamic",
+    ]  # fmt: skip
 
 
 def test_whoever_asks_for_torchs_scaler_takes_ours() -> None:

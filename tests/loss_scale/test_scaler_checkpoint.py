@@ -16,7 +16,7 @@ from mezzo.loss_scale import GradScaler
 HALF, END = 5, 10
 STATE = {
     "scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 3,
-    "min_scale": 2.0, "max_scale": 4096.0, "hysteresis": 3, "patience": 9, "_skipped_in_a_row": 2,
+    "min_scale": 2.0, "max_scale": 4096.0, "hysteresis": 3, "patience": 9, "dynamic": False, "_skipped_in_a_row": 2,
 }  # fmt: skip
 
 

@@ -188,8 +188,10 @@ def test_s19_stock_a_request_is_dropped_without_a_word() -> None:
 
 def test_s19_ours_it_is_refused_or_reported() -> None:
     if not torch.cuda.is_available():
-        with pytest.raises(mezzo.errors.RegionError, match="no cuda device"):
+        with pytest.warns(UserWarning, match="no cuda device, so the region is disabled"):
             mezzo.autocast("cuda", dtype=FP16)
+        with pytest.raises(mezzo.errors.RegionError, match="no cuda device"):
+            mezzo.autocast("cuda", dtype=FP16, strict=True)
     with pytest.raises(mezzo.errors.PolicyError, match=r"fp64|float64|double"):
         mezzo.prepare(nn.Linear(4, 4).double(), None, "bf16")
 

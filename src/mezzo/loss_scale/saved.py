@@ -53,6 +53,7 @@ def pack(saved: Saved) -> dict[str, Any]:
         "max_scale": config.max_scale,
         "hysteresis": config.hysteresis,
         "patience": patience,
+        "dynamic": config.dynamic,
         "_skipped_in_a_row": state.skipped_in_a_row,
     }
 
@@ -92,6 +93,7 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
             min_scale=floor,
             max_scale=entries.get("max_scale", own.config.max_scale),
             hysteresis=entries.get("hysteresis", own.config.hysteresis),
+            dynamic=entries.get("dynamic", own.config.dynamic),
         )
     except PolicyError as error:
         raise CheckpointError(f"load_state_dict() got numbers no scaler may have: {error}") from None

@@ -49,6 +49,7 @@ class GradScaler(TorchNames):
         max_scale: ceiling of growth; None: as far as fp32 goes.
         hysteresis: non-finite steps in a row before the scale backs off.
         patience: non-finite steps in a row that are an error; None: any number is borne.
+        dynamic: False keeps the scale at `init_scale`; non-finite steps are skipped all the same.
 
     Raises:
         PolicyError: a value outside its range.
@@ -69,6 +70,7 @@ class GradScaler(TorchNames):
         max_scale: float | None = None,
         hysteresis: int = 1,
         patience: int | None = 25,
+        dynamic: bool = True,
     ) -> None:
         if enabled and device == "cuda" and not torch.cuda.is_available():
             warnings.warn(
@@ -86,6 +88,7 @@ class GradScaler(TorchNames):
                 min_scale=floor_under(init_scale, min_scale),
                 max_scale=max_scale,
                 hysteresis=hysteresis,
+                dynamic=dynamic,
             )
         except PolicyError as refusal:
             raise ScalerArgumentError(str(refusal)) from None
