@@ -4,12 +4,14 @@
 # make docs       the site in build/site; any broken link or name is an error
 # make sanitize   the compiled kernels under AddressSanitizer and UBSan, 20,000 generated calls
 # make check      what CI checks: format, lint, types, import layers, documentation blocks, tests
+# make gpu        on a machine with a GPU: every test marked cuda, every benchmark against its peers, and the page of figures
+# make offline    what the GPU kernels cost a thread, compiled for four GPUs without one
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-all check format lint types docs sanitize clean
+.PHONY: setup demo test test-all check format lint types docs sanitize gpu offline clean
 
 setup: $(READY)
 
@@ -43,6 +45,14 @@ docs: setup
 
 sanitize: setup
 	PYTHONPATH=. $(BIN)/python -m tests.kernels.test_sanitizers
+
+gpu: setup
+	$(BIN)/pytest -q -m cuda
+	$(BIN)/mezzo bench all --device cuda --out benchmarks/results
+	$(BIN)/mezzo bench docs
+
+offline: setup
+	$(BIN)/python benchmarks/offline_kernels.py --every
 
 check: lint types docs test
 

@@ -16,6 +16,8 @@ from ...ops.gradients.scaled import ScaledGradients
 
 BLOCK = 1024
 """Elements a program takes."""
+WARPS = 8
+"""Of a program: 4 elements a thread, so that no variant spills or holds more than 64 registers."""
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -37,6 +39,12 @@ def blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return on_device([index for index, _ in pairs] + [start for _, start in pairs], device).view(2, -1)
 
 
+@functools.lru_cache(maxsize=64)
+def is_aligned(addresses: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Say whether every address and every size is a multiple of 16: what the kernels' vectors of 4 elements need."""
+    return not any(number % 16 for number in chain(addresses, sizes))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tables:
     """What a launch reads of its operands, on the device.
@@ -49,6 +57,7 @@ class Tables:
         blocks: as `blocks` returns them.
         grad_format: of all gradients, as in `FORMATS`.
         mean_format: of all moments.
+        is_aligned: every address and size is a multiple of 16.
     """
 
     addresses: Tensor
@@ -58,6 +67,7 @@ class Tables:
     blocks: Tensor
     grad_format: int
     mean_format: int
+    is_aligned: bool
 
 
 def tables(operands: Operands, device: torch.device) -> Tables | None:
@@ -68,14 +78,16 @@ def tables(operands: Operands, device: torch.device) -> Tables | None:
     count = len(where.sizes)
     lists = (where.values, where.aux, operands.grad_addresses, *where.moments, *[()] * (3 - len(where.moments)))
     (grad_format,) = set(operands.grad_formats)
+    addresses = tuple(chain.from_iterable(held or [0] * count for held in lists))
     return Tables(
-        addresses=table(tuple(chain.from_iterable(held or [0] * count for held in lists)), device),
+        addresses=table(addresses, device),
         sizes=table(tuple(where.sizes), device),
         seeds=table(tuple(where.seeds), device),
         offsets=table(tuple(where.offsets), device),
         blocks=blocks(tuple(where.sizes), device),
         grad_format=grad_format,
         mean_format=FORMATS[where.moment_dtype],
+        is_aligned=is_aligned(addresses, tuple(where.sizes)),
     )
 
 

@@ -19,6 +19,23 @@ FP16 = tl.constexpr(2)
 
 
 @triton.jit
+def load_pointer(p_address, ALIGNED: tl.constexpr):
+    """Return what an address points to, as bytes; the compiler makes vectors of what it knows to be a multiple of 16."""
+    pointer = tl.load(p_address).to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def block_of(p_blocks, p_sizes, count, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the tensor of this program, the indices of its elements, and which of them exist."""
+    block = tl.program_id(0)
+    tensor = tl.load(p_blocks + block)
+    indices = tl.multiple_of(tl.load(p_blocks + count + block), SIZE) + tl.arange(0, SIZE).to(tl.int64)
+    size = tl.load(p_sizes + tensor)
+    return tensor, indices, indices < (tl.multiple_of(size, 16) if ALIGNED else size)
+
+
+@triton.jit
 def is_nan(x):
     """Say where values are NaN."""
     return x != x  # noqa: PLR0124 - the definition of NaN

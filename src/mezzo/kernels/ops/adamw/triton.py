@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import BLOCK, factors_of, on, tables
+from ...backends.triton.launch import BLOCK, WARPS, factors_of, on, tables
 from ...backends.triton.tiles import (
     FP32,
+    block_of,
     is_nan,
     load,
+    load_pointer,
     mix,
     narrow,
     random_key,
@@ -33,28 +35,27 @@ def adamw_step_kernel(
     tensors, count, lerp1, keep2, add2, eps, l2,
     MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
     AMSGRAD: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
-    NEAR: tl.constexpr, SIZE: tl.constexpr,
+    NEAR: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Step one block. Loads widen to fp32, fp32 arithmetic, IEEE division and root, stores as tiles.py says."""
     if GUARDED:
         if tl.load(p_found) != 0:
             return
-    block = tl.program_id(0)
-    tensor = tl.load(p_blocks + block)
-    indices = tl.load(p_blocks + count + block) + tl.arange(0, SIZE).to(tl.int64)
-    mask = indices < tl.load(p_sizes + tensor)
-    value = tl.load(p_addresses + tensor)
-    aux = tl.load(p_addresses + tensors + tensor)
-    means = tl.load(p_addresses + 3 * tensors + tensor)
-    squares = tl.load(p_addresses + 4 * tensors + tensor)
-    peaks = tl.load(p_addresses + 5 * tensors + tensor)
+    tensor, indices, mask = block_of(p_blocks, p_sizes, count, SIZE, ALIGNED)
+    p_addresses += tensor
+    value = load_pointer(p_addresses, ALIGNED)
+    aux = load_pointer(p_addresses + tensors, ALIGNED)
+    grad = load_pointer(p_addresses + 2 * tensors, ALIGNED)
+    means = load_pointer(p_addresses + 3 * tensors, ALIGNED)
+    squares = load_pointer(p_addresses + 4 * tensors, ALIGNED)
+    peaks = load_pointer(p_addresses + 5 * tensors, ALIGNED)
     seed, step = tl.load(p_seeds + tensor), tl.load(p_step + tensor)
     b_whole = (indices + tl.load(p_firsts + tensor)).to(tl.uint32)  # places in the tensor this one is a part of
     p_scalars += 3 * tensor
     decay, size, unbias = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
 
     b_master = read_master(value, aux, indices, mask, MODE, VALUE) * decay
-    b_grad = read_grad(tl.load(p_addresses + 2 * tensors + tensor), indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
+    b_grad = read_grad(grad, indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
     if L2:
         b_grad = tl.fma(b_master, l2, b_grad)
     b_mean = load(means, indices, mask, MEAN)
@@ -105,6 +106,7 @@ def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) ->
             weight if near else weight - 1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2,
             MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
             MEAN=held.mean_format, AMSGRAD=rule.amsgrad, L2=rule.l2 != 0, MAXIMIZE=grads.maximize, SCALED=scaled,
-            GUARDED=guarded, NEAR=near, SIZE=BLOCK, enable_fp_fusion=False,
+            GUARDED=guarded, NEAR=near, SIZE=BLOCK, ALIGNED=held.is_aligned,
+            num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))

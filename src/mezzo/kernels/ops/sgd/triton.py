@@ -5,8 +5,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import BLOCK, factors_of, on, tables
-from ...backends.triton.tiles import load, mix, random_key, read_grad, read_master, write_master, write_mean
+from ...backends.triton.launch import BLOCK, WARPS, factors_of, on, tables
+from ...backends.triton.tiles import (
+    block_of,
+    load,
+    load_pointer,
+    mix,
+    random_key,
+    read_grad,
+    read_master,
+    write_master,
+    write_mean,
+)
 from ...operands import FORMATS, MODES, Operands
 from . import reference
 from .rule import SGDRule
@@ -18,29 +28,28 @@ def sgd_step_kernel(
     tensors, count, weight_decay, momentum,
     MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
     DECAYS: tl.constexpr, SUMS: tl.constexpr, NESTEROV: tl.constexpr,
-    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, SIZE: tl.constexpr,
+    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Step one block. Loads widen to fp32, fp32 arithmetic, stores as tiles.py says."""
     if GUARDED:
         if tl.load(p_found) != 0:
             return
-    block = tl.program_id(0)
-    tensor = tl.load(p_blocks + block)
-    indices = tl.load(p_blocks + count + block) + tl.arange(0, SIZE).to(tl.int64)
-    mask = indices < tl.load(p_sizes + tensor)
-    value = tl.load(p_addresses + tensor)
-    aux = tl.load(p_addresses + tensors + tensor)
+    tensor, indices, mask = block_of(p_blocks, p_sizes, count, SIZE, ALIGNED)
+    p_addresses += tensor
+    value = load_pointer(p_addresses, ALIGNED)
+    aux = load_pointer(p_addresses + tensors, ALIGNED)
+    grad = load_pointer(p_addresses + 2 * tensors, ALIGNED)
     seed, step = tl.load(p_seeds + tensor), tl.load(p_step + tensor)
     b_whole = (indices + tl.load(p_firsts + tensor)).to(tl.uint32)  # places in the tensor this one is a part of
     p_scalars += 3 * tensor
     rate, keep, add = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
 
     b_master = read_master(value, aux, indices, mask, MODE, VALUE)
-    b_grad = read_grad(tl.load(p_addresses + 2 * tensors + tensor), indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
+    b_grad = read_grad(grad, indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
     if DECAYS:
         b_grad = tl.fma(b_master, weight_decay, b_grad)
     if SUMS:
-        sums = tl.load(p_addresses + 3 * tensors + tensor)
+        sums = load_pointer(p_addresses + 3 * tensors, ALIGNED)
         b_sum = tl.fma(b_grad, add, load(sums, indices, mask, MEAN) * keep)
         write_mean(sums, indices, mask, b_sum, mix(b_whole ^ random_key(seed, step, 1)), MEAN)
         b_grad = tl.fma(b_sum, momentum, b_grad) if NESTEROV else b_sum
@@ -72,6 +81,7 @@ def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> N
             len(weights.values), held.blocks.shape[1], rule.weight_decay, rule.momentum,
             MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
             MEAN=held.mean_format, DECAYS=rule.weight_decay != 0, SUMS=rule.momentum != 0, NESTEROV=rule.nesterov,
-            MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded, SIZE=BLOCK, enable_fp_fusion=False,
+            MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded, SIZE=BLOCK, ALIGNED=held.is_aligned,
+            num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))

@@ -1,0 +1,64 @@
+"""The Triton kernels compiled for GPUs that are not here: registers, spills, and loads of several words at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton, an optional import, is not installed")
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+MOST_REGISTERS = 64
+"""Of a thread, on NVIDIA: 1024 threads a multiprocessor, half of what it has room for."""
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    path = Path(__file__).parents[2] / "benchmarks" / "offline_kernels.py"
+    spec = importlib.util.spec_from_file_location("offline_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    yield module
+
+
+def check(offline: ModuleType, target: str, names: Any) -> None:
+    for kernel, name, constants in offline.variants():
+        if not names(name):
+            continue
+        cost = offline.cost(offline.build(kernel, constants, target))
+        assert cost.spilled == 0, (name, cost)
+        assert cost.registers <= MOST_REGISTERS, (name, cost)
+        # On AMD a thread has 2 elements: 16-bit ones are one word.
+        is_wide = constants["ALIGNED"] and not (target == "gfx942" and name.endswith("bf16/bf16/bf16"))
+        assert (cost.vectors >= 4 if target.startswith("sm") else cost.vectors > 0) == is_wide, (name, cost)
+        if is_wide:
+            plain = offline.build(kernel, {**constants, "ALIGNED": False}, target)
+            assert cost.memory < offline.cost(plain).memory
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_split_weights_take_no_spill_few_registers_and_vectors(target: str, offline: ModuleType) -> None:
+    check(offline, target, lambda name: "split bf16/bf16/fp32" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS[:3])
+def test_every_variant_takes_no_spill_few_registers_and_vectors(target: str, offline: ModuleType) -> None:
+    check(offline, target, lambda name: True)
+
+
+def test_vectors_are_for_addresses_and_sizes_that_allow_them() -> None:
+    from mezzo.kernels.backends.triton.launch import is_aligned
+
+    assert is_aligned((1 << 20, 0, (1 << 20) + 16), (1024, 48))
+    assert not is_aligned((1 << 20,), (1000,))
+    assert not is_aligned(((1 << 20) + 2,), (1024,))
