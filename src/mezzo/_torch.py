@@ -64,6 +64,24 @@ def sparse_values(grad: Tensor) -> Tensor:
     return grad._values()
 
 
+def constant_factor(product: Tensor) -> Tensor | None:
+    """Return the tensor without graph that a number was multiplied by last; None if there is none.
+
+    Without it a loss that a GradScaler scaled is not told from any other.
+    """
+    node: Any = product.grad_fn
+    if node is None or node.name() != "MulBackward0" or product.numel() != 1:
+        return None
+    factor = node._saved_other
+    is_tensor = isinstance(factor, Tensor) and not factor.requires_grad and factor.numel() == 1
+    return factor if is_tensor else None
+
+
+def sparse_indices(grad: Tensor) -> Tensor:
+    """Return the indices of a sparse tensor that may not be coalesced, to be counted."""
+    return grad._indices()
+
+
 # --- multi-tensor ops: one launch for many tensors, where a loop would need one each --------------------------------
 
 foreach_norm = torch._foreach_norm
@@ -89,6 +107,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the children registered on a module itself, by name: one that was replaced is seen there."""
+    return module._modules
+
+
 def apply_to_tensors_(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace the tensors of a module and its children, as `module.to` does. Writes: the module."""
     module._apply(function)  # type: ignore[no-untyped-call]  # torch's own
@@ -99,6 +122,11 @@ def apply_to_tensors_(module: nn.Module, function: Callable[[Tensor], Tensor]) -
 global_pre_hooks = _global_optimizer_pre_hooks
 global_post_hooks = _global_optimizer_post_hooks
 """Hooks on the steps of all optimizers: anybody's may count steps, which then must really happen."""
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has torch's hooks: one that skips `super().__init__()` has none, and cannot be guarded."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:

@@ -119,8 +119,8 @@ def test_what_a_text_means(text: str, policy: Policy) -> None:
     [
         (Policy(), "fp32"),
         (Policy(modules=(ModuleRule(pattern="é,*", precision=Rule.LOW),)), 'fp32, module:"é,*"=low'),
-        (Policy(compute=torch.bfloat16), "bf16, modules=none"),
-        (Policy(compute=torch.bfloat16, state=torch.bfloat16), "bf16, state=bf16, modules=none"),
+        (Policy(compute=torch.bfloat16), "fp32, compute=bf16"),
+        (Policy(compute=torch.bfloat16, state=torch.bfloat16), "fp32, compute=bf16, state=bf16"),
         (PRESETS["auto"].replace(scaling=ScalingConfig()), "auto, scaling=dynamic"),
         (PRESETS["fp16"].replace(scaling=None), "fp16, scaling=none"),
         (PRESETS["bf16"].replace(modules=()), "bf16, modules=none"),

@@ -41,15 +41,18 @@ class TestPlantedFaults:
         ):
             run(amp)
 
-    def test_2_a_step_that_moves_nothing(self) -> None:
+    def test_2_steps_that_move_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         class Idle(torch.optim.SGD):
             def step(self, closure: Any = None) -> None:  # type: ignore[override]
                 pass
 
         model = Net()
-        amp = mezzo.prepare(model, Idle(model.parameters(), lr=0.1), "fp32")
-        with pytest.raises(InvariantError, match="changed none of the 8 parameters of Idle"):
-            run(amp)
+        amp = mezzo.prepare(model, Idle(model.parameters(), lr=0.1), "fp32, guard.check_every=100")
+        run(amp)
+        assert "changed none of the 8 parameters of Idle" in caplog.text
+        with pytest.raises(InvariantError, match=r"100 steps .* changed none of the 8 parameters of Idle"):
+            for _ in range(99):
+                run(amp)
 
     def test_2_a_learning_rate_of_zero_is_meant(self) -> None:
         model = Net()
@@ -142,9 +145,10 @@ class TestPlantedFaults:
             run(amp)
 
     def test_6_non_finite_weights_that_no_gradient_reached(self) -> None:
-        model, amp = prepared("fp32")
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.register_parameter("unused", nn.Parameter(torch.tensor([1.0])))
-        amp = mezzo.prepare(model, amp.optimizers[0], "fp32")
+        amp = mezzo.prepare(model, optimizer, "fp32")
         with torch.no_grad():
             model.unused.fill_(float("nan"))
         with pytest.raises(InvariantError, match="after the step unused hold inf or NaN"):
@@ -228,7 +232,7 @@ class TestReport:
         amp.backward(amp.model(torch.ones(2, 4)).square().mean())
         amp.step()
         assert str(amp.report()) == (
-            "policy: bf16-master, output=fp32\n"
+            "policy: bf16-master\n"
             "                    declared  observed  bytes\n"
             "weights of low ops  bf16      bf16 x2   40\n"
             "gradients           bf16      bf16 x2   40\n"

@@ -126,7 +126,7 @@ def test_s14_stock_a_worker_thread_runs_fp32() -> None:
 
 
 def test_s14_ours_a_prepared_model_carries_its_policy() -> None:
-    assert threaded(mezzo.prepare(nn.Linear(4, 4), None, "bf16").model, nullcontext) is BF16
+    assert threaded(mezzo.prepare(nn.Linear(4, 4), None, "bf16, output=none").model, nullcontext) is BF16
 
 
 def test_s15_stock_vmap_is_not_cast() -> None:
@@ -135,7 +135,7 @@ def test_s15_stock_vmap_is_not_cast() -> None:
 
 
 def test_s15_ours_a_prepared_model_is_cast_under_vmap() -> None:
-    model = mezzo.prepare(nn.Linear(4, 4), None, "bf16").model
+    model = mezzo.prepare(nn.Linear(4, 4), None, "bf16, output=none").model
     assert torch.vmap(model)(torch.randn(3, 2, 4)).dtype is BF16
 
 
@@ -248,12 +248,12 @@ def test_s27_stock_recompute_loses_a_mode() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_s27_ours_recompute_runs_the_dtype_of_forward(reentrant: bool) -> None:
-    model = mezzo.prepare(nn.Linear(4, 4), None, "bf16, ops=mezzo").model
+    model = mezzo.prepare(nn.Linear(4, 4), None, "bf16, ops=mezzo, output=none").model
     assert recomputed(model, nullcontext, use_reentrant=reentrant) == {BF16}
 
 
 def test_s27_ours_a_part_checkpointed_from_outside() -> None:
-    model = mezzo.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), None, "bf16").model
+    model = mezzo.prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), None, "bf16, output=none").model
     assert recomputed(model[0], nullcontext, use_reentrant=False) == {BF16}
 
 

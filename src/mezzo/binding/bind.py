@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,16 +14,18 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._torch import dynamo_skip_frame, functorch_level, graph_task_id
 from ..casting import autocast
-from ..casting.frame import bind_frame
-from ..errors import PolicyError
+from ..casting.frame import bind_frame, bind_reentrant
+from ..errors import PolicyError, StepError
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, run_ruled
 
 RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
+_WRITTEN = (RECORD, "forward")
 
 
 AfterForward = Callable[[object], None]
@@ -40,18 +43,25 @@ class Binding:
         before_forward: called before each forward of the root, or of a module that is called without it, outside
             torch.compile, with module and arguments; what it returns, if anything, is called with the output. It belongs
             to one stepper and is not copied with the model.
+        owner: the stepper that was made with it; not copied either.
     """
 
     policy: Policy
     device_type: str | None
     cache: CacheName = "region"
     before_forward: BeforeForward | None = field(default=None, repr=False)
+    owner: weakref.ref[object] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._op_rules = self.policy.replace(modules=())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "before_forward": None}
+        return {**self.__dict__, "before_forward": None, "owner": None}
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether the stepper that was made with it lives."""
+        return self.owner is not None and self.owner() is not None
 
     def region(self, precision: Precision, traced: bool) -> autocast:
         """Return the region in which a precision holds.
@@ -158,10 +168,27 @@ def _is_recompute() -> bool:
     return bool(torch.autocast_decrement_nesting() > 0)
 
 
+def _is_exported() -> bool:
+    """Whether strict export traces, which takes a thread's state, written and put back, for a side effect of the model."""
+    return torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()
+
+
+def _is_inside(binding: Binding, traced: bool) -> bool:
+    if _is_exported():
+        return torch.is_autocast_enabled(binding.device_type or "cpu")
+    return _here.binding is binding and traced is _here.traced
+
+
 def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     traced = _is_traced()
-    if _here.binding is not bound.binding or traced is not _here.traced:
+    if not _is_inside(bound.binding, traced):
         return _enter(bound, module, forward, args, kwargs, traced)
+    return _run_inside(bound, module, forward, args, kwargs, traced)
+
+
+def _run_inside(
+    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> Any:
     if bound.own is None:
         return forward(module, *args, **kwargs)
     return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
@@ -170,41 +197,45 @@ def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tup
 @dynamo_skip_frame
 def _open(
     bound: Bound, module: nn.Module, args: tuple[Any, ...], kwargs: Any, traced: bool
-) -> tuple[autocast, tuple[Any, ...], Any, AfterForward | None]:
-    """Return the region to run a module in, its arguments there, and what to call with its output."""
+) -> tuple[autocast, tuple[Any, ...], Any, AfterForward | None, torch.dtype | None]:
+    """Return the region to run a module in, its arguments there, what to call with its output, and the output's dtype."""
     binding, is_eager, after = bound.binding, not is_compiling(), None
     resumes = not bound.is_root and _is_recompute()
     if is_eager:
         binding.follow(module)
         if binding.before_forward is not None and not resumes:
             after = binding.before_forward(module, args, kwargs)
-    if is_eager and not resumes and torch.is_grad_enabled():
-        bind_frame(_Outside)
+    if is_eager and not resumes:
+        (bind_frame if torch.is_grad_enabled() else bind_reentrant)(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
     region = binding.resumed() if resumes else binding.region(bound.around, traced)
-    return region, args, kwargs, after
+    is_inside = resumes or _here.binding is binding
+    return region, args, kwargs, after, None if is_inside else binding.policy.output
 
 
 def _enter(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
     outer, outer_traced = _here.binding, _here.traced
-    region, args, kwargs, after = _open(bound, module, args, kwargs, traced)
+    region, args, kwargs, after, dtype = _open(bound, module, args, kwargs, traced)
+    if _is_exported():
+        with region:
+            out = _run_inside(bound, module, forward, args, kwargs, traced)
+        return _close(out, dtype, after)
     _set_thread_state(bound.binding, traced)
     try:
         with region:
-            out = _run(bound, module, forward, args, kwargs)
+            out = _run_inside(bound, module, forward, args, kwargs, traced)
     finally:
         _set_thread_state(outer, outer_traced)
-    return _close(bound, out, after)
+    return _close(out, dtype, after)
 
 
 @dynamo_skip_frame
-def _close(bound: Bound, out: Any, after: AfterForward | None) -> Any:
-    """Return a module's output as its caller gets it."""
-    if bound.is_root and bound.binding.policy.output is not None:
-        out = cast_floating(out, bound.binding.policy.output)
+def _close(out: Any, dtype: torch.dtype | None, after: AfterForward | None) -> Any:
+    """Return a module's output as its caller gets it: in the policy's output dtype, where the caller is outside."""
+    out = out if dtype is None else cast_floating(out, dtype)
     if after is not None:
         after(out)
     return out
@@ -241,11 +272,29 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         return reduced
 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {"forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
+    refusals = {"__prepare_scriptable__": _refuse_script, "qconfig": property(_no_qconfig, _refuse_quantization)}
     make: Any = type(original)
-    subclass: type[nn.Module] = make(
-        original.__name__, (original,), {**kept, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
-    )
+    subclass: type[nn.Module] = make(original.__name__, (original,), {**kept, **own, **refusals})
     return subclass
+
+
+def _refuse_script(module: nn.Module) -> None:
+    raise StepError(
+        "torch.jit.script was given a prepared model, and its compiler cannot follow a policy. Call amp.release() first, "
+        "which gives the plain model back; torch.export takes prepared models."
+    )
+
+
+def _no_qconfig(module: nn.Module) -> None:
+    raise AttributeError("qconfig")
+
+
+def _refuse_quantization(module: nn.Module, qconfig: object) -> None:
+    raise StepError(
+        "torch.ao.quantization was given a prepared model, and it replaces modules by their exact class, so it would "
+        "quantize none of them. Call amp.release() first, which gives the plain model back."
+    )
 
 
 def _new_bound(original: type[nn.Module]) -> nn.Module:
@@ -264,12 +313,6 @@ class _Own:
         return self.forward(*args, **kwargs)
 
 
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class a module had before it was bound; its class if it is not bound."""
-    original: type[nn.Module] = getattr(type(module), "_mezzo_class", type(module))
-    return original
-
-
 def record(module: nn.Module) -> Bound | None:
     """Return what a module knows of its policy; None if it is not bound."""
     found: Bound | None = module.__dict__.get(RECORD)
@@ -278,7 +321,8 @@ def record(module: nn.Module) -> Bound | None:
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of a module's class and of the classes above it, as patterns of a policy see them."""
-    return tuple(cls.__name__ for cls in original_class(module).__mro__ if issubclass(cls, nn.Module))
+    classes = type(module).__mro__
+    return tuple(cls.__name__ for cls in classes if issubclass(cls, nn.Module) and "_mezzo_class" not in vars(cls))
 
 
 def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Binding:
@@ -296,21 +340,33 @@ def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Bindi
     Writes: the class and the record of every module.
     Syncs: no.
     """
-    _set_thread_state(
-        _here.binding, _here.traced
-    )  # this thread has its state from now on; torch.compile cannot make it
-    indices: dict[nn.Module, list[str]] = {}
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        indices.setdefault(module, []).append(fqn)
+    _set_thread_state(_here.binding, _here.traced)  # this thread has it from now on; torch.compile cannot make it
+    indices = _indices(model)
     policy.check_modules((fqn, class_names(module)) for module, fqns in indices.items() for fqn in fqns)
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     binding = Binding(policy=policy, device_type=kinds.pop() if len(kinds) == 1 else None, cache=cache)
-    own = {fqn: _own_precision(policy, fqn, module) for module, fqns in indices.items() for fqn in fqns}
+    _bind_all(model, indices, binding)
+    return binding
+
+
+def rebind(model: nn.Module, binding: Binding) -> None:
+    """Bind the modules that a bound model has now, after some came or went. Writes: as `bind`."""
+    _bind_all(model, _indices(model), binding)
+
+
+def _indices(model: nn.Module) -> dict[nn.Module, list[str]]:
+    indices: dict[nn.Module, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        indices.setdefault(module, []).append(fqn)
+    return indices
+
+
+def _bind_all(model: nn.Module, indices: dict[nn.Module, list[str]], binding: Binding) -> None:
+    own = {fqn: _own_precision(binding.policy, fqn, module) for module, fqns in indices.items() for fqn in fqns}
     for module, fqns in indices.items():
         precisions = {fqn: (own[fqn], _around(own, fqn)) for fqn in fqns}
         _refuse_conflict(module, precisions)
         _bind_one(module, binding, *precisions[fqns[0]], is_root=module is model)
-    return binding
 
 
 def _own_precision(policy: Policy, fqn: str, module: nn.Module) -> Precision:
@@ -353,8 +409,46 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     before, forward = record(module), module.__dict__.pop("forward", None)
     inner = _Own(forward) if forward is not None else None if before is None else before.inner
     module.__dict__[RECORD] = Bound(binding=binding, own=own, around=around, is_root=is_root, inner=inner)
-    if not hasattr(type(module), "_mezzo_class"):
-        module.__class__ = bound_class(type(module))
+    cls = type(module)
+    if hasattr(cls, "_mezzo_class"):
+        return
+    if is_parametrized(module):  # a class of its own, which remove_parametrizations takes away from above its base
+        cls.__bases__ = (bound_class(cls.__bases__[0]),)
+    else:
+        module.__class__ = bound_class(cls)
+
+
+def remember(model: nn.Module) -> Callable[[], None]:
+    """Return a function that gives the modules of a model back class, forward and record as they are now. Host only."""
+    kept = [
+        (m, type(m), type(m).__bases__, {k: v for k, v in vars(m).items() if k in _WRITTEN}) for m in model.modules()
+    ]
+
+    def put_back() -> None:
+        for module, cls, bases, written in kept:
+            if type(module) is not cls:
+                module.__class__ = cls
+            if cls.__bases__ != bases:
+                cls.__bases__ = bases
+            for key in _WRITTEN:
+                module.__dict__.pop(key, None)
+            module.__dict__.update(written)
+
+    return put_back
+
+
+def unbind(model: nn.Module) -> None:
+    """Take a policy off a model again. Writes: the class, forward and record of every module that has one."""
+    for module in model.modules():
+        bound, cls = module.__dict__.pop(RECORD, None), type(module)
+        if bound is None:
+            continue
+        if isinstance(bound.inner, _Own):
+            module.__dict__["forward"] = bound.inner.forward
+        if "_mezzo_class" in vars(cls):
+            module.__class__ = vars(cls)["_mezzo_class"]
+        else:
+            cls.__bases__ = tuple(vars(base).get("_mezzo_class", base) for base in cls.__bases__)
 
 
 def innermost(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -49,9 +50,27 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return {key: cast_floating(item, dtype) for key, item in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if dataclasses.is_dataclass(value) and type(value) not in TREE_NODES:
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **cast_floating(fields, dtype))  # type: ignore[type-var]  # an instance
+    if type(value) in TREE_NODES:
+        return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), value)
+    return _cast_unregistered(value, dtype)
+
+
+def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the tensors in a dataclass, or in a subclass of tuple, list or dict, that torch's pytree does not know."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+        cast = copy.copy(value)
+        for name, item in cast_floating(fields, dtype).items():
+            object.__setattr__(cast, name, item)
+        return cast
+    if isinstance(value, tuple):
+        items = [cast_floating(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, (list, dict)):
+        nest: Any = copy.copy(value)
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            nest[key] = cast_floating(item, dtype)
+        return nest
     return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), value)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .._torch import apply_to_tensors_, own_parameters
@@ -21,12 +22,18 @@ from .bind import class_names, record
 
 
 def check_floats(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model whose weights no region would cast.
+    """Refuse a model whose weights no region would cast, or that has no weights yet.
 
     Raises:
-        PolicyError: low ops were asked for and weights are fp64, which regions leave alone.
+        PolicyError: low ops were asked for and weights are fp64, which regions leave alone; or lazy modules have not run.
     """
     params = list(model.parameters())
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise PolicyError(
+            f"{len(lazy)} parameters and buffers of lazy modules have no shape yet ({listed(lazy)}), so a policy cannot "
+            "decide about them. Run one forward, as in model(batch), before mezzo.prepare."
+        )
     wide = [name for name, p in model.named_parameters() if p.dtype is torch.float64]
     if policy.is_low and wide:
         raise PolicyError(
@@ -128,7 +135,7 @@ def convert_(
             f"params={dtype_name(policy.params)} with compute=fp32 stores weights that no op could take. "
             f"Write compute={dtype_name(policy.params)}, or params=fp32."
         )
-    targets = storage_targets(model, policy, bool(optimizers))
+    targets = storage_targets(model, policy, optimizers)
     owners = {p: optimizer for optimizer in map(local_optimizer, optimizers) for p in parameters(optimizer)}
     changed = {name: p for name, p in model.named_parameters() if p in targets and p.dtype is not targets[p]}
     if changed and is_replicated:
@@ -157,8 +164,25 @@ def _convert_spread_(model: nn.Module, targets: Mapping[Tensor, torch.dtype]) ->
     apply_to_tensors_(model, lambda tensor: tensor.to(targets[tensor]) if tensor in targets else tensor)
 
 
-def storage_targets(model: nn.Module, policy: Policy, is_trained: bool) -> dict[Tensor, torch.dtype]:
-    """Return the dtype that a policy stores parameters of a bound model in, for those it decides about."""
+def store_(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
+    """Give parameters other tensors to be stored in, of any dtype; sharded ones by way of their modules.
+
+    Writes: the storage of parameters, which keep their identity.
+    """
+    if any(is_dtensor(p) for p in values):
+        apply_to_tensors_(model, lambda tensor: values.get(tensor, tensor))
+    for p, value in values.items():
+        if not is_dtensor(p):
+            p.data = value
+
+
+def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optimizer]) -> dict[Tensor, torch.dtype]:
+    """Return the dtype that a policy stores parameters of a bound model in, for those it decides about.
+
+    Without optimizers those are all that feed low ops; else the ones that are trained, since a weight that no
+    optimizer has yet would lose what its master must know.
+    """
+    trained = {p for optimizer in optimizers for p in parameters(optimizer)}
     targets: dict[Tensor, torch.dtype] = {}
     fp32: set[Tensor] = set()
     for module in model.modules():
@@ -174,7 +198,7 @@ def storage_targets(model: nn.Module, policy: Policy, is_trained: bool) -> dict[
             elif (
                 policy.params in LOW_DTYPES
                 and is_matmul_like(class_names(module))
-                and (p.requires_grad or not is_trained)
+                and (not optimizers or (p.requires_grad and p in trained))
             ):
                 targets.setdefault(p, policy.params)
     return {p: dtype for p, dtype in targets.items() if dtype is torch.float32 or p not in fp32}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
+
+from torch.utils.checkpoint import CheckpointFunction
 
 from .._torch import saved_tensors_hooks
 
@@ -41,3 +45,21 @@ def bind_frame(current: Callable[[], AbstractContextManager[Any]]) -> None:
     recompute = getattr(frame, "recompute_fn", None)
     if recompute is not None and not isinstance(recompute, _InRegion):
         frame.recompute_fn = _InRegion(recompute, current())
+
+
+def bind_reentrant(current: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Give the reentrant checkpoint whose function runs just now a region, so that its recompute enters it.
+
+    Such a checkpoint runs its function without gradients and keeps it to run again in backward.
+
+    Args:
+        current: makes the region to enter.
+
+    Writes: the checkpoint's `run_function`. Syncs: no.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    if frame is not None and not isinstance(frame.f_locals["ctx"].run_function, _InRegion):
+        context = frame.f_locals["ctx"]
+        context.run_function = _InRegion(context.run_function, current())

@@ -113,9 +113,13 @@ class MasterWeights(torch.optim.Optimizer):
         Writes: the inner optimizer's state, from which aux state is dropped.
         """
         self._guard.remove()
+        self.drop_masters()
+        return self.inner
+
+    def drop_masters(self) -> None:
+        """Give moments to the parameters themselves, which are fp32 again. Writes: the inner optimizer's state."""
         for p in self._places():
             self._take_aux(p)
-        return self.inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the model's parameters. Writes: gradients. Syncs: no."""

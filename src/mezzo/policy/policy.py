@@ -37,7 +37,7 @@ class Policy(PolicyFields):
         grads: dtype gradients are accumulated in over micro-batches; None: the dtype of the weight.
         reduce: dtype of gradient traffic between ranks.
         state: dtype of optimizer moments.
-        output: dtype of the root module's floating outputs; None leaves them.
+        output: dtype of what leaves the model, or a module of it that is called by itself; None leaves it.
         loss: dtype the loss must have when it reaches backward.
         ops: op table and edits; a table's name is accepted for short.
         modules: ordered module rules; a later rule wins.

@@ -13,8 +13,8 @@ from .rule import Rule
 # Norm layers compute in fp32 and hand on 16 bit. Not "*LayerNorm": whole encoders have names that end so.
 NORM_PATTERNS = ("LayerNorm", "GroupNorm", "*RMSNorm", "*T5LayerNorm")
 _NORMS = tuple(ModuleRule(pattern=pattern, precision=Rule.FP32_LOW_OUT, required=False) for pattern in NORM_PATTERNS)
-_FP16 = PolicyFields(compute=torch.float16, modules=_NORMS, scaling=ScalingConfig())
-_BF16 = PolicyFields(compute=torch.bfloat16, modules=_NORMS)
+_FP16 = PolicyFields(compute=torch.float16, modules=_NORMS, output=torch.float32, scaling=ScalingConfig())
+_BF16 = PolicyFields(compute=torch.bfloat16, modules=_NORMS, output=torch.float32)
 
 PRESET_FIELDS: Mapping[str, PolicyFields] = MappingProxyType(
     {
@@ -23,11 +23,12 @@ PRESET_FIELDS: Mapping[str, PolicyFields] = MappingProxyType(
         "bf16": _BF16,
         "fp16-master": _FP16.replace(params=torch.float16, master="fp32"),
         "bf16-master": _BF16.replace(params=torch.bfloat16, master="split"),
-        "auto": PolicyFields(compute=None, modules=_NORMS),
+        "auto": PolicyFields(compute=None, modules=_NORMS, output=torch.float32),
     }
 )
 """fp32: no casting. fp16, bf16: low ops in that type, fp16 with loss scaling. -master: weights stored in that type,
-updated in fp32 precision. auto: the device decides between bf16, fp16 and fp32."""
+updated in fp32 precision. auto: the device decides between bf16, fp16 and fp32. What leaves a model is fp32, so that a
+loss may be computed outside of it."""
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {

@@ -1,152 +1,219 @@
-"""Buffers as a transaction: what the forward of a skipped step wrote is taken back."""
+"""Buffers as a transaction: what the forwards of a skipped step wrote is taken back, and nothing else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import NormBase, foreach_copy_, own_buffers, version
+from .._torch import NormBase, active_ddp, functorch_level, own_buffers, tree_leaves
+from .buffer_slot import ABSENT, Copy, Slot, is_alike, take_copies
 
 
-@dataclass(slots=True, eq=False)
-class _Kept:
-    """One buffer and its value before the step.
+class _Forward:
+    """One forward, and the buffers before it. The graph that it made holds it, so that it goes where the graph goes.
 
-    Attributes:
-        name: in the model.
-        module: that owns it.
-        key: its name there.
-        is_statistic: written by batch norm's kernel, which does not move the version of what it writes.
-        value: a copy from before the step.
-        source: the tensor it was copied from.
-        version: of that tensor then.
-        may_be_written: a statistic whose module was in training mode when the step began.
+    Args:
+        number: of the forward, in the order they ran.
+        before: copies of the buffers by name.
+        used: where it enters itself when a backward pass comes through.
     """
 
-    name: str
-    module: nn.Module
-    key: str
-    is_statistic: bool
-    value: Tensor
-    source: Tensor
-    version: int
-    may_be_written: bool = False
+    def __init__(self, number: int, before: dict[str, Copy], used: list[_Forward]) -> None:
+        self.number = number
+        self.before = before
+        self._used = used
 
-    @property
-    def buffer(self) -> Tensor | None:
-        return own_buffers(self.module)[self.key]
-
-    def written(self) -> Tensor | None:
-        """Return the buffer if it was, or may have been, written since it was copied."""
-        buffer = self.buffer
-        if self.may_be_written or (self.is_statistic and self.module.training):
-            return buffer
-        return buffer if buffer is not self.source or version(self.source) != self.version else None
-
-    def renew_source(self, buffer: Tensor) -> None:
-        """Take note that the copy is of the buffer as it is now."""
-        self.source, self.version, self.may_be_written = buffer, version(buffer), False
+    def __call__(self, grad: Tensor) -> None:
+        """Take note of a backward pass."""
+        if self not in self._used:
+            self._used.append(self)
 
 
 class Buffers:
-    """The buffers of a model that training may write: floating ones and counters.
+    """The buffers of a model, of any dtype, and what the forwards of this step made of them.
 
-    A copy of each is kept and renewed when its version moved, so buffers that are never written cost one copy in all;
-    the statistics of batch norm are copied in every step. A custom kernel that writes a buffer behind the version
+    A forward belongs to the step if a backward pass comes through its output. Others, and whoever writes in between,
+    are nobody's step. Copies are taken of what moved, so buffers that are never written cost one copy in all; the
+    statistics of batch norm are copied in every step. A custom kernel that writes a buffer behind the version
     counter's back is not seen.
 
     Args:
-        model: where the buffers are; those it has now.
+        model: where the buffers are, and where others may turn up.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = [
-            _Kept(
-                name=f"{prefix}.{key}" if prefix else key,
-                module=module,
-                key=key,
-                is_statistic=isinstance(module, NormBase),
-                value=buffer.detach().clone(),
-                source=buffer,
-                version=version(buffer),
-            )
-            for prefix, module in model.named_modules()
-            for key, buffer in own_buffers(module).items()
-            if buffer is not None and _is_tracked(buffer)
-        ]
-        self._is_open = False
+        self._model = model
+        self._slots: dict[str, Slot] = {}
+        self._exempt: set[str] = set()
+        self._used: list[_Forward] = []
+        self._alive: list[weakref.ref[_Forward]] = []
+        self._count = 0
+        self.rescan()
         self.forgive()
+
+    def rescan(self) -> None:
+        """Find the buffers anew, since modules or buffers came or went. Host only."""
+        known, self._slots = self._slots, {}
+        for prefix, module in self._model.named_modules():
+            for key in own_buffers(module):
+                name = f"{prefix}.{key}" if prefix else key
+                slot = known.get(name)
+                if slot is None or slot.module is not module:
+                    slot = Slot(name, module, key, isinstance(module, NormBase))
+                    self._exempt.add(name)  # nobody knows yet what it is meant to hold
+                self._slots[name] = slot
+        self._registries = [own_buffers(module) for module in self._model.modules()]
+        self._num_registered = sum(map(len, self._registries))
 
     def forgive(self) -> None:
         """Take the buffers as they are, and what is not finite in them as meant, such as a mask of -inf. Syncs: yes."""
-        self._is_open = False
-        self._renew()
-        self._exempt = {kept.name for kept in self._kept if not bool(kept.value.isfinite().all())}
+        self._close()
+        self._exempt = {name for name, slot in self._slots.items() if not slot.copy.is_finite()}
 
-    def begin(self) -> None:
-        """Open the transaction of a step, with the buffers as they are; does nothing in an open one. Syncs: no."""
-        if not self._is_open and torch.is_grad_enabled():
-            self._is_open = True
-            self._renew()
-            for kept in self._kept:
-                kept.may_be_written = kept.is_statistic and kept.module.training
+    def begin(self) -> Callable[[object], None] | None:
+        """Take note of a forward that begins.
+
+        Returns:
+            What must be called with its output; None if it can be part of no step.
+
+        Syncs: no.
+        """
+        if not self._slots and sum(map(len, self._registries)) == 0:
+            return None
+        if functorch_level() is not None or not torch.is_grad_enabled():
+            self._expect_statistics()
+            return None
+        self._notice_others()
+        if self._used:  # what was there before the step's first forward is known
+            self._expect_statistics()
+            return lambda output: self._leave()
+        self._renew()
+        forward = _Forward(self._count, self._copies(), self._used)
+        self._count += 1
+        self._expect_statistics()
+        return partial(self._end, forward)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Count what is written inside the block as the step's: recompute in backward, a batch run again. Syncs: no."""
+        self._notice_others()
+        try:
+            yield
+        finally:
+            self._leave()
 
     def written(self) -> list[Tensor]:
-        """Return the floating buffers that may have been written in this step and must be finite. Syncs: no."""
-        found = [kept.written() for kept in self._kept if kept.name not in self._exempt]
-        return [buffer for buffer in found if buffer is not None and buffer.is_floating_point()]
+        """Return the floating buffers that the step may have written and must be finite. Syncs: no."""
+        return [
+            buffer
+            for slot, before in self._moved()
+            if slot.name not in self._exempt
+            and (buffer := slot.buffer) is not None
+            and buffer.is_floating_point()
+            and is_alike(before.value, buffer)
+        ]
 
     def settle(self, void: Tensor | bool) -> None:
-        """Close the transaction: give written buffers their old values if the step is void.
+        """Close the transaction: give the buffers that the step wrote their old values if it is void.
 
         Args:
             void: shape (), bool, any device, or a bool where the host knows: the step was skipped.
 
-        Writes: the buffers. Syncs: no.
+        Writes: the buffers. Syncs: only where one has another shape or dtype than before.
         """
-        self._is_open = False
+        moved = self._moved()
+        self._exempt |= {slot.name for slot, before in moved if not is_alike(before.value, slot.buffer)}
         if void is not False:
             with torch.no_grad():
-                for kept in self._kept:
-                    _restore(kept, void)
-        self._renew()
+                for slot, before in moved:
+                    slot.restore(before, void)
+        self._close()
+
+    def abandon(self) -> None:
+        """Forget the backward passes so far; a forward whose loss is still to come stays known. Host only."""
+        self._used.clear()
 
     def nonfinite(self) -> dict[str, int]:
         """Return how many elements of each buffer were inf or NaN before this step, where any were. Syncs: yes."""
         counts = {
-            kept.name: int((~kept.value.isfinite()).sum()) for kept in self._kept if kept.name not in self._exempt
+            name: int((~slot.copy.value.isfinite()).sum())
+            for name, slot in self._slots.items()
+            if name not in self._exempt and slot.copy.value is not None
         }
         return {name: count for name, count in counts.items() if count}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tracked buffer by name."""
-        return {kept.name: buffer for kept in self._kept if (buffer := kept.buffer) is not None}
+        """Return every buffer by name."""
+        return {name: buffer for name, slot in self._slots.items() if (buffer := slot.buffer) is not None}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype that each buffer had at first, or that the last forward which assigned it gave it."""
+        return {name: slot.dtype for name, slot in self._slots.items() if slot.dtype is not None}
+
+    def _end(self, forward: _Forward, output: object) -> None:
+        self._leave()
+        if not any(slot.is_moved(forward.before.get(name, ABSENT)) for name, slot in self._slots.items()):
+            return
+        leaves = tree_leaves(output)
+        in_graph = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        for tensor in in_graph:
+            tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch's own
+        if in_graph:
+            self._alive = [ref for ref in self._alive if ref() is not None]
+            self._alive.append(weakref.ref(forward))
+        elif not all(isinstance(leaf, (Tensor, int, float, str)) for leaf in leaves):
+            self._used.append(forward)  # who knows what leads to its loss
+
+    def _open(self) -> list[_Forward]:
+        alive = [forward for ref in self._alive if (forward := ref()) is not None]
+        return [*alive, *(forward for forward in self._used if forward not in alive)]
+
+    def _moved(self) -> list[tuple[Slot, Copy]]:
+        """Return the buffers that the step wrote, with what they were."""
+        if not self._used:  # a compiled model shows none of its forwards
+            return [(slot, self._last[name]) for name, slot in self._slots.items() if slot.is_moved(self._last[name])]
+        before = min(self._used, key=lambda forward: forward.number).before
+        slots = [(slot, before.get(name, ABSENT)) for name, slot in self._slots.items()]
+        return [(slot, was) for slot, was in slots if slot.is_moved(was) and not slot.is_foreign()]
+
+    def _notice_others(self) -> None:
+        """Take what somebody else wrote since the step last left the buffers for what was there before it."""
+        foreign = [slot for slot in self._slots.values() if slot.is_foreign()]
+        for slot in foreign:
+            slot.leave()
+        forwards, ddp = self._open(), active_ddp()
+        if not foreign or not forwards or (ddp is not None and ddp.broadcast_buffers):  # it sends what the step wrote
+            return
+        take_copies(foreign)
+        for forward in forwards:
+            forward.before.update({slot.name: slot.copy for slot in foreign})
+
+    def _expect_statistics(self) -> None:
+        for slot in self._slots.values():
+            slot.is_stale = slot.is_stale or (slot.is_statistic and slot.module.training)
+
+    def _leave(self) -> None:
+        """Take the buffers as they are for what the step made of them."""
+        if sum(map(len, self._registries)) != self._num_registered:
+            self.rescan()
+        for slot in self._slots.values():
+            slot.leave(assigned=True)
 
     def _renew(self) -> None:
-        moved = [(kept, buffer) for kept in self._kept if (buffer := kept.written()) is not None]
-        same = [(kept, buffer) for kept, buffer in moved if _is_alike(kept.value, buffer)]
-        with torch.no_grad():
-            if same:
-                foreach_copy_([kept.value for kept, _ in same], [buffer for _, buffer in same])
-            for kept, buffer in moved:
-                if not _is_alike(kept.value, buffer):
-                    kept.value = buffer.detach().clone()
-                kept.renew_source(buffer)
+        take_copies([slot for slot in self._slots.values() if slot.is_stale or not slot.copy.is_of(slot.buffer)])
 
+    def _copies(self) -> dict[str, Copy]:
+        return {name: slot.copy for name, slot in self._slots.items()}
 
-def _is_alike(value: Tensor, buffer: Tensor) -> bool:
-    return value.shape == buffer.shape and value.dtype is buffer.dtype and value.device == buffer.device
-
-
-def _restore(kept: _Kept, void: Tensor | bool) -> None:
-    buffer = kept.written()
-    if buffer is None or not _is_alike(kept.value, buffer):
-        return
-    buffer.copy_(torch.where(void.to(buffer.device), kept.value, buffer) if isinstance(void, Tensor) else kept.value)
-
-
-def _is_tracked(buffer: Tensor) -> bool:
-    is_counter = buffer.dim() == 0 and buffer.dtype is not torch.bool and not buffer.is_complex()
-    return buffer.layout is torch.strided and (buffer.is_floating_point() or is_counter)
+    def _close(self) -> None:
+        self._used.clear()
+        self._alive.clear()
+        for slot in self._slots.values():
+            slot.leave()
+        self._renew()
+        self._last = self._copies()

@@ -5,31 +5,34 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ..binding.bind import AfterForward, BeforeForward, Binding, innermost
+from ..binding.bind import AfterForward, BeforeForward, Binding, innermost, rebind
+from ..binding.storage import convert_, set_grad_dtype_
 from ..distributed.consensus import RankConsensus
 from ..distributed.group import is_running
 from ..distributed.wrapper import Wrapper
-from ..errors import StepError
+from ..formats import LOW_DTYPES
 from ..kernels.dtensor import any_dtensor, is_dtensor
 from ..kernels.ops.gradients import norm_and_finite
 from ..loss_scale.state import LossScale, NoScaling
-from ..optim.master_weights import parameters
 from ..policy import Policy
 from .buffers import Buffers
 from .flags import StepFlags, check_grads
 from .gradients import Gradients
 from .invariants import Invariants
+from .model_changes import ModelChanges
+from .names import ParameterNames
 from .optimizer_grads import OptimizerGrads, Skip
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
+from .release import Original
 from .report import Report, make_report
 from .result import GradStats, StepResult
 from .update import Clip, decides_on_device, move_scale_, update_
@@ -44,7 +47,7 @@ class Engine:
         model: prepared.
         optimizers: of its parameters.
         policy: with its compute dtype decided.
-        names: of parameters.
+        was: what the parameters were before they were prepared.
         skip: what several optimizers do when one has bad gradients.
         binding: of the policy to the model.
 
@@ -63,17 +66,18 @@ class Engine:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         policy: Policy,
-        names: Mapping[Tensor, str],
+        was: Original,
         skip: Skip,
         binding: Binding,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
-        self.names = names
+        self.names = names = ParameterNames(model, self.optimizers)
+        self._loaded = {p: dtype for p, (dtype, _) in was.dtypes.items()}
         self._skip: Skip = skip
         self._root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss)
-        self.buffers = Buffers(model)
+        self.buffers = Buffers(self._root)
         self.loss_scale = (
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
         )
@@ -86,8 +90,7 @@ class Engine:
         check_demotion(policy, self.consensus)
         self.is_stepping = False
         self._invariants = Invariants(names, self.report, self.buffers.nonfinite)
-        named = self._root.named_buffers()
-        self._buffer_dtypes = {name: buffer.dtype for name, buffer in named if buffer.is_floating_point()}
+        self._changes = ModelChanges(self._root, self.optimizers, with_frozen=policy.params in LOW_DTYPES)
 
     @property
     def policy(self) -> Policy:
@@ -105,10 +108,10 @@ class Engine:
     ) -> AfterForward | None:
         """Do what must be done before the model, or a module of it by itself, runs forward.
 
-        Before the model: open the buffers' transaction, notice other ranks.
+        Open the buffers' transaction; before the model, notice other ranks and what changed.
 
         Returns:
-            What must be called with its output, where the step may be the last one and its batch is kept.
+            What must be called with its output.
         """
         if self.recovery.replay.is_running:
             return None
@@ -117,10 +120,25 @@ class Engine:
                 self._join(wrapper_around(self.model, self.policy, is_calling=True))
             if self.consensus is not None:
                 self.consensus.note_forward()
-            self.buffers.begin()
-        if not torch.is_grad_enabled():
-            return None
-        return self.recovery.keep(module, args, kwargs, with_loss=self.consensus is None and not self.is_stepping)
+            if self._changes.are_there():
+                self._follow_changes()
+        if self.gradients.is_abandoned:
+            self._give_buffers_up()
+        note, watch = self.buffers.begin(), None
+        if torch.is_grad_enabled():
+            with_loss = self.consensus is None and not self.is_stepping
+            watch = self.recovery.keep(module, args, kwargs, with_loss=with_loss)
+        return partial(_call_both, note, watch) if note is not None and watch is not None else note or watch
+
+    def _follow_changes(self) -> None:
+        """Take modules, parameters and groups that came since into the policy. Writes: as `prepare`. Syncs: no."""
+        rebind(self._root, self.recovery.binding)
+        convert_(self._root, self.optimizers, self.policy)
+        set_grad_dtype_(self.optimizers, self.policy)
+        self.names.refresh()
+        self.gradients.refresh()
+        self.buffers.rescan()
+        self._changes.look()
 
     def _join(self, wrapper: Wrapper | None) -> None:
         """Take steps together with the ranks of a wrapper, if there is one."""
@@ -147,7 +165,9 @@ class Engine:
 
     def report(self) -> Report:
         """Return what is declared beside what is; see `Stepper.report`."""
-        return make_report(self._root, self.optimizers, self.policy, self.names, self._buffer_dtypes)
+        self.names.refresh()
+        buffers = self.buffers.dtypes()
+        return make_report(self._root, self.optimizers, self.policy, self.names, buffers, self._loaded)
 
     def check_before_step(self) -> None:
         """Stop the run as `Recovery.check` does; the step in the making, which is not taken, then leaves no trace.
@@ -169,8 +189,14 @@ class Engine:
             self.consensus.drop()
         self.recovery.replay.drop(by_closure=self.is_stepping)
         if was_pending:
-            written = self.buffers.written() if self.policy.guard.restore_buffers else []
-            self.buffers.settle(norm_and_finite(written).found_nonfinite != 0 if written else False)
+            self._give_buffers_up()
+        elif not self.is_stepping:
+            self.buffers.abandon()
+
+    def _give_buffers_up(self) -> None:
+        """End the step that its gradients were dropped of: only buffers that came out not finite are taken back."""
+        written = self.buffers.written() if self.policy.guard.restore_buffers else []
+        self.buffers.settle(norm_and_finite(written).found_nonfinite != 0 if written else False)
 
     def backward(
         self, loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
@@ -182,7 +208,7 @@ class Engine:
         replay = self.recovery.replay
         wants_probe = inputs is None and not self.gradients.is_pending and self.recovery.wants_probe(self.consensus)
         try:
-            with nullcontext() if self.consensus is None else self.consensus.watching():
+            with nullcontext() if self.consensus is None else self.consensus.watching(), self.buffers.writing():
                 self.gradients.backward(
                     loss,
                     self.scale,
@@ -287,28 +313,9 @@ class Engine:
                 function()
 
 
-_handles: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-
-
-def forbid_direct_steps(optimizer: Optimizer, owner: Engine) -> None:
-    """Have an optimizer refuse `step()` unless its owner calls it, for as long as the owner lives.
-
-    An optimizer that is prepared again belongs to the new stepper.
-    """
-    reference = weakref.ref(owner)
-
-    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        owner = reference()
-        if owner is not None and not owner.is_stepping:
-            raise StepError(
-                f"{type(optimizer).__name__}.step() was called directly, past the guard and on gradients that may carry "
-                "the loss scale. Write amp.step()."
-            )
-
-    before = _handles.pop(optimizer, None)
-    if before is not None:
-        before.remove()
-    _handles[optimizer] = optimizer.register_step_pre_hook(refuse)
+def _call_both(first: AfterForward, second: AfterForward, output: object) -> None:
+    first(output)
+    second(output)
 
 
 def weakly(engine: Engine) -> BeforeForward:
@@ -320,12 +327,3 @@ def weakly(engine: Engine) -> BeforeForward:
         return None if alive is None else alive.before_forward(module, args, kwargs)
 
     return before_forward
-
-
-def name_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
-    """Return each parameter of model and optimizers with its name."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    for index, optimizer in enumerate(optimizers):
-        for k, p in enumerate(parameters(optimizer)):
-            names.setdefault(p, f"optimizer {index} parameter {k}")
-    return names

@@ -16,6 +16,7 @@ from ..loss_scale.grad_versions import GradVersions
 from ..optim.master_weights import parameters
 from ..stamp import Stamp
 from .accumulation import AccumulationState, check_loss, either, measure_flush
+from .foreign_scaler import refuse_scaled
 from .optimizer_grads import OptimizerGrads, grads_of, move, multiply_
 
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
@@ -43,12 +44,16 @@ class Gradients:
         self._optimizers = optimizers
         self._names = names
         self._loss_dtype = loss_dtype
-        stepped = {id(p) for p in self.parameters()}
-        self._others = [p for p in names if id(p) not in stepped]
+        self.refresh()
         self._versions = GradVersions()
         self._pending: AccumulationState | None = None
         self._penalty_bad: Tensor | None = None
         self._is_shown = False
+
+    def refresh(self) -> None:
+        """Take note of parameters that came since. Host only."""
+        stepped = {id(p) for p in self.parameters()}
+        self._others = [p for p in self._names if id(p) not in stepped]
 
     def backward(
         self,
@@ -66,6 +71,7 @@ class Gradients:
         """
         self._refuse_while_shown("backward(loss)")
         check_loss(loss, self._loss_dtype)
+        refuse_scaled(loss)
         pending = self._begin(scale, "backward(loss)")
         params = self.parameters()
         scaled = pending.scaled(loss)
@@ -80,9 +86,7 @@ class Gradients:
     def _begin(self, scale: Tensor | None, call: str) -> AccumulationState:
         """Return the step that a backward pass adds to, opened if there is none."""
         params = self.parameters()
-        pending = self._pending
-        if pending is not None and all(p.grad is None for p in params):
-            pending = None  # somebody dropped the gradients, and with them the step
+        pending = None if self.is_abandoned else self._pending
         if pending is None:
             self._refuse_leftovers(params)
             pending = self._pending = self._open(scale)
@@ -167,6 +171,11 @@ class Gradients:
     def is_pending(self) -> bool:
         """Whether there was a backward pass since the last step."""
         return self._pending is not None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether somebody dropped the gradients since the backward pass, and with them the step."""
+        return self._pending is not None and all(p.grad is None for p in self.parameters())
 
     def require(self, call: str) -> AccumulationState:
         """Return the step in the making.

@@ -30,9 +30,16 @@ ALWAYS = 3
 """The first steps are all looked at: a wrong start shows there."""
 LOST_LIMIT = 0.5
 """Share of elements with a gradient that may keep their value in an applied step before it is said."""
+STILL_LIMIT = 100
+"""Steps that may leave every weight as it was before the run is stopped."""
 _SAMPLE = 4096
 _NORM_ERROR = CHUNK * torch.finfo(torch.float32).eps
 """A norm is summed in fp32 over chunks of this many terms (Higham 2002, section 3.1)."""
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+MOMENTS = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
+)
+"""State of torch's optimizers that a step turns into weights; what others keep may start at inf."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -87,6 +94,7 @@ class Invariants:
         self._names = names
         self._report = report
         self._buffers = buffers
+        self._still: dict[int, tuple[dict[Tensor, int], int]] = {}
         self._num_steps = 0
 
     def before_step(self, shares: Sequence[OptimizerGrads], every: int) -> Before | None:
@@ -97,6 +105,11 @@ class Invariants:
 
     def check(self, before: Before, shares: Sequence[OptimizerGrads], facts: StepFlags[float]) -> None:
         """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
+
+        Args:
+            before: from `look`.
+            shares: the parts of the optimizers.
+            facts: of the step.
 
         Raises:
             InvariantError: something is not as it must be; says what, and what to look at.
@@ -122,6 +135,8 @@ class Invariants:
         if raw is None or facts.gradients_bad:
             return
         expected = raw / facts.scale
+        if not _SMALLEST <= expected <= _LARGEST:  # the norm is one fp32 number
+            return
         if abs(facts.grad_norm - expected) > _NORM_ERROR * expected:
             raise InvariantError(
                 f"the true gradients have norm {facts.grad_norm:.6g}, and the scaled ones {raw:.6g} at loss scale "
@@ -130,21 +145,39 @@ class Invariants:
             )
 
     def _check_moved(self, before: Before, share: OptimizerGrads, facts: StepFlags[float]) -> None:
-        rates = [float(group["lr"]) for group in share.optimizer.param_groups if "lr" in group]
+        """Prove that an optimizer steps at all: no bit of its weights moved in a hundred steps with gradients and a rate.
+
+        A single step proves nothing: fp32 may have lost its updates, or the optimizer moves at every k-th call.
+        """
         # A scheduler that on_applied called has moved the rates since; a warm-up begins at 0.
-        if facts.grad_norm == 0 or (rates and max(rates) == 0) or max(before.rates, default=1.0) == 0:
+        if facts.grad_norm == 0 or not any(_rates([share], share.params)) or not any(before.rates):
             return
-        still = [p for p in share.params if int(checksum(local(p))) == before.weights[p]]
-        changed_state = any(
-            before.state.get(key) != total for key, total in _state_sums([share], beside_weights=True).items()
-        )
-        if len(still) == len(share.params) and not changed_state:
-            raise InvariantError(
-                f"a step with gradient norm {facts.grad_norm:.6g} changed none of the {len(share.params)} parameters of "
-                f"{type(share.optimizer).__name__}: every update was smaller than the spacing of its weight, or the "
-                "optimizer does not step them. Raise the learning rate, or keep masters."
-            )
+        step = self._num_steps
+        sums = {p: before.weights[p] for p in share.params}
+        aux = _state_sums([share], beside_weights=True)
+        if any(int(checksum(local(p))) != total for p, total in sums.items()) or any(
+            before.state.get(key) != total for key, total in aux.items()
+        ):
+            self._still.pop(share.index, None)
+        else:
+            first, since = self._still.setdefault(share.index, (sums, step))
+            if first != sums:  # they moved in a step that was not looked at
+                self._still[share.index] = sums, step
+            self._refuse_still(share, facts, step - since + 1)
         self._note_lost(before, share)
+
+    def _refuse_still(self, share: OptimizerGrads, facts: StepFlags[float], count: int) -> None:
+        what = f"changed none of the {len(share.params)} parameters of {type(share.optimizer).__name__}"
+        advice = (
+            "every update was smaller than the spacing of its weight, or the optimizer does not step them. Raise the "
+            "learning rate, or keep masters"
+        )
+        if count >= STILL_LIMIT:
+            raise InvariantError(
+                f"{count} steps with gradients, the last of norm {facts.grad_norm:.6g}, {what}: {advice}."
+            )
+        if count == 1:
+            _log.warning("a step with gradient norm %.6g %s: %s", facts.grad_norm, what, advice)
 
     def _note_lost(self, before: Before, share: OptimizerGrads) -> None:
         lost = total = 0
@@ -179,10 +212,15 @@ class Invariants:
 
     @torch.no_grad()
     def _check_finite(self, shares: Sequence[OptimizerGrads]) -> None:
-        bad = [name for p, name in self._names.items() if not _is_finite(local(p))]
+        """Prove that nothing a later step reads was ruined: weights, moments and masters, buffers.
+
+        A frozen parameter may hold inf, as masks do.
+        """
+        bad = [name for p, name in self._names.items() if count_ruined(local(p.detach()), p.requires_grad)]
         for share in shares:
             for (p, key), tensor in _state_tensors(share.optimizer).items():
-                if tensor.is_floating_point() and not _is_finite(local(tensor)):
+                is_known = key in MOMENTS or key in AUX_STATE.values()
+                if is_known and tensor.is_floating_point() and count_ruined(local(tensor)):
                     bad.append(f"{self._name(p)}.{key}")
         bad += self._buffers()
         if bad:
@@ -203,12 +241,21 @@ def _sum_of_squares(grad: Tensor) -> Tensor:
     return torch.stack([chunk.to(widest(chunk.device)).square().sum() for (chunk,) in chunks(grad)]).sum()
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.stack([chunk.isfinite().all() for (chunk,) in chunks(tensor)]).all())
+def count_ruined(tensor: Tensor, is_trained: bool = True) -> int:
+    """Return how many elements are inf or NaN; of a frozen parameter, which may be a mask, NaN. Syncs: yes."""
+    pieces = [~piece.isfinite() if is_trained else piece.isnan() for (piece,) in chunks(tensor)]
+    return int(torch.stack([piece.sum() for piece in pieces]).sum())
 
 
-def _rates(shares: Sequence[OptimizerGrads]) -> list[float]:
-    return [float(group.get("lr", 0.0)) for share in shares for group in share.optimizer.param_groups]
+def _rates(shares: Sequence[OptimizerGrads], of: Sequence[Tensor] | None = None) -> list[float]:
+    """Return the learning rate of each group, or of those that have one of some parameters; 1 where it has none."""
+    among = None if of is None else set(of)
+    return [
+        float(group.get("lr", 1.0))
+        for share in shares
+        for group in share.optimizer.param_groups
+        if among is None or not among.isdisjoint(group["params"])
+    ]
 
 
 def _sample_of_master(optimizer: Optimizer, param: Tensor) -> Tensor:

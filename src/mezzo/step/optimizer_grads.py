@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._torch import foreach_mul_, sparse_values
+from ..errors import StepError
 from ..kernels.dtensor import local
 from ..kernels.ops.gradients import GradientCheck, norm_and_finite
 from ..optim.master_weights import parameters
@@ -59,8 +60,18 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
-    """Clamp gradients, which may carry a scale, to a true value in both directions. Writes: `grads`. Syncs: no."""
-    for grad in _distinct(grads):
+    """Clamp gradients, which may carry a scale, to a true value in both directions. Writes: `grads`. Syncs: no.
+
+    Raises:
+        StepError: a complex gradient, which has no order; nothing is written then.
+    """
+    distinct = list(_distinct(grads))
+    if any(grad.is_complex() for grad in distinct):
+        raise StepError(
+            f"step(clip_value={clip_value}) would clamp complex gradients, which are neither larger nor smaller than a "
+            "number. Write step(max_norm=...), which clips by their absolute values."
+        )
+    for grad in distinct:
         values = sparse_values(grad) if grad.is_sparse else grad
         bound = torch.full((), clip_value, device=grad.device)
         bound = bound if scale is None else bound * move(scale, grad.device)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..binding.bind import bind, innermost
+from ..binding.bind import bind, innermost, record, remember
 from ..binding.storage import check_floats, check_optimizers, convert_, set_grad_dtype_
 from ..errors import StepError
+from ..optim import adopt
 from ..policy import CacheName, PolicyLike, as_policy
-from .engine import name_parameters
+from .direct import inner_optimizer, is_owned
+from .loading import MastersFollow
+from .names import ParameterNames
 from .optimizer_grads import Skip
 from .recovery import check_demotion
+from .release import let_go, original, remember_states, remember_weights
 from .stepper import Stepper
 
 _log = logging.getLogger("mezzo.step")
@@ -38,8 +43,11 @@ def prepare(
 
     Args:
         model: on the device it will run on; DistributedDataParallel goes around it afterwards.
-        optimizer: one, several, or None for inference.
-        policy: a policy, its text, a .toml path, a dict of its fields, or the dtype to compute in. "auto" takes bf16 or fp16 where the device has units for it.
+        optimizer: one, several, or None for inference. For a policy with 16-bit weights torch's AdamW, Adam and SGD stay
+            the objects they are and are stepped by mezzo's kernels; those of mezzo.optim take the policy's masters, and
+            any other gets masters around it: `amp.optimizers` has what is stepped.
+        policy: a policy, its text, a .toml path, a dict of its fields, or the dtype to compute in. "auto" takes bf16 or
+            fp16 where the device has units for it.
         skip: with several optimizers, whether bad gradients of one make all skip ("together"), or that one.
         cache: "persistent" keeps 16-bit copies of fp32 weights between forwards: for inference, frozen weights,
             and many micro-batches in a step.
@@ -49,31 +57,60 @@ def prepare(
 
     Raises:
         PolicyError: the policy cannot be bound to this model or contradicts the optimizer.
+        StepError: model or optimizer are prepared already, or the optimizer has no hooks of torch's base class.
         MasterError: trainable weights are, or by the policy become, 16 bit, and the optimizer keeps no masters.
 
-    Writes: class and forward of each module; the storage of weights, where the policy gives them another dtype.
+    Writes: class and forward of each module; the storage of weights, where the policy gives them another dtype. If it
+        raises, whatever raised, model and optimizers are what they were; so the old weights are held until it returns.
     Syncs: no.
 
     >>> model = nn.Linear(4, 1)
-    >>> amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16, output=fp32")
+    >>> amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
     >>> amp.backward(model(torch.ones(2, 4)).square().mean())
     >>> bool(amp.step())
     True
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    chosen = as_policy(policy)
-    resolved = chosen.resolve(next((p.device for p in model.parameters()), torch.device("cpu")))
+    wrapped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    inner, given = innermost(model), [inner_optimizer(one) for one in wrapped]
+    _refuse_prepared(inner, given)
+    resolved = as_policy(policy).resolve(next((p.device for p in model.parameters()), torch.device("cpu")))
     check_demotion(resolved, None)
-    names = name_parameters(model, optimizers)
     check_floats(model, resolved)
-    check_optimizers(optimizers, resolved, names)
-    _check_shared(optimizers, skip)
-    inner = innermost(model)
-    binding = bind(inner, resolved, cache)
-    converted = convert_(inner, optimizers, resolved, is_replicated=isinstance(model, DistributedDataParallel))
-    set_grad_dtype_(optimizers, resolved)
+    _check_shared(given, skip)
+    was = original(inner, given)
+    with ExitStack() as undo:  # whatever raises, everything is put back, the last first
+        undo.callback(remember(inner))
+        undo.callback(remember_states(given))
+        optimizers = []
+        for one in given:
+            optimizers.append(adopt(one, resolved))
+            undo.callback(let_go, optimizers[-1], one)
+        undo.callback(remember_weights(inner, given))
+        check_optimizers(optimizers, resolved, ParameterNames(model, optimizers))
+        binding = bind(inner, resolved, cache)
+        converted = convert_(inner, optimizers, resolved, is_replicated=isinstance(model, DistributedDataParallel))
+        set_grad_dtype_(optimizers, resolved)
+        follow = MastersFollow(inner, tuple(optimizers))
+        undo.callback(follow.remove)
+        stepper = Stepper(model, optimizers, resolved, binding, was, follow, skip=skip)
+        undo.pop_all()
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
-    return Stepper(model, optimizers, resolved, binding, skip=skip)
+    return stepper
+
+
+def _refuse_prepared(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what another stepper, which lives, takes the steps of."""
+    modules = [
+        fqn or type(module).__name__
+        for fqn, module in model.named_modules()
+        if (bound := record(module)) is not None and bound.binding.is_owned
+    ]
+    found = modules[:1] + [type(optimizer).__name__ for optimizer in optimizers if is_owned(optimizer)][:1]
+    if found:
+        raise StepError(
+            f"{' and '.join(found)} {'are' if len(found) > 1 else 'is'} prepared already, and a second stepper would take "
+            "steps behind the first one's back. Go on with the stepper that there is, or call amp.release() on it first."
+        )
 
 
 def _check_shared(optimizers: Sequence[Optimizer], skip: Skip) -> None:

@@ -22,6 +22,7 @@ from .buffers import Buffers
 from .flags import StepFlags
 from .gradients import Gradients
 from .guard import Guard, GuardState
+from .invariants import count_ruined
 from .ranks import waits_for_ranks
 from .replay import Replay
 from .state_dict import load_scale_
@@ -163,9 +164,9 @@ class Recovery:
 
     def adopt(self, policy: Policy) -> None:
         """Bind another policy from the next forward on. Writes: the record of every module."""
-        hook = self.binding.before_forward
-        self.binding = bind(self._model, policy, self.binding.cache)
-        self.binding.before_forward = hook
+        before = self.binding
+        self.binding = bind(self._model, policy, before.cache)
+        self.binding.before_forward, self.binding.owner = before.before_forward, before.owner
 
     def forget(self) -> None:
         """Forget what earlier steps have shown: the run goes on from somewhere else. Syncs: with the last step."""
@@ -189,7 +190,8 @@ class Recovery:
         was_pending = self._gradients.is_pending
         reason = skip.reason if consensus is None else None  # it may be that of another rank
         try:
-            return self.replay.run(self.guard.state.counters.seen - 1, skip.scale, reason)
+            with self._buffers.writing():
+                return self.replay.run(self.guard.state.counters.seen - 1, skip.scale, reason)
         finally:
             if not was_pending:
                 self._gradients.close()  # a closure that ran again took the stamps off the gradients
@@ -225,7 +227,7 @@ class Recovery:
 
     def _nonfinite_weights(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         # Of a sharded weight the part here: one rank may ask alone, so nobody waits for the others.
-        counts = {name: int((~local(p.detach()).isfinite()).sum()) for p, name in self._names.items()}
+        counts = {name: count_ruined(local(p.detach()), p.requires_grad) for p, name in self._names.items()}
         return {name: count for name, count in counts.items() if count}, self._buffers.nonfinite()
 
 

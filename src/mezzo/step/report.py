@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch import sparse_indices, sparse_values
 from ..binding.storage import storage_targets
 from ..distributed.accumulate import is_summed_apart
 from ..distributed.ddp import comm_stats_around
@@ -103,6 +104,7 @@ class Report:
 
 Found = tuple[str, Tensor, torch.dtype | None]
 """Name, tensor, and the dtype declared for it; None where the policy declares none."""
+Dtypes = Mapping[Tensor, torch.dtype]
 
 
 def make_report(
@@ -111,6 +113,7 @@ def make_report(
     policy: Policy,
     names: Mapping[Tensor, str],
     buffers: Mapping[str, torch.dtype],
+    loaded: Dtypes,
 ) -> Report:
     """Look at everything a run keeps.
 
@@ -119,15 +122,16 @@ def make_report(
         optimizers: of it.
         policy: with its compute dtype decided.
         names: of parameters.
-        buffers: the dtype that each floating buffer had when the model was prepared.
+        buffers: the dtype that each floating buffer had when the model was prepared, or that a forward gave it.
+        loaded: the dtype that each parameter had before it was prepared.
 
     Syncs: no.
     """
-    moments, kept = _state(optimizers, names)
+    moments, kept = _state(optimizers, names, policy.state)
     rows = [
-        *_weight_rows(model, bool(optimizers), policy, names),
+        *_weight_rows(model, optimizers, policy, names, loaded),
         *_row("gradients", list(_gradients(optimizers, names, policy))),
-        *_row("moments", [(name, moment, policy.state) for name, moment in moments]),
+        *_row("moments", moments),
         *_master_row(optimizers, policy, kept),
     ]
     total, count = sum(row.nbytes for row in rows), sum(p.numel() for p in names)
@@ -140,16 +144,20 @@ def make_report(
     )
 
 
-def _weight_rows(model: nn.Module, is_trained: bool, policy: Policy, names: Mapping[Tensor, str]) -> list[Row]:
-    targets = storage_targets(model, policy, is_trained)
+def _weight_rows(
+    model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str], loaded: Dtypes
+) -> list[Row]:
+    targets, in_model = storage_targets(model, policy, optimizers), set(model.parameters())
     stored: list[Found] = []
     others: list[Found] = []
     frozen: list[Found] = []
     for p, name in names.items():
         if p in targets:
             stored.append((name, p, targets[p]))
+        elif p.is_floating_point() and p.requires_grad:
+            others.append((name, p, loaded.get(p, p.dtype) if p in in_model else None))
         elif p.is_floating_point():
-            (others if p.requires_grad else frozen).append((name, p, torch.float32 if p.requires_grad else None))
+            frozen.append((name, p, None))
     what = "other weights" if stored else "weights"
     return [*_row("weights of low ops", stored), *_row(what, others), *_row("frozen weights", frozen)]
 
@@ -158,14 +166,21 @@ def _gradients(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], pol
     """Yield gradients; where there is none yet, a stand-in without memory in the dtype autograd would give it."""
     for p in {p: None for optimizer in optimizers for p in parameters(optimizer) if p.requires_grad}:
         grad = torch.empty_like(p, dtype=p.grad_dtype or p.dtype, device="meta") if p.grad is None else p.grad
-        yield names[p], grad, p.dtype if policy.grads is None or is_summed_apart(p) else policy.grads
+        declared = p.dtype if policy.grads is None or is_summed_apart(p) else policy.grads
+        yield names[p], grad, None if policy.grads is None and _is_wider(grad, declared) else declared
+
+
+def _is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor loses nothing beside a dtype, because it has more bits."""
+    return not tensor.is_complex() and torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits
 
 
 def _state(
-    optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]
-) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
-    """Return the moments by name, and what lies beside weights."""
-    moments, kept = [], []
+    optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], declared: torch.dtype
+) -> tuple[list[Found], list[Tensor]]:
+    """Return the moments by name, with the dtype that they must have, and what lies beside weights."""
+    moments: list[Found] = []
+    kept = []
     for optimizer in optimizers:
         for p, entry in optimizer.state.items():
             for key, value in entry.items():
@@ -174,7 +189,8 @@ def _state(
                 if key in AUX_STATE.values():
                     kept.append(value)
                 elif value.is_floating_point():
-                    moments.append((f"{names.get(p, 'a parameter')}.{key}", value))
+                    name = f"{names.get(p, 'a parameter')}.{key}"
+                    moments.append((name, value, None if _is_wider(value, declared) else declared))
     return moments, kept
 
 
@@ -218,10 +234,15 @@ def _row(what: str, found: Sequence[Found]) -> list[Row]:
         what=what,
         declared=" or ".join(declared) or "as loaded",
         observed=tuple(Counter(dtype_name(tensor.dtype) for _, tensor, _ in found).items()),
-        nbytes=sum(tensor.nbytes for _, tensor, _ in found),
+        nbytes=sum(_nbytes(tensor) for _, tensor, _ in found),
         differing=tuple(name for name, tensor, dtype in found if dtype is not None and tensor.dtype is not dtype),
     )
     return [row]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    parts = [tensor] if tensor.layout is torch.strided else [sparse_values(tensor), sparse_indices(tensor)]
+    return sum(part.nbytes for part in parts)
 
 
 def refuse_differing(report: Report) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..loss_scale.state import LossScale, NoScaling
 from ..optim.master_weights import keeps_masters, parameters
 from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
+from .state_check import check_numbers, check_tensors, remember_optimizer
 
 FORMAT = 1
 """Version of the layout; a later one is refused."""
@@ -72,6 +74,8 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
     if unknown and "format" in state:
         raise CheckpointError(f"the checkpoint has an unknown key {unknown[0]!r}.{did_you_mean(unknown[0], _KEYS)}")
     saved = state.get("optimizers", [state["optimizer"]] if "optimizer" in state else [])
+    if not isinstance(saved, (list, tuple)):
+        raise CheckpointError(f"the checkpoint's optimizers are {type(saved).__name__}, and must be a list.")
     if len(saved) != num_optimizers and not lacks_weights:
         raise CheckpointError(
             f"the checkpoint has the state of {len(saved)} optimizers, and this run has {num_optimizers}. Prepare the "
@@ -80,21 +84,53 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
     return {**dict.fromkeys(_KEYS), **state, "optimizers": saved}
 
 
+def load_(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any], policy: Policy
+) -> tuple[str, ...]:
+    """Check everything, then load weights and optimizer states; see `load_weights_`.
+
+    Raises:
+        CheckpointError: nothing was changed.
+    """
+    inner = innermost(model)
+    weights = unwrapped(state["model"], inner)
+    check_numbers(state, policy)
+    if weights is None:
+        return ()
+    check_tensors(state["optimizers"], weights, inner, optimizers)
+    with ExitStack() as undo:
+        for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
+            if not keeps_masters(optimizer):
+                undo.callback(remember_optimizer(optimizer))
+                _load_plain(optimizer, entry)
+        sentences = tuple(load_weights_(inner, optimizers, {**state, "model": weights}))
+        undo.pop_all()
+    return sentences
+
+
+def _load_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> None:
+    try:
+        optimizer.load_state_dict(_for_plain(optimizer, entry))
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.load_state_dict refuses what was saved: {error} Nothing was loaded."
+        ) from error
+
+
 def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> Iterator[str]:
-    """Load weights and optimizer states, into other storage and master modes where they differ.
+    """Load weights and the states of optimizers with masters, into other storage and master modes where they differ.
 
     Args:
-        model: gets the weights, rounded where its storage is narrower.
-        optimizers: get the states; masters start from the widest weights that were saved.
-        state: from `check`.
+        model: gets the weights, rounded where its storage is narrower; without wrappers.
+        optimizers: masters start from the widest weights that were saved; plain ones have their states already.
+        state: that `check_tensors` let pass.
 
     Yields:
         A sentence for each kind of conversion.
 
     Writes: weights, buffers, optimizer states.
     """
-    model = innermost(model)
-    saved = _unwrapped(state["model"], model)
+    saved = state["model"]
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     before = {name: p.dtype for p, name in names.items()}
     model.load_state_dict(saved)
@@ -118,14 +154,15 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
             optimizer.set_masters_(fresh)
         else:
             modes = _take_masters_(params, names, saved, entry)
-            optimizer.load_state_dict(_for_plain(optimizer, entry))
             yield from (f"{count} {mode} masters became the fp32 weights" for mode, count in modes.items())
 
 
-def _unwrapped(saved: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+def unwrapped(saved: Any, model: nn.Module) -> Any:
     """Return weights under the model's own names, where they were saved from a DistributedDataParallel wrapper."""
     prefix = "module."
-    if not saved or hasattr(model, "module") or not all(name.startswith(prefix) for name in saved):
+    if not isinstance(saved, Mapping) or not saved or hasattr(model, "module"):
+        return saved
+    if not all(isinstance(name, str) and name.startswith(prefix) for name in saved):
         return saved
     return {name.removeprefix(prefix): value for name, value in saved.items()}
 

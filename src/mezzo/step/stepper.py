@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,10 +21,13 @@ from ..errors import StepError
 from ..policy import Policy
 from . import state_dict as checkpoint
 from .closure import step_by_closure
-from .engine import Engine, forbid_direct_steps, name_parameters, weakly
+from .direct import forbid_direct_steps
+from .engine import Engine, weakly
 from .guard import Counters
+from .loading import MastersFollow
 from .optimizer_grads import Skip
 from .recovery import check_demotion
+from .release import Original, release_
 from .report import Report, refuse_differing
 from .result import StepResult
 from .update import Clip
@@ -48,21 +52,33 @@ class Stepper:
 
     Attributes:
         model: the bound model.
-        optimizers: as given to `prepare`.
+        optimizers: that are stepped: those given to `prepare`, or the masters around them.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, binding: Binding, *, skip: Skip
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        policy: Policy,
+        binding: Binding,
+        was: Original,
+        follow: MastersFollow,
+        *,
+        skip: Skip,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
         self._observers: tuple[StepObserver, ...] = ()
-        self._engine = Engine(model, self.optimizers, policy, name_parameters(model, self.optimizers), skip, binding)
-        binding.before_forward = weakly(self._engine)
+        self._engine = Engine(model, self.optimizers, policy, was, skip, binding)
+        self._was = was
+        self._masters_follow = follow
+        binding.before_forward, binding.owner = weakly(self._engine), weakref.ref(self)
         for optimizer in self.optimizers:
-            forbid_direct_steps(optimizer, self._engine)
+            forbid_direct_steps(optimizer, self._engine, self)
 
     def __repr__(self) -> str:
+        if "_engine" not in vars(self):
+            return "Stepper(released)"
         names = ", ".join(type(part).__name__ for part in (self.model, *self.optimizers))
         counters = self.counters()
         done = f"{counters.applied} steps taken, {counters.skipped} skipped, loss scale {self.scale:g}"
@@ -70,7 +86,8 @@ class Stepper:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: what was done, and what is kept."""
-        return f"<p><code>{escape(repr(self))}</code></p>{self.report()._repr_html_()}"
+        report = self.report()._repr_html_() if "_engine" in vars(self) else ""
+        return f"<p><code>{escape(repr(self))}</code></p>{report}"
 
     def backward(
         self,
@@ -352,18 +369,20 @@ class Stepper:
             A sentence for everything that was converted or is missing; they are logged as well.
 
         Raises:
-            CheckpointError: not a checkpoint, or not one of such a model and optimizers.
+            CheckpointError: not a checkpoint, or not one of such a model and optimizers; nothing was changed then.
 
         Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
         """
         engine, complete = self._engine, checkpoint.check(state, len(self.optimizers))
+        with self._masters_follow.paused():
+            loaded = checkpoint.load_(self.model, self.optimizers, complete, self.policy)
         counters = Counters(**(complete["counters"] or {}))
         engine.recovery.forget()
         self.zero_grad()
         counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
         sentences = (
             *checkpoint.compare_policies(complete["policy"], self.policy),
-            *(checkpoint.load_weights_(self.model, self.optimizers, complete) if complete["model"] is not None else ()),
+            *loaded,
             *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], self.policy.scaling),
         )
         engine.recovery.guard.state = replace(engine.recovery.guard.state, counters=counters)
@@ -396,3 +415,30 @@ class Stepper:
         Syncs: no.
         """
         return checkpoint.export(self.model, self.optimizers, dtype)
+
+    def release(self) -> None:
+        """Take the policy off again: a plain model and plain optimizers, which go on in torch.
+
+        Weights with masters become fp32 and take the masters' values; others go back to the dtype they had. Gradients
+        are dropped, moments stay. Every later call of this stepper raises.
+
+        Writes: classes, forward and storage of the model; state and hooks of the optimizers. Syncs: with the last step.
+        """
+        self._engine.drop(set_to_none=True)
+        self._masters_follow.remove()
+        release_(self.model, self.optimizers, self._was)
+        self.optimizers = self._was.optimizers
+        del self._engine
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_engine":
+            raise StepError(
+                "this stepper was released. Write amp = mezzo.prepare(model, optimizer, policy) to prepare again."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StepError(
+            "a stepper cannot be pickled or copied, since it belongs to one model in one process. Save amp.state_dict(), "
+            "and load it into the stepper that mezzo.prepare makes there."
+        )

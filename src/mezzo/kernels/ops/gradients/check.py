@@ -54,8 +54,8 @@ def values(grad: Tensor) -> Tensor:
 def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) -> GradientCheck:
     """Read every gradient once: the norm of all of them, and whether any is inf or NaN.
 
-    A norm whose square fp32 cannot hold (1.8e19, scaled or not) counts as non-finite too: no step could be
-    clipped to it, and a loss scale that leads there must come down.
+    On the CPU a norm whose square fp32 cannot hold (above 1.8e19, or below 1e-12 with its digits) is computed again in
+    fp64. Elsewhere, where the host does not look, one above counts as non-finite.
 
     Args:
         grads: any shapes, devices and layouts; fp16, bf16, fp32 or fp64, sparse or complex; squares are summed in fp32.
@@ -74,16 +74,38 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     with torch.no_grad():
         aux = tuple([part.detach() if part.requires_grad else part for part in local_tensors(grads)])
         home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
-        norms = _gather(aux, home)
+        norms = _in_range(_gather(aux, home), aux)
         if inv_scale is not None:
             norms = norms * inv_scale.to(home)
         norm = torch.linalg.vector_norm(norms)
+        if _host_looks(norm) and not _SMALL < float(norm) < _LARGE:
+            norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
         return GradientCheck(
             norm=norm,
-            found_nonfinite=(norm.square() * 0 != 0).to(torch.float32),  # inf and NaN times 0 are NaN
+            found_nonfinite=(norm * 0 != 0).to(torch.float32),  # inf and NaN times 0 are NaN
             tensor_norms=norms,
             grads=aux,
         )
+
+
+_SMALL, _LARGE = 1e-12, 1e18
+"""Norms between these are sums of squares that fp32 holds with all their digits, but for terms that do not count."""
+
+
+def _host_looks(norms: Tensor) -> bool:
+    return norms.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _in_range(norms: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """Return norms of gradients with those out of fp32's range computed again in fp64. Syncs: no; CPU only."""
+    if not _host_looks(norms):
+        return norms
+    wrong = (~((norms > _SMALL) & (norms < _LARGE))).nonzero().flatten().tolist()
+    for index in wrong:
+        parts = torch.split(values(grads[index]).flatten(), reference.CHUNK)
+        squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts])
+        norms[index] = squares.sum().sqrt()
+    return norms
 
 
 def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:

@@ -1,0 +1,53 @@
+"""A GradScaler left beside a stepper: found by the loss that it multiplied."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import constant_factor
+from ..errors import StepError
+from ..loss_scale import GradScaler
+
+
+def refuse_scaled(loss: Tensor) -> None:
+    """Refuse a loss that a GradScaler of the calling code multiplied, since the stepper scales by itself.
+
+    A loss times a tensor is looked at; the scaler is sought in the variables of the functions that called. Syncs: no.
+
+    Raises:
+        StepError: the factor is a GradScaler's scale.
+    """
+    factor = constant_factor(loss)
+    if factor is None:
+        return
+    for scaler in _scalers(sys._getframe(1)):
+        scale = getattr(scaler, "_scale", None)
+        if scaler.is_enabled() and isinstance(scale, Tensor) and _is_from(scaler, scale, factor):
+            raise StepError(
+                f"backward(loss) was given a loss that {type(scaler).__name__}.scale multiplied. After mezzo.prepare there "
+                "is no GradScaler: the stepper scales where the policy says so. Write amp.backward(loss), then amp.step()."
+            )
+
+
+def _is_from(scaler: torch.amp.GradScaler, scale: Tensor, factor: Tensor) -> bool:
+    if isinstance(scaler, GradScaler):  # mezzo's multiplies with a copy
+        return bool(factor == scale.to(factor.device))
+    return scale.device == factor.device and scale.data_ptr() == factor.data_ptr()
+
+
+def _scalers(frame: FrameType | None) -> Iterator[torch.amp.GradScaler]:
+    while frame is not None:
+        variables = list(frame.f_locals.values())
+        owner = frame.f_locals.get("self")
+        members: Any = getattr(owner, "__dict__", {}).values()
+        for value in chain(variables, members, frame.f_globals.values()):
+            if isinstance(value, torch.amp.GradScaler):
+                yield value
+        frame = frame.f_back

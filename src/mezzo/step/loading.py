@@ -1,0 +1,77 @@
+"""Weights that are loaded into a prepared model by `load_state_dict` are the ones its masters go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..formats import LOW_DTYPES
+from ..optim.master_weights import keeps_masters, local_optimizer, parameters
+
+
+class MastersFollow:
+    """Hooks around a model's `load_state_dict`, also where it is called on a module around the model.
+
+    Args:
+        model: the root.
+        optimizers: whose masters follow.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        self._optimizers = optimizers
+        self._loaded: dict[str, Any] = {}
+        self._is_off = False
+        before = model.register_load_state_dict_pre_hook(_Inert(self._before))  # type: ignore[no-untyped-call]  # torch's own
+        after = model.register_load_state_dict_post_hook(_Inert(self._after))  # type: ignore[no-untyped-call]  # torch's own
+        self._handles: tuple[RemovableHandle, RemovableHandle] = before, after
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave masters alone inside the block, which loads them itself."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
+
+    def _before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+        names = [name for name, _ in module.named_parameters()]
+        self._loaded = {name: state[prefix + name] for name in names if prefix + name in state}
+
+    @torch.no_grad()
+    def _after(self, module: nn.Module, _: object) -> None:
+        loaded, self._loaded = self._loaded, {}
+        if self._is_off:
+            return
+        owners = {p: one for one in map(local_optimizer, self._optimizers) for p in parameters(one)}
+        for name, p in module.named_parameters():
+            value, owner = loaded.get(name), owners.get(p)
+            if not isinstance(value, Tensor) or value.shape != p.shape or p.dtype not in LOW_DTYPES:
+                continue
+            if owner is not None and keeps_masters(owner):
+                owner.set_masters_({p: value.to(p.device, torch.float32)})
+
+
+class _Inert:
+    """A hook that stays behind when its model is copied or pickled."""
+
+    def __init__(self, hook: Any = None) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        if self._hook is not None:
+            self._hook(*args)
+
+    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
+        return _Inert, ()

@@ -1,0 +1,48 @@
+"""Whether a model or its optimizers are not what they were: modules replaced or added, groups added, layers unfrozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .._torch import own_modules
+
+
+class ModelChanges:
+    """Compares a model with what it was when somebody last looked. Host only, a few microseconds.
+
+    Args:
+        model: the root.
+        optimizers: of it.
+        with_frozen: whether a parameter that is unfrozen is a change, since it is stored in another dtype then.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], with_frozen: bool) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._with_frozen = with_frozen
+        self.look()
+
+    def look(self) -> None:
+        """Take everything as it is now."""
+        self._registries = [own_modules(module) for module in self._model.modules()]
+        self._children = self._all_children()
+        self._sizes = self._all_sizes()
+        self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if self._with_frozen else []
+
+    def are_there(self) -> bool:
+        """Whether anything is not as it was."""
+        return (
+            self._all_children() != self._children
+            or self._all_sizes() != self._sizes
+            or any([p.requires_grad for p in self._frozen])
+        )
+
+    def _all_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(registry.values() for registry in self._registries))
+
+    def _all_sizes(self) -> list[int]:
+        return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]

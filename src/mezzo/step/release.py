@@ -1,0 +1,99 @@
+"""The way back from prepare: a model and its optimizers as they were, or plain again with what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..binding.bind import innermost, unbind
+from ..binding.storage import store_
+from ..formats import LOW_DTYPES
+from ..optim import release
+from ..optim.master_weights import MasterWeights, keeps_masters, parameters
+from .direct import allow_direct_steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Original:
+    """What parameters and optimizers were before a model was prepared.
+
+    Attributes:
+        dtypes: of each parameter and of its gradient.
+        optimizers: as they were given.
+    """
+
+    dtypes: dict[Tensor, tuple[torch.dtype, torch.dtype | None]]
+    optimizers: tuple[Optimizer, ...]
+
+
+def original(model: nn.Module, optimizers: Sequence[Optimizer]) -> Original:
+    """Take down what parameters are. Host only."""
+    params = {p: None for p in (*model.parameters(), *(p for o in optimizers for p in parameters(o)))}
+    return Original({p: (p.dtype, p.grad_dtype) for p in params}, tuple(optimizers))
+
+
+def remember_states(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Return a function that gives optimizers the state back that they have now. Host only."""
+    states = [(o, {p: dict(entry) for p, entry in vars(o)["state"].items()}) for o in optimizers if "state" in vars(o)]
+
+    def put_back() -> None:
+        for optimizer, state in states:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+    return put_back
+
+
+def remember_weights(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Return a function that gives parameters storage and `grad_dtype` back. It holds their memory and copies nothing."""
+    values = {p: p.detach() for p in original(model, optimizers).dtypes}
+    dtypes = {p: p.grad_dtype for p in values}
+
+    def put_back() -> None:
+        store_(
+            model,
+            {p: value for p, value in values.items() if p.data_ptr() != value.data_ptr() or p.dtype != value.dtype},
+        )
+        for p, dtype in dtypes.items():
+            p.grad_dtype = dtype
+
+    return put_back
+
+
+@torch.no_grad()
+def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -> None:
+    """Make a prepared model and its optimizers plain again.
+
+    Parameters with masters become fp32 and take the masters' values; others go back to the dtype they were loaded in.
+    Gradients are dropped. Moments stay.
+
+    Writes: classes and storage of the model; state and hooks of the optimizers. Syncs: no.
+    """
+    owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
+    values = {}
+    for p in {**was.dtypes, **owners}:
+        p.grad, owner = None, owners.get(p)
+        dtype, grad_dtype = was.dtypes.get(p, (p.dtype, p.grad_dtype))
+        if owner is not None and keeps_masters(owner) and p.dtype in LOW_DTYPES:
+            values[p] = owner.master(p).clone()
+        elif p.dtype is not dtype:
+            values[p] = p.detach().to(dtype)
+        p.grad_dtype = values[p].dtype if p in values else grad_dtype
+    inner = innermost(model)
+    store_(inner, values)
+    for optimizer, given in zip(optimizers, was.optimizers, strict=True):
+        let_go(optimizer, given)
+    unbind(inner)
+
+
+def let_go(optimizer: Optimizer, given: Optimizer) -> None:
+    """Make an optimizer what it was given as: without masters, hooks and mezzo's kernels. Writes: class, state, hooks."""
+    allow_direct_steps(optimizer)
+    if optimizer is given and isinstance(optimizer, MasterWeights):
+        optimizer.drop_masters()
+    else:
+        release(optimizer)

@@ -1,0 +1,419 @@
+"""Training loops as people write them: each is fp32 code in which only `prepare`, `backward` and `step` were swapped."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Amp(Protocol):
+    """What a loop needs of whoever takes its steps."""
+
+    def backward(self, loss: Tensor, /) -> None: ...
+    def step(self) -> object: ...
+
+
+class Fp32:
+    """The loop without mezzo: `loss.backward()` and `optimizer.step()`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def backward(self, loss: Tensor, /) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+Prepare = Callable[[nn.Module, torch.optim.Optimizer], Amp]
+Loop = Callable[[Prepare, int], Sequence[float]]
+LOOPS: dict[str, Loop] = {}
+
+
+def loop(function: Loop) -> Loop:
+    LOOPS[function.__name__] = function
+    return function
+
+
+def adamw(model: nn.Module, lr: float = 5e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+@loop
+def classification(prepare: Prepare, steps: int) -> list[float]:
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 3),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    amp = prepare(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    x, y = torch.randn(24, 1, 8, 8), torch.arange(24) % 3
+    x += y[:, None, None, None]
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        amp.backward(loss)
+        amp.step()
+        scheduler.step()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        assert model(x).softmax(1).numpy().sum() > 0
+    return losses
+
+
+class Decoder(nn.Module):
+    def __init__(self, vocabulary: int = 20, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.encoder(self.embedding(tokens), mask=mask, is_causal=True))
+
+
+@loop
+def language_model(prepare: Prepare, steps: int) -> list[float]:
+    model = Decoder()
+    optimizer = adamw(model)
+    amp = prepare(model, optimizer)
+    tokens = (torch.arange(8)[:, None] + torch.arange(13)) % 20
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.reshape(-1, 20), tokens[:, 1:].reshape(-1))
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+@loop
+def gan(prepare: Prepare, steps: int) -> list[float]:
+    maker, judge = mlp(4, 16, 2), mlp(2, 16, 1)
+    maker_optimizer, judge_optimizer = adamw(maker), adamw(judge)
+    maker_amp, judge_amp = prepare(maker, maker_optimizer), prepare(judge, judge_optimizer)
+    losses = []
+    for _ in range(steps):
+        real, noise = torch.randn(32, 2) * 0.1 + 1, torch.randn(32, 4)
+        fake = maker(noise)
+        judge_optimizer.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(judge(real), torch.ones(32, 1))
+        loss = loss + F.binary_cross_entropy_with_logits(judge(fake.detach()), torch.zeros(32, 1))
+        judge_amp.backward(loss)
+        judge_amp.step()
+        maker_optimizer.zero_grad()
+        fooled = F.binary_cross_entropy_with_logits(judge(fake), torch.ones(32, 1))
+        maker_amp.backward(fooled)
+        maker_amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.policy, self.value = mlp(4, 32, 32), nn.Linear(32, 3), nn.Linear(32, 1)
+
+    def forward(self, state: Tensor) -> tuple[torch.distributions.Categorical, Tensor]:
+        hidden = self.trunk(state).tanh()
+        return torch.distributions.Categorical(logits=self.policy(hidden)), self.value(hidden).squeeze(-1)
+
+
+@loop
+def policy_ratio(prepare: Prepare, steps: int) -> list[float]:
+    model = ActorCritic()
+    optimizer = adamw(model)
+    amp = prepare(model, optimizer)
+    state = torch.randn(64, 4)
+    with torch.no_grad():
+        action = torch.arange(64) % 3
+        old = model(state)[0].log_prob(action)
+    advantage = (action == 0).float() - 0.3
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        choice, value = model(state)
+        ratio = (choice.log_prob(action) - old).exp()
+        clipped = ratio.clamp(0.8, 1.2)
+        loss = -torch.min(ratio * advantage, clipped * advantage).mean()
+        loss = loss + 0.5 * F.mse_loss(value, advantage) - 0.01 * choice.entropy().mean()
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = mlp(8, 32, 16), mlp(6, 32, 16)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+
+@loop
+def contrastive(prepare: Prepare, steps: int) -> list[float]:
+    model = TwoTowers()
+    optimizer = adamw(model)
+    amp = prepare(model, optimizer)
+    images, texts = torch.randn(16, 8), torch.randn(16, 6)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        a, b = F.normalize(model.image(images), dim=-1), F.normalize(model.text(texts), dim=-1)
+        logits = model.logit_scale.exp() * a @ b.T
+        loss = (F.cross_entropy(logits, torch.arange(16)) + F.cross_entropy(logits.T, torch.arange(16))) / 2
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Vae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(16, 32, 8), mlp(4, 32, 16)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, dim=-1)
+        return mean, log_variance
+
+    def decode(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(self.decoder(z))
+
+
+@loop
+def vae(prepare: Prepare, steps: int) -> list[float]:
+    model = Vae()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    amp = prepare(model, optimizer)
+    x = (torch.rand(32, 16) < torch.linspace(0.05, 0.95, 16)).float()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        mean, log_variance = model.encode(x)
+        z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+        loss = F.binary_cross_entropy(model.decode(z), x, reduction="sum") / len(x) + divergence
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.inner = nn.Conv2d(1, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1)
+        self.norm, self.up = nn.GroupNorm(2, 8), nn.ConvTranspose2d(8, 2, 2, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.down(x).relu()
+        return {"out": self.up(self.norm(self.inner(hidden)) + hidden), "aux": [hidden.mean()]}
+
+
+@loop
+def segmentation(prepare: Prepare, steps: int) -> list[float]:
+    model = UNet()
+    optimizer = adamw(model)
+    amp = prepare(model, optimizer)
+    x = torch.randn(4, 1, 8, 8)
+    y = (x[:, 0] > 0).long()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        found = model(x)
+        probability = found["out"].softmax(1)[:, 1]
+        dice = 1 - (2 * (probability * y).sum() + 1) / (probability.sum() + y.sum() + 1)
+        loss = F.cross_entropy(found["out"], y) + dice + 1e-3 * found["aux"][0]
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn, self.head = cell(3, 16, batch_first=True), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        out, state = self.rnn(x, state)
+        return self.head(out), state
+
+
+def _recurrent(cell: type[nn.RNNBase], prepare: Prepare, steps: int) -> list[float]:
+    model = Recurrent(cell)
+    optimizer = adamw(model)
+    amp = prepare(model, optimizer)
+    x = torch.randn(8, 10, 3)
+    y = x.cumsum(1).tanh()[..., :1]
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        first, state = model(x[:, :5])
+        second, _ = model(x[:, 5:], state)
+        loss = F.smooth_l1_loss(torch.cat([first, second], 1), y)
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+@loop
+def lstm(prepare: Prepare, steps: int) -> list[float]:
+    return _recurrent(nn.LSTM, prepare, steps)
+
+
+@loop
+def gru(prepare: Prepare, steps: int) -> list[float]:
+    return _recurrent(nn.GRU, prepare, steps)
+
+
+class GraphLayer(nn.Module):
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(fan_in, fan_out), nn.Linear(fan_in, fan_out)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        messages = self.other(x)
+        total = torch.zeros(len(x), messages.shape[1], dtype=messages.dtype).index_add_(0, target, messages[source])
+        degree = torch.bincount(target, minlength=len(x)).clamp(min=1)
+        return self.own(x) + total / degree[:, None]
+
+
+class GraphNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GraphLayer(4, 16), GraphLayer(16, 2)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.second(self.first(x, edges).relu(), edges)
+
+
+@loop
+def graph(prepare: Prepare, steps: int) -> list[float]:
+    model = GraphNet()
+    optimizer = adamw(model)
+    amp = prepare(model, optimizer)
+    x, edges = torch.randn(40, 4), torch.randint(0, 40, (2, 160))
+    y = (x[:, 0] > 0).long()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.nll_loss(F.log_softmax(model(x, edges), dim=1)[:30], y[:30])
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Denoiser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.body = nn.Linear(1, 32), mlp(34, 32, 2)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.body(torch.cat([x, self.time(t[:, None]).sin()], 1))
+
+
+@loop
+def diffusion(prepare: Prepare, steps: int) -> list[float]:
+    model = Denoiser()
+    optimizer = adamw(model)
+    amp = prepare(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    data = torch.randn(128, 2) * 0.1 + torch.tensor([1.0, -1.0])
+    kept = torch.linspace(0.999, 0.01, 50)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        t, noise = torch.randint(0, 50, (128,)), torch.randn_like(data)
+        share = kept[t, None]
+        loss = F.mse_loss(model(share.sqrt() * data + (1 - share).sqrt() * noise, t / 50), noise)
+        amp.backward(loss)
+        amp.step()
+        average.update_parameters(model)
+        losses.append(loss.item())
+    return losses
+
+
+@dataclasses.dataclass
+class Forecast:
+    mean: Tensor
+    log_variance: Tensor
+
+
+class Regressor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(6, 32, 2)
+
+    def forward(self, x: Tensor) -> Forecast:
+        mean, log_variance = self.body(x).unbind(-1)
+        return Forecast(mean=mean, log_variance=log_variance)
+
+
+@loop
+def regression(prepare: Prepare, steps: int) -> list[float]:
+    model = Regressor()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=2e-3)
+    amp = prepare(model, optimizer)
+    x = torch.randn(64, 6)
+    y = x.sum(1).sin()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        found = model(x)
+        loss = F.gaussian_nll_loss(found.mean, y, found.log_variance.exp())
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+@loop
+def bert(prepare: Prepare, steps: int) -> list[float]:
+    transformers = __import__("pytest").importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config)
+    optimizer = adamw(model)
+    amp = prepare(model, optimizer)
+    tokens, mask, labels = torch.randint(0, 50, (12, 9)), torch.ones(12, 9, dtype=torch.long), torch.arange(12) % 3
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(input_ids=tokens, attention_mask=mask).logits, labels)
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,248 @@
+"""Buffers: a skipped step takes back what its own forward wrote, of every dtype and shape, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.step.step_models import INF
+from torch import Tensor, nn
+
+import mezzo
+
+
+class Counting(nn.Module):
+    """A layer whose forward writes buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.stats = nn.BatchNorm1d(4)
+        self.register_buffer("initialized", torch.tensor(False))
+        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("bytes", torch.zeros(3, dtype=torch.uint8))
+        self.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
+        self.register_buffer("running", torch.zeros(4))
+        self.register_buffer("assigned", torch.zeros(4))
+        self.register_buffer("queue", torch.zeros(0, 4))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.initialized.fill_(True)
+            self.flags[0] = True
+            self.counts += 1
+            self.bytes.add_(1)
+            self.phase.mul_(1j).add_(1)
+            self.running.lerp_(x.detach().mean(0), 0.1)
+            self.assigned = self.assigned * 0.9 + x.detach().mean(0)
+            self.queue = torch.cat([self.queue, x.detach()])
+            self.late = x.detach().mean(0)
+        return self.stats(self.linear(x))
+
+
+def copy_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        f"{prefix}.{name}": None if buffer is None else buffer.detach().clone()
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+    }
+
+
+def assert_equal(model: nn.Module, want: dict[str, Tensor | None]) -> None:
+    now = copy_of(model)
+    assert now.keys() == want.keys()
+    for name, was in want.items():
+        is_now = now[name]
+        same = is_now is None if was is None else is_now is not None and torch.equal(is_now, was)
+        assert same, f"{name}: {was} became {is_now}"
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "host": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    "device": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+}
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def run(request: pytest.FixtureRequest) -> tuple[nn.Module, mezzo.Stepper]:
+    model = Counting()
+    return model, mezzo.prepare(model, OPTIMIZERS[request.param](model), "fp32")
+
+
+Run = tuple[nn.Module, mezzo.Stepper]
+
+
+def good() -> Tensor:
+    return torch.randn(8, 4)
+
+
+def bad() -> Tensor:
+    return torch.full((8, 4), INF)
+
+
+def step(run: Run, x: Tensor) -> mezzo.StepResult:
+    model, amp = run
+    amp.zero_grad()
+    amp.backward(model(x).square().mean())
+    return amp.step()
+
+
+class TestEveryKind:
+    def test_a_skipped_step_leaves_no_trace(self, run: Run) -> None:
+        assert step(run, good())
+        before = copy_of(run[0])
+        assert not step(run, bad())
+        assert_equal(run[0], before)
+        assert step(run, good())
+
+    def test_the_first_step_too(self, run: Run) -> None:
+        before = copy_of(run[0])
+        assert not step(run, bad())
+        assert_equal(run[0], before)
+
+    def test_a_step_that_was_taken_keeps_them(self, run: Run) -> None:
+        assert step(run, good())
+        assert bool(run[0].initialized) and len(run[0].queue) == 8 and int(run[0].counts[0]) == 1
+
+    def test_micro_batches_and_several_forwards(self, run: Run) -> None:
+        model, amp = run
+        assert step(run, good())
+        before = copy_of(model)
+        amp.zero_grad()
+        amp.backward((model(good()) + model(good())).square().mean())
+        amp.backward(model(bad()).square().mean())
+        assert not amp.step()
+        assert_equal(model, before)
+
+
+class TestNobodysStep:
+    def test_loading_after_an_evaluation_with_gradients_on(self, run: Run) -> None:
+        model, _ = run
+        step(run, good())
+        keep = {key: value.clone() for key, value in model.state_dict().items()}
+        average = {key: torch.ones_like(value) if "running" in key else value for key, value in keep.items()}
+        model.load_state_dict(average)
+        model.eval()
+        model(good())
+        model.load_state_dict(keep)
+        model.train()
+        before = copy_of(model)
+        assert not step(run, bad())
+        assert_equal(model, before)
+
+    def test_recalibration(self, run: Run) -> None:
+        model, _ = run
+        step(run, good())
+        for _ in range(5):
+            model(good() + 3)
+        before = copy_of(model)
+        assert not step(run, bad())
+        assert_equal(model, before)
+
+    def test_recalibration_without_zero_grad(self, run: Run) -> None:
+        """The forwards of nobody's loss are told from the step's by the graph."""
+        model, amp = run
+        step(run, good())
+        amp.zero_grad()
+        for _ in range(5):
+            model(good() + 3)
+        before = copy_of(model)
+        amp.backward(model(bad()).square().mean())
+        assert not amp.step()
+        assert_equal(model, before)
+
+    @pytest.mark.parametrize("when", ["after forward", "after backward"])
+    def test_a_write_in_the_middle_of_a_step(self, run: Run, when: str) -> None:
+        model, amp = run
+        step(run, good())
+        amp.zero_grad()
+        loss = model(bad()).square().mean()
+        if when == "after backward":
+            amp.backward(loss)
+        model.running.fill_(5.0)
+        if when == "after forward":  # in torch too, statistics may not be written before backward
+            amp.backward(loss)
+        model.stats.running_mean.fill_(5.0)
+        assert not amp.step()
+        assert model.running.eq(5).all() and model.stats.running_mean.eq(5).all()
+
+    def test_a_closed_step_is_not_taken_back(self, run: Run) -> None:
+        """zero_grad gave a healthy forward up; the next step does not undo what it wrote."""
+        model, amp = run
+        amp.backward(model(good()).square().mean())
+        amp.zero_grad()
+        before = copy_of(model)
+        assert not step(run, bad())
+        assert_equal(model, before)
+
+    def test_gradients_that_the_optimizer_dropped(self, run: Run) -> None:
+        model, amp = run
+        amp.backward(model(good()).square().mean())
+        amp.optimizers[0].zero_grad()
+        before = copy_of(model)
+        amp.backward(model(bad()).square().mean())
+        assert not amp.step()
+        assert_equal(model, before)
+
+    def test_inference_mode_that_assigns_a_buffer(self, run: Run) -> None:
+        model, _ = run
+        step(run, good())
+        with torch.inference_mode():
+            model(good())
+        assert step(run, good())
+        before = copy_of(model)
+        assert not step(run, bad())
+        assert_equal(model, before)
+
+
+def test_a_checkpoint_that_runs_again_in_backward() -> None:
+    """The recompute writes buffers in the middle of backward; that is the step's doing."""
+
+    class Checkpointed(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Checkpointed()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "fp32")
+    before = copy_of(model)
+    amp.backward(model(bad()).square().mean())
+    assert not amp.step()
+    assert_equal(model, before)
+
+
+def test_a_submodule_called_by_itself() -> None:
+    model = Counting()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "fp32")
+    amp.backward(model.stats(model.linear(good())).square().mean())
+    assert amp.step()
+    model.stats.running_mean.fill_(2.0)
+    before = copy_of(model)
+    amp.zero_grad()
+    amp.backward(model.stats(model.linear(bad())).square().mean())
+    assert not amp.step()
+    assert_equal(model, before)
+
+
+def test_a_mask_of_minus_infinity_that_forward_builds() -> None:
+    """New and grown buffers that hold -inf are meant."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None or len(self.mask) < len(x):
+                self.mask = torch.full((len(x), len(x)), -INF).triu(1)
+            return (self.linear(x) @ self.linear(x).T + self.mask[: len(x), : len(x)]).softmax(-1) @ x
+
+    model = Masked()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16")
+    for size in (2, 5, 3):
+        amp.zero_grad()
+        amp.backward(model(torch.randn(size, 4)).square().mean())
+        assert amp.step()

@@ -1,0 +1,189 @@
+"""Models that change after prepare: groups added, layers unfrozen or replaced, lazy modules, odd gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.step.step_models import Net, batch, mse
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.errors import PolicyError, StepError
+
+EVERY = ", guard.check_every=1"
+
+
+def take(amp: mezzo.Stepper, **options: Any) -> mezzo.StepResult:
+    x, y = batch()
+    amp.zero_grad()
+    amp.backward(mse(amp.model(x), y))
+    return amp.step(**options)
+
+
+def half(model: nn.Module) -> list[Tensor]:
+    return list(model.inner.parameters())
+
+
+class TestGroups:
+    @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master"])
+    def test_existing_parameters(self, policy: str) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(half(model), lr=0.01)
+        amp = mezzo.prepare(model, optimizer, policy + EVERY)
+        take(amp)
+        before = model.outer.weight.detach().float().clone()
+        optimizer.add_param_group({"params": list(model.outer.parameters())})
+        for _ in range(4):
+            assert take(amp)
+        assert not torch.equal(model.outer.weight.float(), before)
+        assert "outer.weight" in amp.export_weights() and str(amp.report())
+        assert amp.report(strict=True)
+
+    @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master", "fp16-master, scaling.init_scale=16"])
+    def test_a_new_module(self, policy: str) -> None:
+        class Growing(Net):
+            def forward(self, x: Tensor) -> Tensor:
+                out = super().forward(x)
+                return out + self.extra(x).float() if hasattr(self, "extra") else out
+
+        model = Growing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        amp = mezzo.prepare(model, optimizer, policy + EVERY)
+        take(amp)
+        model.extra = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+        optimizer.add_param_group({"params": model.extra.parameters()})
+        was = copy.deepcopy(model.extra.state_dict())
+        for _ in range(4):
+            assert take(amp)
+        assert model.extra[0].weight.dtype is (amp.policy.params if "master" in policy else torch.float32)
+        assert not torch.equal(model.extra[0].weight.float(), was["0.weight"])
+        assert amp.report(strict=True)
+
+    def test_a_parameter_of_no_module(self) -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        amp = mezzo.prepare(model, optimizer, "bf16" + EVERY)
+        extra = nn.Parameter(torch.ones(1))
+        optimizer.add_param_group({"params": [extra]})
+        x, y = batch()
+        amp.backward(mse(model(x) * extra, y))
+        assert amp.step() and extra.item() != 1
+        assert amp.report(strict=True)
+
+
+class TestUnfreezing:
+    @pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling.init_scale=16"])
+    @pytest.mark.parametrize("added", [False, True])
+    def test_a_layer(self, policy: str, added: bool) -> None:
+        """It trains from the fp32 values it had, in the policy's storage, as if it had been trainable from the start."""
+        model = Net()
+        model.inner.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad] if added else list(model.parameters())
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        amp = mezzo.prepare(model, optimizer, policy + EVERY)
+        for _ in range(2):
+            assert take(amp)
+        before = model.inner.weight.detach().float().clone()
+        model.inner.requires_grad_(True)
+        if added:
+            optimizer.add_param_group({"params": model.inner.parameters()})
+        for _ in range(3):
+            assert take(amp)
+        moved = amp.export_weights()["inner.weight"] - before
+        assert 0 < moved.abs().max() <= 3 * 1.1e-3  # Adam moves by the rate, from where the weight was
+        assert amp.report(strict=True)
+
+
+class TestReplacedModules:
+    def test_a_head_obeys_the_rules(self) -> None:
+        model = Net()
+        amp = mezzo.prepare(model, None, "bf16, module:outer=fp32, output=none")
+        seen = []
+        model.outer = nn.Linear(8, 1)
+        model.outer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        model(torch.randn(2, 4))
+        assert seen == [torch.float32]
+        assert amp.policy
+
+    @pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+    def test_it_trains(self, policy: str) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        amp = mezzo.prepare(model, optimizer, policy + EVERY)
+        take(amp)
+        model.outer = nn.Linear(8, 1)
+        optimizer.add_param_group({"params": model.outer.parameters()})
+        was = model.outer.weight.detach().clone()
+        for _ in range(4):
+            assert take(amp)
+        assert not torch.equal(model.outer.weight.float(), was)
+        assert amp.report(strict=True)
+
+
+class TestLazyModules:
+    @pytest.mark.parametrize("layer", [lambda: nn.LazyLinear(3), nn.LazyBatchNorm1d])
+    @pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp32"])
+    def test_it_is_said_before_anything_is_changed(self, layer: Callable[[], nn.Module], policy: str) -> None:
+        model = nn.Sequential(nn.Linear(4, 8), layer())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(PolicyError, match=r"lazy modules have no shape yet \(1\..*one forward.*before"):
+            mezzo.prepare(model, optimizer, policy)
+        assert type(model[0]) is nn.Linear
+        model(torch.randn(2, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp = mezzo.prepare(model, optimizer, policy)
+        amp.backward(model(torch.randn(2, 4)).square().mean())
+        assert amp.step()
+
+
+class TestOddGradients:
+    @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, scaling.init_scale=16"])
+    @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"clip_value": 0.1}])
+    def test_sparse(self, policy: str, options: dict[str, float]) -> None:
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
+        twin = copy.deepcopy(model)
+        amp = mezzo.prepare(model, torch.optim.SparseAdam(model.parameters(), lr=0.1), policy + EVERY)
+        plain = torch.optim.SparseAdam(twin.parameters(), lr=0.1)
+        for seed in range(4):
+            tokens = torch.tensor([seed, 3, 9])
+            amp.zero_grad()
+            plain.zero_grad()
+            amp.backward(model(tokens).square().mean())
+            twin(tokens).square().mean().backward()
+            assert amp.step(**options)
+            plain.step()
+        assert str(amp.report(strict=True))
+        if not options:
+            torch.testing.assert_close(model[0].weight, twin[0].weight, rtol=1e-2, atol=1e-3)
+
+    @pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"clip_value": 0.1}])
+    def test_complex(self, options: dict[str, float]) -> None:
+        class Spectral(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.fft.ifft(torch.fft.fft(self.linear(x).float()) * self.weight).abs()
+
+        model = Spectral()
+        amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16" + EVERY)
+        for _ in range(4):
+            amp.zero_grad()
+            amp.backward(model(torch.randn(3, 4)).square().mean())
+            before = model.weight.detach().clone()
+            if "clip_value" in options:
+                with pytest.raises(StepError, match=r"clip_value.*complex.*max_norm"):
+                    amp.step(**options)
+                assert torch.equal(model.weight, before)
+                continue
+            result = amp.step(**options)
+            assert result.applied
+            moved = (model.weight.detach() - before).norm()
+            assert moved <= 0.1 * min(result.grad_norm, options.get("max_norm", float("inf"))) * 1.001
+        assert str(amp.report())

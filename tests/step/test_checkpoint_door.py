@@ -1,0 +1,144 @@
+"""Loading: a checkpoint is read completely before a bit is written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.step.step_models import Net, assert_same, batch, everything, mse
+from torch import nn
+
+import mezzo
+from mezzo.errors import CheckpointError
+
+NAN = float("nan")
+
+
+def make(policy: str = "fp16-master, scaling.init_scale=256", lr: float = 0.01) -> mezzo.Stepper:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr), policy)
+    for _ in range(2):
+        x, y = batch()
+        amp.zero_grad()
+        amp.backward(mse(model(x), y))
+        amp.step()
+    return amp
+
+
+State = dict[str, Any]
+
+
+def _set(path: str, value: Any) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+        for key in way:
+            state = state[key]
+        state[last] = value
+
+    return change
+
+
+def _drop(path: str) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+        for key in way:
+            state = state[key]
+        del state[last]
+
+    return change
+
+
+FAULTS: dict[str, tuple[Callable[[State], None], str]] = {
+    "scale NaN": (_set("scaling/scale", NAN), "scale.*nan"),
+    "scale zero": (_set("scaling/scale", 0.0), "scale.*0"),
+    "scale negative": (_set("scaling/scale", -5.0), "scale.*-5"),
+    "scale infinite": (_set("scaling/scale", float("inf")), "scale.*inf"),
+    "scale text": (_set("scaling/scale", "big"), "scale.*'big'"),
+    "scale missing": (_drop("scaling/scale"), "scale"),
+    "scaling unknown": (_set("scaling/speed", 1.0), "speed"),
+    "scaling list": (_set("scaling", [1.0]), "scaling"),
+    "growth negative": (_set("scaling/growth_tracker", -1), "growth_tracker.*-1"),
+    "weight missing": (_drop("model/inner.weight"), r"inner\.weight.*missing|missing.*inner\.weight"),
+    "weight unknown": (_set("model/other", torch.ones(1)), "other"),
+    "weight misshapen": (_set("model/outer.weight", torch.ones(2, 2)), r"outer\.weight.*\[2, 2\].*\[1, 8\]"),
+    "weight no tensor": (_set("model/outer.weight", [1.0]), r"outer\.weight"),
+    "model no mapping": (_set("model", 3), "model"),
+    "counter unknown": (_set("counters/seeen", 1), "seeen"),
+    "counter negative": (_set("counters/seen", -1), "seen.*-1"),
+    "counter text": (_set("counters/seen", "many"), "seen.*'many'"),
+    "counters list": (_set("counters", [1]), "counters"),
+    "policy text": (_set("policy", 5), "policy"),
+    "policy unknown": (_set("policy", {"computer": "bf16"}), "computer"),
+    "optimizer no mapping": (_set("optimizers/0", 5), "optimizer"),
+    "optimizer empty": (_set("optimizers/0", {}), "param_groups"),
+    "groups fewer": (_set("optimizers/0/param_groups", []), "group"),
+    "group sizes": (_set("optimizers/0/param_groups/0/params", [0, 1]), "param"),
+    "moment misshapen": (_set("optimizers/0/state/0/exp_avg", torch.ones(3)), r"exp_avg.*\[3\]"),
+    "moment text": (_set("optimizers/0/state/1/exp_avg", "x"), "exp_avg"),
+    "master misshapen": (_set("optimizers/0/state/0/master", torch.ones(3)), r"master.*\[3\]"),
+    "state of nobody": (_set("optimizers/0/state/99", {}), "99"),
+    "state no mapping": (_set("optimizers/0/state/0", 3), "state"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_is_changed(fault: str) -> None:
+    change, match = FAULTS[fault]
+    saved = copy.deepcopy(make(lr=0.1).state_dict())
+    change(saved)
+    amp = make()
+    before, counters, scale = everything(amp), amp.counters(), amp.scale
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in amp.optimizers[0].param_groups]
+    with pytest.raises(CheckpointError, match=match):
+        amp.load_state_dict(saved)
+    assert_same(everything(amp), before)
+    assert (amp.counters(), amp.scale) == (counters, scale)
+    assert groups == [{k: v for k, v in g.items() if k != "params"} for g in amp.optimizers[0].param_groups]
+    x, y = batch()
+    amp.zero_grad()
+    amp.backward(mse(amp.model(x), y))
+    assert amp.step()
+
+
+def test_an_optimizer_that_refuses_leaves_the_weights() -> None:
+    """The load of any optimizer may raise; weights and the other optimizers are then as they were."""
+
+    class Refusing(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            raise RuntimeError("planted")
+
+    def make_two(last: type[torch.optim.SGD]) -> mezzo.Stepper:
+        model = Net()
+        first, second = list(model.parameters())[:4], list(model.parameters())[4:]
+        both = [torch.optim.Adam(first, lr=0.1), last(second, lr=0.1, momentum=0.9)]
+        amp = mezzo.prepare(model, both, "bf16")
+        x, y = batch()
+        amp.backward(mse(model(x), y))
+        amp.step()
+        return amp
+
+    saved = make_two(torch.optim.SGD).state_dict()
+    amp = make_two(Refusing)
+    before = everything(amp)
+    with pytest.raises(CheckpointError, match="planted"):
+        amp.load_state_dict(saved)
+    assert_same(everything(amp), before)
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling.init_scale=16"])
+def test_weights_loaded_into_the_model_are_the_masters(policy: str) -> None:
+    """model.load_state_dict(best): export and the next step start there, not at best plus an old remainder."""
+    amp = make(policy)
+    best = {name: torch.randn_like(p, dtype=torch.float32) for name, p in amp.model.named_parameters()}
+    amp.model.load_state_dict(best, strict=False)
+    exported = amp.export_weights()
+    assert all(torch.equal(exported[name], value) for name, value in best.items())
+    wrapper = nn.ModuleDict({"module": amp.model})
+    again = {name: value * 2 for name, value in best.items()}
+    wrapper.load_state_dict({f"module.{name}": value for name, value in again.items()}, strict=False)
+    exported = amp.export_weights()
+    assert all(torch.equal(exported[name], value) for name, value in again.items())
