@@ -155,7 +155,7 @@ def convert_(
             p.data = master.to(targets[p])
         optimizer = owners.get(p)
         if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
-            optimizer.set_masters_({p: master})
+            optimizer.set_masters_({p: master.to(torch.float32)})
     return list(changed)
 
 
