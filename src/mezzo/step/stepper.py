@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from html import escape
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ class Stepper:
             forbid_direct_steps(optimizer, self._engine, self)
 
     def __repr__(self) -> str:
-        if "_engine" not in vars(self):
+        if isinstance(self._engine, _Released):
             return "Stepper(released)"
         names = ", ".join(type(part).__name__ for part in (self.model, *self.optimizers))
         counters = self.counters()
@@ -86,7 +86,7 @@ class Stepper:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: what was done, and what is kept."""
-        report = self.report()._repr_html_() if "_engine" in vars(self) else ""
+        report = "" if isinstance(self._engine, _Released) else self.report()._repr_html_()
         return f"<p><code>{escape(repr(self))}</code></p>{report}"
 
     def backward(
@@ -428,17 +428,19 @@ class Stepper:
         self._masters_follow.remove()
         release_(self.model, self.optimizers, self._was)
         self.optimizers = self._was.optimizers
-        del self._engine
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_engine":
-            raise StepError(
-                "this stepper was released. Write amp = mezzo.prepare(model, optimizer, policy) to prepare again."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._engine = cast(Engine, _Released())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StepError(
             "a stepper cannot be pickled or copied, since it belongs to one model in one process. Save amp.state_dict(), "
             "and load it into the stepper that mezzo.prepare makes there."
+        )
+
+
+class _Released:
+    """In the place of a released stepper's engine."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StepError(
+            "this stepper was released. Write amp = mezzo.prepare(model, optimizer, policy) to prepare again."
         )
