@@ -24,8 +24,8 @@ def result(workload: str, variants: tuple[str, ...], **measures: float) -> Resul
     ]  # fmt: skip
     return Result(
         workload=workload, unit="run", date="2026-11-21T10:00:00+00:00", tests=demo.NOT_TESTED, plan={}, config={},
-        machine={"device": "cpu", "cpu": {"model": "X"}, "threads": 2}, ceilings=PeakRates(matmul={"fp32": 1.0}, stream={1: 1.0}),
-        floors={"p": PointRoofline()}, measurements=tuple(found),
+        machine={"device": "cpu", "cpu": {"model": "X"}, "threads": 2}, peak_rates=PeakRates(matmul={"fp32": 1.0}, stream={1: 1.0}),
+        rooflines={"p": PointRoofline()}, measurements=tuple(found),
     )  # fmt: skip
 
 

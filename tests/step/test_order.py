@@ -164,7 +164,9 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
         "loss.backward()."
     ),
     stepped_directly: (
-        "SGD.step() was called directly, past the guard and on gradients that may carry the loss scale. Write amp.step()."
+        "SGD.step() was called directly, past the guard and on gradients that may carry the loss scale. Write amp.step(). "
+        "(If a GradScaler called it: after mezzo.prepare there is no scaler, amp.backward(loss) and amp.step() scale by "
+        "themselves.)"
     ),
     step_inside_the_block: "step() was called inside `with amp.unscaled_grads():`. Leave the block first.",
     backward_inside_the_block: "backward(loss) was called inside `with amp.unscaled_grads():`. Leave the block first.",
@@ -319,9 +321,10 @@ def test_abandoned_gradients_start_a_new_step() -> None:
 def test_an_optimizer_outlives_its_stepper() -> None:
     model, amp = prepared("fp32")
     optimizer = amp.optimizers[0]
-    other = mezzo.prepare(model, optimizer, "fp32")
-    other.backward(loss_of(other))
-    assert other.step()
-    del amp, other
+    with pytest.raises(StepError, match="prepared already"):
+        mezzo.prepare(model, optimizer, "fp32")
+    amp.backward(loss_of(amp))
+    assert amp.step()
+    del amp
     gc.collect()
     optimizer.step()
