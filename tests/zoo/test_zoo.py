@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.zoo import faulty_backward, faulty_forward, faulty_state, healthy, lint_cases
+from tests.zoo import faulty_backward, faulty_forward, faulty_state, healthy, lint_cases, scripts
 from tests.zoo.case import Case
 from tests.zoo.lint_cases import LintCase
 
@@ -15,10 +15,10 @@ import mezzo.diagnose as diagnose
 from mezzo.trace import explain_lint
 from mezzo.trace.records import LintRule
 
-FAULTY = [*faulty_forward.CASES, *faulty_backward.CASES, *faulty_state.CASES]
+FAULTY = [*faulty_forward.CASES, *faulty_backward.CASES, *faulty_state.CASES, *scripts.CASES]
 ROWS = [(case, dtype) for case in FAULTY for dtype in case.dtypes]
 LINTS = [(lint, dtype) for lint in lint_cases.LINTS for dtype in lint.dtypes]
-WELL = [(build, dtype) for build in healthy.HEALTHY for dtype in healthy.dtypes_of(build)]
+WELL = [(build, dtype) for build in [*healthy.HEALTHY, *scripts.HEALTHY] for dtype in healthy.dtypes_of(build)]
 
 pytestmark = [
     # the faulty programs themselves are warned about; the diagnosis adds none
@@ -67,7 +67,7 @@ def test_healthy(build, dtype: torch.dtype) -> None:
     report = diagnosis(build, dtype)
     assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in report.findings] == []
     assert [f"{x.rule} {x.site.path} {x.site.frame}" for x in report.record.lints] == []
-    assert report.is_healthy
+    assert report.answer == "healthy"
 
 
 @pytest.mark.parametrize(("case", "dtype"), LINTS, ids=[f"{c.name}-{name(d)}" for c, d in LINTS])
