@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, MezzoError, listed
+from ..files import flush_to_disk, write_atomically
 from .config import TrainConfig
 from .hf_logging import quiet
 
@@ -40,14 +41,6 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file aside, bring it to the disk, and put it in its place in one move.
 
@@ -60,18 +53,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Writes: the file; while at it, a file beside it that ends in ".partial".
     """
-    aside = path.with_name(f"{path.name}.partial")
     with writing(path):
-        try:
-            with open(aside, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-            _sync(path.parent)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        write_atomically(path, write)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -111,10 +94,18 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint that can be read: {reason}.") from None
     if written != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {written}; this version of mezzo reads format {FORMAT}.")
+    return dict(state)
+
+
+def check_whole(path: Path, state: dict[str, Any]) -> None:
+    """Refuse a checkpoint that lacks a part of a run.
+
+    Raises:
+        CheckpointError: it does.
+    """
     missing = sorted(_KEYS - state.keys())
     if missing:
         raise CheckpointError(f"{path} is damaged: it lacks {listed(missing)}. Start again with --overwrite.")
-    return dict(state)
 
 
 @contextmanager
@@ -188,11 +179,11 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any, weights: dict[str
                 model.save_pretrained(aside, state_dict=weights, max_shard_size="1000TB")  # type: ignore[operator]  # transformers' own
                 tokenizer.save_pretrained(aside)
             for file in aside.iterdir():
-                _sync(file)
+                flush_to_disk(file)
             folder.mkdir(parents=True, exist_ok=True)
             for file in sorted(aside.iterdir(), key=lambda file: file.suffix == ".safetensors"):
                 os.replace(file, folder / file.name)
-            _sync(folder)
+            flush_to_disk(folder)
         except SafetensorError as error:  # its full disk is no OSError
             raise OSError(str(error)) from error
         finally:

@@ -12,7 +12,7 @@ from torch import nn
 from ..allocator import keep_memory
 from ..errors import ConfigError
 from ..step import prepare
-from .checkpoint import check_same_run, load_checkpoint, reading, write_json, writing
+from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
 from .curves import save_curves
 from .data import Corpus, load_corpus
@@ -160,6 +160,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     state = None
     if config.resume:
         state = load_checkpoint(folder.checkpoint)
+        check_whole(folder.checkpoint, state)
         with reading(folder.checkpoint):
             check_same_run(state, config, corpus.labels, corpus.fingerprint)
     torch.manual_seed(config.seed)
