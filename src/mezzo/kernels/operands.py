@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class Layout:
         spans: first and last address of everything that a step writes.
         storages: addresses of the storages that a step writes to.
         sound: addresses of gradients that were looked at before.
+        formats: "dtypes" of the gradients that were met last, and their "codes".
     """
 
     other: Sequence[int]
@@ -80,6 +82,7 @@ class Layout:
     spans: Sequence[tuple[int, int, Operand]]
     storages: frozenset[int]
     sound: set[int] = field(default_factory=set)
+    formats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -133,7 +136,7 @@ def operands(
     _check_numels(layout, weights, values)
     if not any(layout.sizes):
         return Operands(weights=weights, moments=moments, grads=grads, layout=layout)
-    formats = [FORMATS.get(grad.dtype, -1) for grad in values]
+    formats = _formats(layout, values)
     own = FORMATS[weights.values[0].dtype]
     readable = set(FORMATS.values()) if own == 0 else {0, own}
     if weights.values[0].device.type != "cpu" and len(set(formats)) > 1:  # one launch reads one format
@@ -143,15 +146,24 @@ def operands(
             _readable(weights, index, grad, code in readable)
             for index, (grad, code) in enumerate(zip(values, formats, strict=True))
         ]
-        formats = [FORMATS[grad.dtype] for grad in values]
+        formats = _formats(layout, values)
     addresses = array("Q", map(Tensor.data_ptr, values))
-    if not layout.sound.issuperset(addresses):
-        values = _sound(layout, weights, values, addresses)
+    if not layout.sound.issuperset(addresses) and (copies := _copies(layout, weights, values, addresses)):
+        values = [copies.get(index, grad) for index, grad in enumerate(values)]
         addresses = array("Q", map(Tensor.data_ptr, values))
     return Operands(
         weights=weights, moments=moments, grads=grads if values is grads.values else replace(grads, values=values),
-        layout=layout, grad_addresses=addresses, grad_formats=array("i", formats),
+        layout=layout, grad_addresses=addresses, grad_formats=formats,
     )  # fmt: skip
+
+
+def _formats(layout: Layout, grads: Sequence[Tensor]) -> array[int]:
+    """Return what each gradient is stored in, -1 where no kernel reads it; from step to step it is the same."""
+    dtypes = [grad.dtype for grad in grads]
+    if layout.formats.get("dtypes") != dtypes:
+        layout.formats.update(dtypes=dtypes, codes=array("i", [FORMATS.get(dtype, -1) for dtype in dtypes]))
+    codes: array[int] = layout.formats["codes"]
+    return codes
 
 
 def _check_numels(layout: Layout, weights: Weights, grads: Sequence[Tensor]) -> None:
@@ -177,20 +189,19 @@ def _readable(weights: Weights, index: int, grad: Tensor, is_readable: bool) -> 
     return grad.contiguous() if is_readable else grad.to(torch.float32).contiguous()
 
 
-def _sound(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses: Sequence[int]) -> Sequence[Tensor]:
-    """Look at gradients at addresses that were not met before; return them, copied where a step would write them."""
+def _copies(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses: Sequence[int]) -> dict[int, Tensor]:
+    """Look at gradients at addresses that were not met before; return copies of those that a step would write."""
     if len(layout.sound) > _KNOWN:
         layout.sound.clear()
-    values = list(grads)
-    for index, grad in enumerate(grads):
-        if addresses[index] in layout.sound:
-            continue
+    copies = {}
+    for index in [index for index, address in enumerate(addresses) if address not in layout.sound]:
+        grad = grads[index]
         _check_gradient(weights, index, grad)
         if grad.numel() and _memory(grad)[0] in layout.storages:
-            values[index] = grad.clone()
+            copies[index] = grad.clone()
         elif addresses[index] != 0:  # where empty tensors lie, and freed ones
             layout.sound.add(addresses[index])
-    return values
+    return copies
 
 
 def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layout:

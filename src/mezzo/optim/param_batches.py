@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -176,23 +177,19 @@ class Plan:
         params = [one.param for one in active]
         self._options, self._states = step.options, [one.state for one in active]
         self._has_grad = [grad is not None for grad in step.grads]
-        self._dtypes = [p.dtype for p in params]
         self._is_sharded = any_dtensor(params)
-        tensors = self._all(params)
-        self._can_last = all(type(t) in PLAIN for t in tensors)
+        self._tensors = self._all(params)
+        self._can_last = all(type(t) in PLAIN for t in self._tensors)
         if self._can_last:
-            # Memory that is held is nobody else's: what lies at an address later is what lay there.
-            self._held = [t.detach() for t in tensors[len(params) :]]
-            self._addresses, self._numels = self._where(tensors)
-            self._strides = [t.stride() for t in tensors if not t.is_contiguous()]
+            # State that is held stays in memory, so that nothing else comes to lie where it lies.
+            self._held = [t.detach() for t in self._tensors[len(params) :]]
+            self._addresses = list(map(Tensor.data_ptr, self._tensors))
+            self._sizes = [t.nbytes for t in self._tensors[: len(params)]]
+            self._strides = [t.stride() for t in self._tensors if not t.is_contiguous()]
 
     def _all(self, params: Sequence[Tensor]) -> list[Any]:
         tensors: list[Any] = [*params, *chain.from_iterable(map(dict.values, self._states))]
         return [local_tensor(t) for t in tensors] if self._is_sharded else tensors
-
-    @staticmethod
-    def _where(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
 
     def fits(self, step: GroupStep) -> bool:
         """Whether the batches are what they would be if they were made anew.
@@ -212,14 +209,12 @@ class Plan:
             return False
         active = [p for p, grad in zip(step.params, step.grads, strict=True) if grad is not None]
         tensors = self._all(active)
-        try:
-            found = self._where(tensors)
-        except (TypeError, RuntimeError):  # no tensors, or none that lie anywhere
-            return False
         return (
-            found == (self._addresses, self._numels)
-            and [p.dtype for p in active] == self._dtypes
-            and self._lie_as_before(tensors[: len(active)] if not self._strides else tensors)
+            len(tensors) == len(self._tensors)
+            and all(map(is_, tensors, self._tensors))
+            and list(map(Tensor.data_ptr, tensors)) == self._addresses
+            and [t.nbytes for t in tensors[: len(active)]] == self._sizes
+            and self._lie_as_before(tensors if self._strides else tensors[: len(active)])
         )
 
     def _lie_as_before(self, tensors: Sequence[Tensor]) -> bool:
