@@ -140,3 +140,15 @@ def test_library_models_are_explained_module_by_module(name: str) -> None:
     inner = 32 if name == "bert" else 64
     assert row_of(found, dense).flops == (("bf16", 2 * 2 * 8 * 16 * inner),)
     assert found.low_share == 1.0
+
+
+def test_slow_units_are_not_called_launch_bound() -> None:
+    row = ModuleRow(
+        module="", cls="Linear", ops=(("fp16", 1),), flops=(("fp16", 10**9),), weight_casts=0, up_casts=0, down_casts=0,
+        grad_casts=0, ping_pong=0, cast_bytes=0, unaligned=(),
+    )  # fmt: skip
+    found = Explanation(
+        model="Linear", policy="fp16", device="cpu", native=False, native_reason="no units", rows=(row,), fp32_s=0.076,
+        policy_s=0.754, has_backward=True,
+    )  # fmt: skip
+    assert "launching" not in found.verdict() and "no units" in found.verdict()

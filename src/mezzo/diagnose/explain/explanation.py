@@ -108,7 +108,7 @@ class Explanation(Report):
             reasons.append(f"the device has no units for the format ({self.native_reason})")
         if self.low_share < 0.5:
             reasons.append(f"only {self.low_share:.0%} of the operations run in 16 bit")
-        if self.policy_s and sum(n for r in self.rows for _, n in r.flops) / self.policy_s < 1e10:
+        if self.native and self.policy_s and sum(n for r in self.rows for _, n in r.flops) / self.policy_s < 1e10:
             reasons.append("the step is bound by launching ops, not by arithmetic: use a larger batch or torch.compile")
         if self.casts > sum(n for r in self.rows for _, n in r.ops) / 4:
             reasons.append("casts are a large part of the ops: store weights in 16 bit (bf16-master)")
