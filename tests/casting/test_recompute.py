@@ -51,6 +51,7 @@ def gradients(
 WAYS: dict[str, dict[str, Any]] = {
     "unchanged": {"use_reentrant": False},
     "context_fn": {"use_reentrant": False, "context_fn": checkpoint_contexts},
+    "reentrant": {"use_reentrant": True},
 }
 
 
@@ -63,16 +64,10 @@ def test_gradients_are_those_without_checkpointing(name: str, way: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_reentrant_checkpointing_under_torchs_engine() -> None:
-    want, plain = gradients(REGIONS["dispatcher"], lambda block, x: block(x))
-    got, seen = gradients(REGIONS["dispatcher"], lambda block, x: checkpoint(block, x, use_reentrant=True))
-    assert seen == plain * 2
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_nested_checkpoints() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nested_checkpoints(reentrant: bool) -> None:
     def nested(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda z: checkpoint(block, z, use_reentrant=False), x, use_reentrant=False)
+        return checkpoint(lambda z: checkpoint(block, z, use_reentrant=reentrant), x, use_reentrant=reentrant)
 
     want, _ = gradients(REGIONS["mode"], lambda block, x: block(x))
     got, seen = gradients(REGIONS["mode"], nested)

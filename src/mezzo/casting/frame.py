@@ -48,18 +48,19 @@ def bind_frame(current: Callable[[], AbstractContextManager[Any]]) -> None:
 
 
 def bind_reentrant(current: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Give the reentrant checkpoint whose function runs just now a region, so that its recompute enters it.
+    """Give the reentrant checkpoints whose functions run just now a region, so that their recompute enters it.
 
     Such a checkpoint runs its function without gradients and keeps it to run again in backward.
 
     Args:
         current: makes the region to enter.
 
-    Writes: the checkpoint's `run_function`. Syncs: no.
+    Writes: the checkpoints' `run_function`. Syncs: no.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            context = frame.f_locals["ctx"]
+            if not isinstance(context.run_function, _InRegion):
+                context.run_function = _InRegion(context.run_function, current())
         frame = frame.f_back
-    if frame is not None and not isinstance(frame.f_locals["ctx"].run_function, _InRegion):
-        context = frame.f_locals["ctx"]
-        context.run_function = _InRegion(context.run_function, current())

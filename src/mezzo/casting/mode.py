@@ -16,7 +16,7 @@ from ..errors import CastError, ForbiddenOpError
 from ..policy import Rule
 from ..policy.table import Row
 from .cache import RegionCache
-from .frame import bind_frame
+from .frame import bind_frame, bind_reentrant
 from .op_rule_table import OpRuleTable
 from .provenance import mismatch_message
 
@@ -84,6 +84,7 @@ class CastMode(TorchFunctionMode):
         self.standalone = standalone
         self.current = current
         self.suspended = False
+        self.has_grad = torch.is_grad_enabled()  # a reentrant checkpoint's first run has none
         self._device = next(iter(book.rows))
 
     @dynamo_skip_frame
@@ -123,8 +124,8 @@ class CastMode(TorchFunctionMode):
             raise
 
     def _run(self, func: Any, row: Row, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.current is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            bind_frame(functools.partial(self.current, self))
+        if self.current is not None and self.has_grad and not torch.compiler.is_compiling():
+            (bind_frame if torch.is_grad_enabled() else bind_reentrant)(functools.partial(self.current, self))
         low = self.standalone or torch.get_autocast_dtype(device)
         if row.rule is Rule.FORBID:
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")
