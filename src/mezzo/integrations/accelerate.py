@@ -108,7 +108,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Wrap an optimizer, whose steps the stepper takes from now on."""
         if not isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = _Optimizer(optimizer, self._adapter)
+            optimizer = _Optimizer(self._adapter.stepped(optimizer), self._adapter)
         if all(optimizer is not known for known in self._optimizers):
             self._optimizers.append(optimizer)
         return optimizer

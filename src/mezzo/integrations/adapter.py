@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ _WHICH = (
     "optimizers were given whose parameters belong to {count} of the models given so far; one loss scale is kept, so it "
     "must be one. Make it one module, nn.ModuleDict({{...}}), or write the loop with one mezzo.prepare for each model."
 )
+
+_owners: WeakKeyDictionary[nn.Module, Adapter] = WeakKeyDictionary()
+"""Whose steps of a model are taken now, so that another Trainer can go on with it."""
 
 
 class Adapter:
@@ -39,6 +43,7 @@ class Adapter:
         self.policy = policy
         self.result: StepResult | None = None
         self._stepper: Stepper | None = None
+        self._given: tuple[Optimizer, ...] = ()
         self._models: list[nn.Module] = []
         self._clips: dict[int, dict[str, float]] = {}
         self._shown = ExitStack()
@@ -72,31 +77,45 @@ class Adapter:
         Raises:
             StepError: optimizers of several models, or of none.
         """
-        if self._stepper is not None:
-            models, optimizers = [*models, self._stepper.model], [*self._stepper.optimizers, *optimizers]
+        if self._stepper is not None and optimizers:
+            models, optimizers = [*models, self._stepper.model], [*self._given, *optimizers]
+            self._release()
         known = {id(m): m for m in (*self._models, *models)}.values()
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         trained = [m for m in known if any(id(p) in stepped for p in m.parameters())]
         if optimizers and len(trained) != 1:
             raise StepError(_WHICH.format(count=len(trained)))
         for model in models:
-            if not optimizers or model is not trained[0]:
+            if model not in _owners and (not optimizers or model is not trained[0]):
                 prepare(model, None, self.policy)
         self._models = list(known)
         if optimizers:
-            self._stepper = prepare(trained[0], optimizers, self.policy)
+            if trained[0] in _owners:
+                _owners[trained[0]].forget()
+            self._stepper, self._given = prepare(trained[0], optimizers, self.policy), tuple(optimizers)
+            _owners[trained[0]] = self
+
+    def stepped(self, optimizer: Optimizer) -> Optimizer:
+        """Return what the stepper steps in place of an optimizer: itself, or masters around it."""
+        return next((s for g, s in zip(self._given, self.stepper.optimizers, strict=True) if g is optimizer), optimizer)
 
     def knows(self, part: nn.Module | Optimizer) -> bool:
         """Whether a model is bound, or the steps of an optimizer are owned."""
-        own = () if self._stepper is None else self._stepper.optimizers
+        own = () if self._stepper is None else (*self._given, *self._stepper.optimizers)
         return any(part is known for known in (*self._models, *own))
 
     def forget(self) -> None:
-        """Let go of the stepper and of what was asked for its next step."""
+        """Give the model back as a plain one, and let go of everything."""
         self._shown.close()
         self._clips.clear()
         self._models.clear()
-        self._stepper = self.result = None
+        self._release()
+
+    def _release(self) -> None:
+        stepper, self._stepper, self.result, self._given = self._stepper, None, None, ()
+        if stepper is not None:
+            _owners.pop(stepper.model, None)
+            getattr(stepper, "release", lambda: None)()
 
     def region(self, enabled: bool = True) -> AbstractContextManager[object]:
         """Return the policy's region, for what a framework computes around the model."""

@@ -21,6 +21,7 @@ try:
     from lightning.fabric.strategies import Strategy as FabricStrategy
     from lightning.pytorch import LightningModule
     from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
@@ -125,9 +126,12 @@ class MezzoPrecision(Precision):
                 f"{type(model).__name__} overrides backward, which would go past the loss scale. Leave it out, or "
                 "write self.manual_backward(loss) with automatic_optimization = False."
             )
-        self._adapter.prepare([model], [innermost_optimizer(o) for o in optimizers])
+        own = [innermost_optimizer(o) for o in optimizers] if model.trainer.state.fn == TrainerFn.FITTING else []
+        if own:
+            self._adapter.forget()  # of the last fit
+        self._adapter.prepare([model], own)
         self._hold_schedulers(model, lr_schedulers)
-        return self._wrap() or model, optimizers, lr_schedulers
+        return self._wrap() or model, [self._adapter.stepped(o) for o in own] or optimizers, lr_schedulers
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Return the policy's region, in which training_step and its like run."""
@@ -206,6 +210,7 @@ class _PreparedByFabric(FabricStrategy):
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         self._adapter.prepare([module], optimizers)
+        optimizers = [self._adapter.stepped(optimizer) for optimizer in optimizers]
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -216,7 +221,7 @@ class _PreparedByFabric(FabricStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Any:
         if not self._adapter.knows(optimizer):
             self._adapter.prepare([], [optimizer])
-        return super().setup_optimizer(optimizer)
+        return super().setup_optimizer(self._adapter.stepped(optimizer))
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, **kwargs: Any
