@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import has_step_hooks
 from ..errors import StepError
+from .foreign_scaler import NO_SCALER, is_called_by_scaler
 
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
@@ -33,10 +34,10 @@ def forbid_direct_steps(optimizer: Optimizer, engine: _Owner, stepper: object) -
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine = reference()
         if engine is not None and not engine.is_stepping:
+            advice = NO_SCALER if is_called_by_scaler() else "Write amp.step()."
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called directly, past the guard and on gradients that may carry "
-                "the loss scale. Write amp.step(). (If a GradScaler called it: after mezzo.prepare there is no scaler, "
-                "amp.backward(loss) and amp.step() scale by themselves.)"
+                f"the loss scale. {advice}"
             )
 
     allow_direct_steps(optimizer)

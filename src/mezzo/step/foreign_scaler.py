@@ -15,6 +15,21 @@ from .._torch import constant_factor
 from ..errors import StepError
 from ..loss_scale import GradScaler
 
+NO_SCALER = (
+    "After mezzo.prepare there is no GradScaler: the stepper scales where the policy says so. Write amp.backward(loss), then "
+    "amp.step()."
+)
+
+
+def is_called_by_scaler() -> bool:
+    """Whether a method of a GradScaler is among the calls that led here. Host only."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        frame = frame.f_back
+    return False
+
 
 def refuse_scaled(loss: Tensor) -> None:
     """Refuse a loss that a GradScaler of the calling code multiplied, since the stepper scales by itself.
@@ -31,8 +46,7 @@ def refuse_scaled(loss: Tensor) -> None:
         scale = getattr(scaler, "_scale", None)
         if scaler.is_enabled() and isinstance(scale, Tensor) and _is_from(scaler, scale, factor):
             raise StepError(
-                f"backward(loss) was given a loss that {type(scaler).__name__}.scale multiplied. After mezzo.prepare there "
-                "is no GradScaler: the stepper scales where the policy says so. Write amp.backward(loss), then amp.step()."
+                f"backward(loss) was given a loss that {type(scaler).__name__}.scale multiplied. {NO_SCALER}"
             )
 
 
