@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,6 +49,18 @@ class Stamp(NamedTuple):
             and self.version == version_of(tensor)
             and (self.storage is None or self.storage == storage_id(tensor))
         )
+
+
+def same(one: Stamp | None, other: Stamp) -> bool:
+    """Whether two stamps are of one tensor that was not written between them; None is of none."""
+    return (
+        one is not None and one[0] is other[0] and one[1] == other[1]
+    )  # Python makes one plain reference to an object
+
+
+def grads_by_id(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+    """Return the gradients that parameters have, by the ids of these."""
+    return [(id(p), g) for p in params if (g := p.grad) is not None]
 
 
 def stamps_of(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Stamp]:

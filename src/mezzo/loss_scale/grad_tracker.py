@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._torch import after_backward, global_pre_hooks, graph_task_id
-from ..stamp import Stamp
+from ..stamp import Stamp, grads_by_id, same, stamps_of
 from .grad_versions import GradSums
 from .scale_state import ScaleSnapshot
 
@@ -82,7 +82,7 @@ class GradTracker:
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._is_exploring = True
         self._known: list[Tensor] | None = None
-        self._open: dict[int, list[tuple[Tensor, Stamp | None, Mark | None]]] = {}
+        self._open: dict[int, tuple[list[Tensor], dict[int, Stamp]]] = {}
         self._sums = GradSums()
         self.on_step = on_step
 
@@ -120,9 +120,7 @@ class GradTracker:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._known = None
-        for param in parameters(optimizer):
-            if (grad := param.grad) is not None:
-                self._note(param, grad, mark)
+        self._note(grads_by_id(parameters(optimizer)), {}, mark)
 
     def accept(self, optimizer: Optimizer, captured: ScaleSnapshot) -> None:
         """Note that the gradients of an optimizer carry a scale, whatever was known of them."""
@@ -150,14 +148,16 @@ class GradTracker:
         if self._known is None:
             known = {key: leaf for key, ref in self._leaves.items() if (leaf := ref()) is not None}
             for optimizer in self._optimizers:
-                known.update((id(param), param) for param in parameters(optimizer))
+                known.update({id(param): param for param in parameters(optimizer)})
             self._known = list(known.values())
         return self._known
 
-    def _note(self, param: Tensor, grad: Tensor, mark: Mark) -> None:
-        self._entries[id(param)] = Entry(Stamp.of(grad), mark, self.iteration)
+    def _note(self, grads: list[tuple[int, Tensor]], marks: Mapping[int, Mark], mark: Mark) -> None:
+        """Write down gradients, by the ids of their parameters, as what `marks` says of each, or else `mark`."""
+        now, iteration = stamps_of(grads), self.iteration
+        self._entries.update({key: Entry(stamp, marks.get(key, mark), iteration) for key, stamp in now.items()})
         if mark is Mark.SCALED:
-            self._sums.note([(id(param), grad)])
+            self._sums.note(grads)
 
     def _begin(self, captured: ScaleSnapshot, _: Tensor) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces hooks and takes no callbacks
@@ -168,18 +168,10 @@ class GradTracker:
             return
         if captured is not self.captured:
             self._carry_over(captured)
-        self._open[task] = [(param, *self._before(param)) for param in self._parameters()]
+        params = self._parameters()
+        self._open[task] = params, stamps_of(grads_by_id(params))
         # Queued twice to run last: DDP and FSDP queue their own final callbacks during the pass.
         after_backward(lambda: after_backward(partial(self._end, task)))
-
-    def _before(self, param: Tensor) -> tuple[Stamp | None, Mark | None]:
-        """Return the stamp of a gradient, which is not kept alive, and what it is, where it is as it was noted."""
-        grad, entry = param.grad, self.entry(param)
-        if grad is None:
-            return None, None
-        if entry is not None and entry.stamp.is_current(grad):
-            return entry.stamp, entry.mark
-        return Stamp.of(grad), None
 
     @torch.no_grad()
     def _carry_over(self, captured: ScaleSnapshot) -> None:
@@ -197,17 +189,20 @@ class GradTracker:
         self.captured = captured
 
     def _end(self, task: int) -> None:
-        is_touched = False
-        for param, stamp, mark in self._open.pop(task, ()):
-            grad = param.grad
-            if grad is None or (stamp is not None and stamp.is_current(grad)):
-                continue
-            is_touched = True
-            # Without a mark it was zeroed or edited before the pass.
-            is_mixed = mark is not None and mark is not Mark.SCALED
-            self._note(param, grad, Mark.MIXED if is_mixed else Mark.SCALED)
+        params, before = self._open.pop(task, ([], {}))
+        grads = grads_by_id(params)
+        now = stamps_of(grads)
+        touched = [(key, grad) for key, grad in grads if not same(before.get(key), now[key])]
+        # What was zeroed or edited before the pass is as good as new.
+        entries = {key: entry for key, _ in touched if (entry := self._entries.get(key)) is not None}
+        mixed = {
+            key: Mark.MIXED
+            for key, entry in entries.items()
+            if entry.mark is not Mark.SCALED and same(before.get(key), entry.stamp)
+        }
+        self._note(touched, mixed, Mark.SCALED)
         self.passes += 1
-        if not is_touched:
+        if not touched:
             self.has_loose_ends = True
         elif self not in _guarding:
             _guard(self)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch import version
-from ..stamp import Stamp, stamps_of
+from ..stamp import Stamp, grads_by_id, stamps_of
 from .unscale import real_values
 
 _FIRST_STEPS = 3
@@ -68,14 +68,14 @@ class GradVersions:
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Write down the gradients as they are now, instead of those before. Syncs: no."""
-        grads = [(id(p), g) for p in params if (g := p.grad) is not None]
+        grads = grads_by_id(params)
         self._stamps = stamps_of(grads)
         self._sums.clear()
         self._sums.note(grads)
 
     def note_zeros(self, params: Iterable[Tensor]) -> None:
         """Write down that what gradients there are hold zeros, and may be added to. Syncs: no."""
-        stamps = stamps_of([(id(p), g) for p in params if (g := p.grad) is not None])
+        stamps = stamps_of(grads_by_id(params))
         self._stamps = {key: stamp._replace(version=-1) for key, stamp in stamps.items()}
         self._sums.clear()
 
