@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.step.accumulation import AccumulationState
+from mezzo.step.accumulation import AccumulationState, OptimizerGrads, Skip, grads_of
 from mezzo.step.flags import StepFlags, check_grads
-from mezzo.step.optimizer_grads import OptimizerGrads, Skip, grads_of
 
 INF = math.inf
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.errors import DistributedError, InvariantError
-from mezzo.step import engine, gradients, invariants
+from mezzo.step import engine, gradients
 
 
 def run(amp: mezzo.Stepper, fault: float = 1.0) -> mezzo.StepResult:
@@ -183,13 +183,13 @@ class TestWhen:
         found: list[int] = []
         _, amp = prepared(f"fp32, guard.check_every={every}")
         index = [0]
-        honest = invariants.look
+        honest = engine.look
 
         def look(shares: Any) -> Any:
             found.append(index[0])
             return honest(shares)
 
-        monkeypatch.setattr(invariants, "look", look)
+        monkeypatch.setattr(engine, "look", look)
         for index[0] in range(1, steps + 1):
             run(amp)
         return found

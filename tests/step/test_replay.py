@@ -205,7 +205,7 @@ class TestALossOutsideTheModel:
                 amp.backward(loss(amp.model(x)))
                 amp.step()
         assert _get_current_dispatch_mode() is None and not _get_current_function_mode_stack()
-        assert not _global_forward_hooks and not amp._engine.recovery.replay.is_following
+        assert not _global_forward_hooks and not amp._engine.replay.is_following
         return caught.value
 
     @pytest.mark.parametrize("name", ["adamw", "fused-adamw", "mezzo-adamw"])
@@ -238,7 +238,7 @@ class TestALossOutsideTheModel:
                 amp.zero_grad()
                 amp.backward(loss)
                 amp.step()
-        assert (caught.value.report.faults[0].op, amp._engine.recovery.replay.is_following) == ("log", False)
+        assert (caught.value.report.faults[0].op, amp._engine.replay.is_following) == ("log", False)
 
     def test_a_gradient_of_it(self) -> None:
         _, amp = prepared("fp16, scaling.init_scale=8", "adamw")
@@ -274,7 +274,7 @@ class TestALossOutsideTheModel:
         amp.zero_grad()
         with pytest.raises(KeyError):
             raise KeyError(str(amp.model(x).shape))
-        assert amp._engine.recovery.replay.is_following
+        assert amp._engine.replay.is_following
         amp.zero_grad()
         amp.backward(mse(amp.model(x), y))
         assert _get_current_dispatch_mode() is None and not _get_current_function_mode_stack()
@@ -287,7 +287,7 @@ class TestALossOutsideTheModel:
         amp.zero_grad()
         with ThreadPoolExecutor(1) as pool:
             out = pool.submit(amp.model, x).result()
-        assert not amp._engine.recovery.replay.is_following and not _global_forward_hooks
+        assert not amp._engine.replay.is_following and not _global_forward_hooks
         amp.backward(mse(out, y))
         assert amp.step()
 
@@ -299,7 +299,7 @@ class TestALossOutsideTheModel:
         amp.zero_grad()
         with torch.device("cpu"):
             out = amp.model(x)
-            assert not amp._engine.recovery.replay.is_following
+            assert not amp._engine.replay.is_following
         amp.backward(mse(out, y))
         assert amp.step()
         assert not _get_current_function_mode_stack()
@@ -347,7 +347,7 @@ def test_forwards_that_lead_nowhere_do_not_pile_up() -> None:
                 amp.model(x[:2])
             amp.zero_grad()
             amp.backward(mse(amp.model(x) + 0 * out, y))
-            assert len(amp._engine.recovery.replay._now.calls) <= 64
+            assert len(amp._engine.replay._now.calls) <= 64
             amp.step()
     assert caught.value.report.faults[0].module == "down"
 
@@ -388,7 +388,7 @@ def test_nothing_is_kept_while_all_is_well() -> None:
     _, amp = prepared("fp16, output=fp32, scaling.init_scale=256", "adamw")
     x, y = batch()
     amp.backward(mse(amp.model(x), y))
-    replay = amp._engine.recovery.replay
+    replay = amp._engine.replay
     assert replay.is_empty
     amp.step()
     amp.zero_grad()
@@ -421,7 +421,7 @@ def test_the_batch_is_let_go_once_a_step_is_taken() -> None:
         amp.zero_grad()
         amp.backward(mse(amp.model(x), y) * size)
         amp.step()
-        kinds.append(amp._engine.recovery.replay.is_empty)
+        kinds.append(amp._engine.replay.is_empty)
     assert kinds[-1]
 
 

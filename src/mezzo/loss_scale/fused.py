@@ -87,3 +87,8 @@ def step_scaled(
         return cast(Any, optimizer).step(*args, **kwargs, grad_scaler=scaler), is_skipped
     with handing(optimizer, scaling):
         return optimizer.step(*args, **kwargs), is_skipped
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer in the order of its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -7,7 +7,8 @@ from torch.optim.optimizer import Optimizer
 
 from ..errors import ScalerError
 from . import messages
-from .grad_tracker import Entry, GradTracker, Mark, parameters
+from .fused import parameters
+from .grad_tracker import Entry, GradTracker, Mark
 from .unscale import real_values
 
 

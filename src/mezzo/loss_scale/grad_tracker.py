@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._torch import after_backward, global_pre_hooks, graph_task_id
 from ..stamp import Stamp, grads_by_id, same, stamps_of
+from .fused import parameters
 from .grad_versions import GradSums
 from .scale_state import ScaleSnapshot
 
@@ -228,11 +229,6 @@ def _ask_trackers(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if not torch.compiler.is_compiling():
         for tracker in list(_guarding):
             tracker.on_step(tracker, optimizer)
-
-
-def parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer in the order of its groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:

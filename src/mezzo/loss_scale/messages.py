@@ -11,7 +11,8 @@ from torch.optim.optimizer import Optimizer
 from .._torch import is_fused
 from ..formats import describe
 from ..policy import ScalingConfig
-from .grad_tracker import GradTracker, parameters
+from .fused import parameters
+from .grad_tracker import GradTracker
 from .state import LossScale
 from .unscale import real_values
 

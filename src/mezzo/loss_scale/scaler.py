@@ -17,8 +17,8 @@ from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumen
 from ..policy import ScalingConfig
 from . import grad_checks, messages
 from .async_flag import AsyncFlag
-from .fused import StepScaling, step_scaled
-from .grad_tracker import GradTracker, Mark, gradients, parameters
+from .fused import StepScaling, parameters, step_scaled
+from .grad_tracker import GradTracker, Mark, gradients
 from .saved import Saved, floor_under, given_scale, pack, unpack
 from .scale_state import LastStep, ScaleSnapshot, ScaleState
 from .state import LossScale, next_state

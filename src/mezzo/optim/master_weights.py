@@ -17,6 +17,7 @@ from ..formats import describe
 from ..kernels.operands import check_shape
 from ..kernels.ops.gradients import ScaledGradients
 from ..kernels.weights import AUX_STATE, give_master_, read_master
+from ..loss_scale.fused import parameters as parameters  # noqa: PLC0414  # exported
 from ..policy import Master
 from .base import MasterOptimizer
 from .master_store import Masters, Mode
@@ -400,11 +401,6 @@ class MasterWeights(torch.optim.Optimizer):
             other_way = target is not p and grad.layout is torch.strided and grad.stride() != target.stride()
             target.grad = torch.empty_like(target).copy_(grad) if other_way else grad
         return raw
-
-
-def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def keeps_masters(optimizer: torch.optim.Optimizer) -> TypeGuard[MasterOptimizer | MasterWeights]:

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StepError
-from ..loss_scale.fused import StepScaling
-from ..optim.master_weights import parameters
+from ..loss_scale.fused import StepScaling, parameters
+from .accumulation import OptimizerGrads, clamp_
 from .engine import Engine
 from .flags import StepFlags
-from .optimizer_grads import OptimizerGrads, clamp_
 from .result import StepResult
 from .update import Clip, true_grads_for
 
@@ -103,7 +102,7 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
     for _ in range(guard.patience - 1):
         if guard.on_overflow != "retry" or result.reason != "gradients":
             break
-        engine.recovery.check(engine.consensus)
+        engine.check()
         engine.gradients.zero(set_to_none=True)
         result = _attempt(engine, closure, chosen[0], clip)
     return result

@@ -18,18 +18,19 @@ from ..binding.storage import convert_, set_grad_dtype_
 from ..distributed.consensus import RankConsensus
 from ..distributed.group import is_running
 from ..distributed.wrapper import Wrapper
+from ..errors import StoppedRun
 from ..formats import LOW_DTYPES
 from ..kernels.dtensor import any_dtensor, is_dtensor
 from ..kernels.ops.gradients import norm_and_finite
 from ..loss_scale.state import LossScale, NoScaling
 from ..policy import Policy
+from .accumulation import OptimizerGrads, Skip
 from .buffers import Buffers
 from .flags import StepFlags, check_grads
 from .gradients import Gradients
-from .invariants import Invariants
+from .invariants import ALWAYS, Invariants, look
 from .model_changes import ModelChanges
 from .names import ParameterNames
-from .optimizer_grads import OptimizerGrads, Skip
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
@@ -55,7 +56,9 @@ class Engine:
         gradients: between backward and update.
         buffers: of the model, as a transaction.
         loss_scale: as it is now.
-        recovery: the guard, and what follows a skipped step.
+        recovery: what follows a skipped step.
+        guard: counts, and says when the run cannot go on.
+        replay: keeps the last batch where it may be needed.
         consensus: makes findings the same on all ranks; None on one rank.
         callbacks: functions to call after steps of an optimizer, or of all, that were taken.
         is_stepping: whether an optimizer's step is called from here just now.
@@ -82,6 +85,8 @@ class Engine:
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
         )
         self.recovery = Recovery(self._root, binding, self.gradients, self.buffers, self.loss_scale, names)
+        self.guard = self.recovery.guard
+        self.replay = self.recovery.replay
         self.callbacks: list[Callback] = []
         self.consensus: RankConsensus | None = None
         self.not_yet: RankConsensus | None = None
@@ -89,6 +94,7 @@ class Engine:
         self._join(wrapper_of(model, policy))
         check_demotion(policy, self.consensus)
         self.is_stepping = False
+        self._num_steps = 0
         self._invariants = Invariants(names, self.report, self.buffers.nonfinite)
         self._changes = ModelChanges(self._root, self.optimizers, with_frozen=policy.params in LOW_DTYPES)
 
@@ -113,7 +119,7 @@ class Engine:
         Returns:
             What must be called with its output.
         """
-        if self.recovery.replay.is_running:
+        if self.replay.is_running:
             return None
         if module is self._root:
             if self.consensus is None:
@@ -125,7 +131,7 @@ class Engine:
         if self.gradients.is_abandoned:
             self._give_buffers_up()
         note, watch = self.buffers.begin(), None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.guard.may_stop:
             with_loss = self.consensus is None and not self.is_stepping
             watch = self.recovery.keep(module, args, kwargs, with_loss=with_loss)
         return partial(_call_both, note, watch) if note is not None and watch is not None else note or watch
@@ -169,17 +175,37 @@ class Engine:
         buffers = self.buffers.dtypes()
         return make_report(self._root, self.optimizers, self.policy, self.names, buffers, self._loaded)
 
+    def check(self) -> None:
+        """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.
+
+        Raises:
+            StoppedRun: see `Stepper.step`.
+
+        Syncs: with the last step.
+        """
+        stop = self._stop()
+        if stop is not None:
+            raise self.recovery.explained(stop, self.consensus)
+
     def check_before_step(self) -> None:
-        """Stop the run as `Recovery.check` does; the step in the making, which is not taken, then leaves no trace.
+        """Do as `check`; the step in the making, which is not taken, then leaves no trace.
 
         Writes: if it raises, gradients, and buffers that the forward of this step wrote.
         """
-        stop = self.recovery.stop(self.consensus)
+        stop = self._stop()
         if stop is not None:
             if self.policy.guard.restore_buffers:
                 self.buffers.settle(True)
             self.gradients.zero(set_to_none=True)
             raise self.recovery.explained(stop, self.consensus)
+
+    def _stop(self) -> StoppedRun | None:
+        state = self.guard.take()
+        if not state.is_quiet:
+            return self.recovery.stop(state, self.consensus)
+        if not self.replay.is_idle:
+            self.replay.forget()
+        return None
 
     def drop(self, set_to_none: bool) -> None:
         """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""
@@ -187,7 +213,8 @@ class Engine:
         self.gradients.zero(set_to_none)
         if self.consensus is not None:
             self.consensus.drop()
-        self.recovery.replay.drop(by_closure=self.is_stepping)
+        if not self.replay.is_idle:
+            self.replay.drop(by_closure=self.is_stepping)
         if was_pending:
             self._give_buffers_up()
         elif not self.is_stepping:
@@ -205,8 +232,8 @@ class Engine:
         self.find_ranks()
         if self.consensus is not None:
             self.consensus.check_backward()
-        replay = self.recovery.replay
-        wants_probe = inputs is None and not self.gradients.is_pending and self.recovery.wants_probe(self.consensus)
+        may_flush = self.guard.floor > 0 and inputs is None and not self.gradients.is_pending and self.replay.is_idle
+        wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
         try:
             with nullcontext() if self.consensus is None else self.consensus.watching(), self.buffers.writing():
                 self.gradients.backward(
@@ -215,10 +242,11 @@ class Engine:
                     retain_graph=retain_graph,
                     create_graph=create_graph,
                     inputs=inputs,
-                    probing=replay.paused() if wants_probe else None,
+                    probing=self.replay.paused() if wants_probe else None,
                 )
         finally:
-            replay.stop_following()
+            if not self.replay.is_idle:
+                self.replay.stop_following()
 
     def run_step(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there; see `Stepper.step`."""
@@ -229,16 +257,22 @@ class Engine:
         flags, result = self.check_grads(grads)
         by_host = bool(self.callbacks) or not all(decides_on_device(one.optimizer) for one in grads)
         skipped = result.flags().skipped if by_host else None
-        before = self._invariants.before_step(grads, self.policy.guard.check_every)
+        before = look(grads) if self._is_due() else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_norm = None  # the norm of the step is that of all ranks
         with self.stepping():
             update_(grads, flags, self.gradients.require("step()"), skipped, clip, self._skip)
         self.finish_step(grads, flags, result, skipped)
         if before is not None:
-            self.recovery.check(self.consensus)
-            self._invariants.check(before, grads, result.flags())
+            self.check()
+            self._invariants.check(before, grads, result.flags(), self._num_steps)
         return result
+
+    def _is_due(self) -> bool:
+        """Whether the invariants of this step are looked at. Syncs: no."""
+        self._num_steps += 1
+        every = self.policy.guard.check_every
+        return every > 0 and (self._num_steps <= ALWAYS or self._num_steps % every == 0)
 
     def grad_norm(self, optimizer: Optimizer | None) -> Tensor:
         """Return the norm of the gradients that are there; see `Stepper.grad_norm`."""
@@ -252,7 +286,7 @@ class Engine:
         pending = self.gradients.require("step()")
         written = self.buffers.written() if self.policy.guard.restore_buffers else []
         flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers))
-        guard = self.recovery.guard
+        guard = self.guard
         stats = GradStats.of(grads, self.names, self.gradients.stamps, count=guard.state.is_troubled)
         return flags, StepResult(flags, stats, guard.last)
 
@@ -276,17 +310,18 @@ class Engine:
 
         Writes: buffers of a skipped step, the loss scale. Syncs: no.
         """
-        self.recovery.guard.add(result)
+        self.guard.add(result)
         void = flags.void if skipped is None else any(skipped)
         self.buffers.settle(void if self.policy.guard.restore_buffers else False)
         move_scale_(self.loss_scale, flags, self.policy.scaling)
         self.gradients.close()
-        self.recovery.replay.close()
+        if not self.replay.is_idle:
+            self.replay.close()
         self._compare_ranks()
         if skipped is not None:
             self._call_back({id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)})
             if self.consensus is None:  # ranks check together, when the next step begins
-                self.recovery.check(None)
+                self.check()
 
     def _compare_ranks(self) -> None:
         """Compare loss scale, counters and whole weights over the ranks, in steps that the agreement chooses."""

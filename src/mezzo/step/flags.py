@@ -13,8 +13,7 @@ from ..distributed.consensus import RankConsensus
 from ..kernels.dtensor import any_dtensor, is_dtensor, num_shards
 from ..kernels.ops.gradients import norm_and_finite
 from ..loss_scale.unscale import is_unusable
-from .accumulation import AccumulationState, either
-from .optimizer_grads import OptimizerGrads, Skip, move
+from .accumulation import AccumulationState, OptimizerGrads, Skip, either, move
 
 Reason = Literal["gradients", "loss", "buffers"]
 """What was not finite first in a step that was skipped."""

@@ -12,12 +12,20 @@ from torch.optim import Optimizer
 from .._torch import is_pipeline_dry_run
 from ..errors import StepError, listed
 from ..kernels.ops.gradients import norm_and_finite
+from ..loss_scale.fused import parameters
 from ..loss_scale.grad_versions import GradVersions
-from ..optim.master_weights import parameters
 from ..stamp import Stamp
-from .accumulation import AccumulationState, check_loss, either, measure_flush
+from .accumulation import (
+    AccumulationState,
+    OptimizerGrads,
+    check_loss,
+    either,
+    grads_of,
+    measure_flush,
+    move,
+    multiply_,
+)
 from .foreign_scaler import refuse_scaled
-from .optimizer_grads import OptimizerGrads, grads_of, move, multiply_
 
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 

@@ -63,6 +63,11 @@ class GuardState:
         return self.counters.skipped_in_a_row > 0
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether there is nothing to act on."""
+        return self.skip is None and self.stop is None and not self.is_troubled and self.small_in_a_row == 0
+
+    @property
     def wants_probe(self) -> bool:
         """Whether the next backward should measure what was flushed: in the 1st, 2nd, 4th, ... step after a small one."""
         return _is_power_of_two(self.small_in_a_row) or self.flushed_in_a_row > 0
@@ -270,6 +275,10 @@ class Guard:
     def last(self) -> StepResult | int:
         """The last step, or, where it was read, how many were skipped in a row up to it."""
         return self._unread[-1] if self._unread else self.state.counters.skipped_in_a_row
+
+    def wants_probe(self, *, is_alone: bool) -> bool:
+        """Whether the next backward should measure what fp16 flushed: the same answer on all ranks. Syncs: no."""
+        return (self.read(wait=False) if is_alone else self.state).wants_probe
 
     def add(self, result: StepResult) -> None:
         """Take note of a step. Syncs: no."""

@@ -20,8 +20,8 @@ from ..kernels.ops.gradients.check import values
 from ..kernels.ops.gradients.reference import CHUNK
 from ..kernels.weights import AUX_STATE, read_master
 from ..optim.master_weights import keeps_masters
+from .accumulation import OptimizerGrads
 from .flags import StepFlags
-from .optimizer_grads import OptimizerGrads
 from .report import Report, refuse_differing
 
 _log = logging.getLogger("mezzo.step")
@@ -95,15 +95,8 @@ class Invariants:
         self._report = report
         self._buffers = buffers
         self._still: dict[int, tuple[dict[Tensor, int], int]] = {}
-        self._num_steps = 0
 
-    def before_step(self, shares: Sequence[OptimizerGrads], every: int) -> Before | None:
-        """Take down what the step must keep or change, if it is one to be looked at. Syncs: only then."""
-        self._num_steps += 1
-        is_due = every > 0 and (self._num_steps <= ALWAYS or self._num_steps % every == 0)
-        return look(shares) if is_due else None
-
-    def check(self, before: Before, shares: Sequence[OptimizerGrads], facts: StepFlags[float]) -> None:
+    def check(self, before: Before, shares: Sequence[OptimizerGrads], facts: StepFlags[float], step: int) -> None:
         """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
 
         Args:
@@ -121,7 +114,7 @@ class Invariants:
             if skipped:
                 self._check_untouched(before, share)
             else:
-                self._check_moved(before, share, facts)
+                self._check_moved(before, share, facts, step)
         if not facts.applied and before.rates != _rates(shares):
             raise InvariantError(
                 f"a skipped step changed the learning rates from {before.rates} to {_rates(shares)}. "
@@ -144,7 +137,7 @@ class Invariants:
                 "multiplied by. Something changed the gradients or the scale inside step()."
             )
 
-    def _check_moved(self, before: Before, share: OptimizerGrads, facts: StepFlags[float]) -> None:
+    def _check_moved(self, before: Before, share: OptimizerGrads, facts: StepFlags[float], step: int) -> None:
         """Prove that an optimizer steps at all: no bit of its weights moved in a hundred steps with gradients and a rate.
 
         A single step proves nothing: fp32 may have lost its updates, or the optimizer moves at every k-th call.
@@ -152,7 +145,6 @@ class Invariants:
         # A scheduler that on_applied called has moved the rates since; a warm-up begins at 0.
         if facts.grad_norm == 0 or not any(_rates([share], share.params)) or not any(before.rates):
             return
-        step = self._num_steps
         sums = {p: before.weights[p] for p in share.params}
         aux = _state_sums([share], beside_weights=True)
         if any(int(checksum(local(p))) != total for p, total in sums.items()) or any(

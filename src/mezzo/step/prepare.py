@@ -16,10 +16,10 @@ from ..binding.storage import check_floats, check_optimizers, convert_, set_grad
 from ..errors import StepError
 from ..optim import adopt
 from ..policy import CacheName, PolicyLike, as_policy
+from .accumulation import Skip
 from .direct import inner_optimizer, is_owned
 from .loading import MastersFollow
 from .names import ParameterNames
-from .optimizer_grads import Skip
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
 from .stepper import Stepper

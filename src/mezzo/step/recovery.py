@@ -70,17 +70,10 @@ class Recovery:
         self._names = names
         self._skip: StepFlags[float] | None = None
 
-    def wants_probe(self, consensus: RankConsensus | None) -> bool:
-        """Whether the next backward should measure what fp16 flushed: the same answer on all ranks. Syncs: no."""
-        if not self.guard.floor or self.replay.is_following:
-            return False
-        state = self.guard.read(wait=False) if consensus is None else self.guard.state
-        return state.wants_probe
-
     def keep(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_loss: bool
     ) -> AfterForward | None:
-        """Keep a forward, if its step may be the last one.
+        """Keep a forward, whose step may be the last one.
 
         Args:
             module: that runs.
@@ -91,8 +84,6 @@ class Recovery:
         Returns:
             What must be called with its output.
         """
-        if not self.guard.may_stop:
-            return None
         follow = self.replay.keep(module, args, kwargs)
         if follow is None or not (with_loss and self.guard.is_last_chance):
             return follow
@@ -103,24 +94,15 @@ class Recovery:
 
         return follow_loss
 
-    def check(self, consensus: RankConsensus | None) -> None:
-        """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.
+    def stop(self, state: GuardState, consensus: RankConsensus | None) -> StoppedRun | None:
+        """Return why the run cannot go on, if it cannot; where the policy says so, demote first.
 
-        Raises:
-            NonFiniteStep: parameters or buffers are not finite, or too many steps in a row were skipped; or another
-                rank stops.
-            LossScaleExhausted: the loss scale cannot shrink any more, or too many steps in a row were skipped.
-            GradientUnderflow: too many steps in a row had nothing but gradients that were flushed to zero.
+        All ranks say so together, whichever saw it.
 
-        Syncs: with the last step.
+        Args:
+            state: of the guard after the last step, which says what is to be done.
+            consensus: of the ranks; None on one.
         """
-        stop = self.stop(consensus)
-        if stop is not None:
-            raise self.explained(stop, consensus)
-
-    def stop(self, consensus: RankConsensus | None) -> StoppedRun | None:
-        """Return why the run cannot go on, if the last step showed that; where the policy says so, demote first."""
-        state = self.guard.take()
         self._skip = state.skip
         if not state.is_troubled:
             self.replay.forget()

@@ -110,12 +110,14 @@ class Replay:
 
     Attributes:
         is_running: a batch is being run again just now.
+        is_idle: nothing is kept or followed, so that no call is needed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._now, self._last = _Kept(), _Kept()
         self.is_running = False
+        self.is_idle = True
         self._ended_outside = False
         self._is_paused = False
         self._following: LossTrace | None = None
@@ -139,6 +141,7 @@ class Replay:
         if is_nested or (has_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         self.stop_following()
+        self.is_idle = False
         call = _Call(module, args, kwargs, random_state.get(), _versions((args, kwargs)))
         self._now.calls = [*self._now.calls[1 - _MOST_CALLS :], call]
         return partial(self._await_grads, call)
@@ -166,6 +169,7 @@ class Replay:
     def keep_closure(self, closure: Callable[[float], object]) -> None:
         """Keep what runs the step in the making again, given the loss scale its gradients carry."""
         self._now.closure, self._now.random = closure, random_state.get()
+        self.is_idle = False
 
     def follow(self, step: int) -> None:
         """Start to follow what the loss does after the model has ended, until its backward has.
@@ -177,6 +181,7 @@ class Replay:
         """
         from ..trace import trace_loss
 
+        self.is_idle = False
         if self._following is None:
             self._following = trace_loss(self._model, step=step)
 
@@ -217,6 +222,7 @@ class Replay:
         """Let go of the last step: it was taken."""
         if self._last:
             self._last = _Kept()
+        self.is_idle = self.is_empty and self._following is None
 
     def run(self, step: int, scale: float, reason: Reason | None) -> Diagnosis | None:
         """Run the last batch again under the tracer.

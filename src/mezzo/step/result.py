@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..kernels.dtensor import local
 from ..stamp import Stamp
+from .accumulation import OptimizerGrads, move
 from .flags import Reason, StepFlags
-from .optimizer_grads import OptimizerGrads, move
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

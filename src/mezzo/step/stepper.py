@@ -20,12 +20,12 @@ from ..distributed.group import is_running
 from ..errors import StepError
 from ..policy import Policy
 from . import state_dict as checkpoint
+from .accumulation import Skip
 from .closure import step_by_closure
 from .direct import forbid_direct_steps
 from .engine import Engine, weakly
 from .guard import Counters
 from .loading import MastersFollow
-from .optimizer_grads import Skip
 from .recovery import check_demotion
 from .release import Original, release_
 from .report import Report, refuse_differing
@@ -333,7 +333,7 @@ class Stepper:
 
     def counters(self) -> Counters:
         """Return how many steps were seen, applied and skipped, and what was demoted. Syncs: with the last step."""
-        return self._engine.recovery.guard.read().counters
+        return self._engine.guard.read().counters
 
     @property
     def scale(self) -> float:
@@ -385,7 +385,7 @@ class Stepper:
             *loaded,
             *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], self.policy.scaling),
         )
-        engine.recovery.guard.state = replace(engine.recovery.guard.state, counters=counters)
+        engine.guard.state = replace(engine.guard.state, counters=counters)
         engine.buffers.forgive()
         checkpoint.say(sentences)
         return sentences

@@ -16,9 +16,8 @@ from ..loss_scale.fused import StepScaling, handing
 from ..loss_scale.state import LossScale, NoScaling, next_state
 from ..optim.master_weights import MasterWeights, keeps_masters
 from ..policy import ScalingConfig
-from .accumulation import AccumulationState
+from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multiply_
 from .flags import StepFlags
-from .optimizer_grads import OptimizerGrads, Skip, clamp_, multiply_
 
 _CLIP_EPS = 1e-6
 """Added to the norm by torch.nn.utils.clip_grad_norm_, so that clipping equals torch's."""

@@ -1,0 +1,47 @@
+"""The files that a healthy step enters: the engine is the order of calls, and what is for sick steps is not entered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+import mezzo
+
+ROOT = Path(mezzo.__file__).parent
+OWN = ("step", "loss_scale", "stamp.py")
+
+
+def walk(call: Callable[[], object]) -> list[str]:
+    """Return the files of the step and the loss scale whose functions a call runs, in the order they are entered."""
+    found: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and ROOT in path.parents and path.relative_to(ROOT).parts[0] in OWN:
+            found[path.relative_to(ROOT).as_posix()] = None
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def test_a_healthy_step_of_bf16_master() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    amp = mezzo.prepare(model, mezzo.optim.AdamW(model.parameters(), master="split"), "bf16-master")
+    for _ in range(5):  # the first three look at invariants
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        backward = walk(lambda loss=loss: amp.backward(loss))  # type: ignore[misc]
+        step = walk(amp.step)
+        amp.zero_grad()
+    assert len(backward) <= 7, backward
+    assert len(step) <= 11, step
+    for file in ("recovery", "replay", "invariants", "report", "closure"):
+        assert f"step/{file}.py" not in (*backward, *step)
