@@ -139,8 +139,10 @@ def next_state(state: LossScale | NoScaling, found_nonfinite: Flag, config: Scal
     found, clean = found_nonfinite != 0, found_nonfinite == 0
     skipped = (state.skipped_in_a_row + 1) * found
     tracker = (state.growth_tracker + 1) * clean
-    grows = clean & (tracker >= config.growth_interval) & config.dynamic
-    backs_off = found & (skipped >= config.hysteresis) & config.dynamic
+    if not config.dynamic:
+        return LossScale(scale=state.scale, growth_tracker=tracker, skipped_in_a_row=skipped)
+    grows = clean & (tracker >= config.growth_interval)
+    backs_off = found & (skipped >= config.hysteresis)
     larger = _clamp(state.scale * config.growth_factor, high=config.max_scale)
     smaller = _clamp(state.scale * config.backoff_factor, low=config.min_scale)
     return LossScale(
