@@ -103,6 +103,7 @@ class Invariants:
             before: from `look`.
             shares: the parts of the optimizers.
             facts: of the step.
+            step: how many steps there were, this one included.
 
         Raises:
             InvariantError: something is not as it must be; says what, and what to look at.

@@ -78,7 +78,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
         if inv_scale is not None:
             norms = norms * inv_scale.to(home)
         norm = torch.linalg.vector_norm(norms)
-        if _host_looks(norm) and not _SMALL < float(norm) < _LARGE:
+        if _host_looks(norm) and not _SMALL < float(norm.numpy()) < _LARGE:
             norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
         return GradientCheck(
             norm=norm,
@@ -100,8 +100,7 @@ def _in_range(norms: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """Return norms of gradients with those out of fp32's range computed again in fp64. Syncs: no; CPU only."""
     if not _host_looks(norms):
         return norms
-    wrong = (~((norms > _SMALL) & (norms < _LARGE))).nonzero().flatten().tolist()
-    for index in wrong:
+    for index in [k for k, norm in enumerate(norms.numpy().tolist()) if not _SMALL < norm < _LARGE]:
         parts = torch.split(values(grads[index]).flatten(), reference.CHUNK)
         squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts])
         norms[index] = squares.sum().sqrt()
