@@ -135,6 +135,8 @@ def operands(
     values = grads.values
     _check_numels(layout, weights, values)
     if not any(layout.sizes):
+        for index, grad in enumerate(values):
+            _check_gradient(weights, index, grad)
         return Operands(weights=weights, moments=moments, grads=grads, layout=layout)
     formats = _formats(layout, values)
     own = FORMATS[weights.values[0].dtype]
