@@ -14,7 +14,7 @@ from mezzo.cli import main
 from mezzo.policy import PRESETS, Policy
 from mezzo.policy.table import op_table
 
-TEXT = "fp16, *.[n]orm*=fp32, op:cumsum=low, output=fp32"
+TEXT = "fp16, *.[n]orm*=fp32, op:cumsum=low, output=bf16"
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 def test_show_says_where_each_setting_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "show", TEXT) == (
         """\
-policy: fp16, output=fp32, op:cumsum=low, *.[n]orm*=fp32
+policy: fp16, output=bf16, op:cumsum=low, *.[n]orm*=fp32
 
 setting                  value    written
 compute                  fp16     preset fp16
@@ -36,7 +36,7 @@ master                   none     preset fp16
 grads                    none     preset fp16
 reduce                   fp32     preset fp16
 state                    fp32     preset fp16
-output                   fp32     edit 1
+output                   bf16     edit 1
 loss                     fp32     preset fp16
 ops                      torch    preset fp16
 scaling                  dynamic  preset fp16
