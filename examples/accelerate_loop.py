@@ -1,4 +1,4 @@
-"""Accelerate: `policy="bf16, output=fp32"` in place of `mixed_precision="bf16"`; everything else stays."""
+"""Accelerate: `policy="bf16"` in place of `mixed_precision="bf16"`; everything else stays."""
 
 import tempfile
 
@@ -15,7 +15,7 @@ digits = load_digits()
 data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
 train, test = torch.utils.data.random_split(data, [1440, 357])
 
-accelerator = Accelerator(policy="bf16, output=fp32", gradient_accumulation_steps=2, cpu=True)
+accelerator = Accelerator(policy="bf16", gradient_accumulation_steps=2, cpu=True)
 model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)

@@ -20,8 +20,8 @@ rank, world = dist.get_rank(), dist.get_world_size()
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 1))
-optimizer = mezzo.optim.AdamW(model.parameters(), lr=2e-2, master="split")
-amp = mezzo.prepare(model, optimizer, "bf16-master, output=fp32, reduce=bf16")  # gradients travel in bf16 too
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+amp = mezzo.prepare(model, optimizer, "bf16-master, reduce=bf16")  # gradients travel in bf16 too
 wrapped = DistributedDataParallel(amp.model)
 
 target = torch.randn(16, 1)

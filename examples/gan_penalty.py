@@ -12,8 +12,8 @@ of_generator = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.9
 of_critic = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.9))
 
 # One stepper each: each has its loss, its loss scale and its skipped steps.
-amp_generator = mezzo.prepare(generator, of_generator, "fp16, output=fp32, scaling.init_scale=1024")
-amp_critic = mezzo.prepare(critic, of_critic, "fp16, output=fp32, scaling.init_scale=1024")
+amp_generator = mezzo.prepare(generator, of_generator, "fp16, scaling.init_scale=1024")
+amp_critic = mezzo.prepare(critic, of_critic, "fp16, scaling.init_scale=1024")
 
 
 def real(count: int) -> torch.Tensor:

@@ -1,28 +1,24 @@
-"""The Hugging Face Trainer: `Trainer(policy="bf16-master, output=fp32")` in place of `TrainingArguments(bf16=True)`."""
+"""The Hugging Face Trainer: `Trainer(policy="bf16-master")` in place of `TrainingArguments(bf16=True)`."""
 
 import tempfile
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-import mezzo
 from mezzo.integrations.transformers import Trainer
 
 torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-)
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(config)
 rows = [(torch.arange(32) * stride + start) % 64 for stride in range(1, 9) for start in range(16)]
 data = [{"input_ids": row, "labels": row} for row in rows]
 
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
-        folder, max_steps=40, per_device_train_batch_size=16, lr_scheduler_type="cosine",
+        folder, max_steps=40, per_device_train_batch_size=16, learning_rate=1e-2, lr_scheduler_type="cosine",
         logging_steps=10, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-2, master="split")
-    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None), policy="bf16-master, output=fp32")
+    trainer = Trainer(model, arguments, train_dataset=data, policy="bf16-master")
     trainer.train()
 
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

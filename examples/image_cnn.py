@@ -22,7 +22,7 @@ model = nn.Sequential(
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * len(train) // 48)
 
-amp = mezzo.prepare(model, optimizer, "bf16, output=fp32")  # 1: the policy, instead of a region and a scaler
+amp = mezzo.prepare(model, optimizer, "bf16")  # 1: the policy, instead of a region and a scaler
 amp.on_applied(scheduler.step)  # the scheduler waits with a step that is skipped
 
 for _ in range(3):

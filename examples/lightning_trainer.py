@@ -1,4 +1,4 @@
-"""Lightning's Trainer: `plugins=MezzoPrecision("bf16-master, output=fp32")` in place of `precision="bf16-mixed"`."""
+"""Lightning's Trainer: `plugins=MezzoPrecision("bf16-master")` in place of `precision="bf16-mixed"`."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import mezzo
 from mezzo.integrations.lightning import MezzoPrecision
 
 
@@ -33,8 +32,8 @@ class Digits(LightningModule):
         self.log("accuracy", (self(x).argmax(1) == y).float().mean())
 
     def configure_optimizers(self) -> object:
-        """AdamW that keeps what 16-bit weights cannot hold."""
-        optimizer = mezzo.optim.AdamW(self.parameters(), lr=3e-3, master="split")
+        """AdamW of torch: mezzo's kernels take its steps."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=60)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -45,7 +44,7 @@ data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.
 train, test = torch.utils.data.random_split(data, [1440, 357])
 
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-plugin = MezzoPrecision("bf16-master, output=fp32")
+plugin = MezzoPrecision("bf16-master")
 trainer = Trainer(accelerator="cpu", max_epochs=3, gradient_clip_val=1.0, plugins=plugin, **quiet)
 model = Digits()
 trainer.fit(model, DataLoader(train, batch_size=48, shuffle=True))

@@ -56,7 +56,7 @@ def start() -> mezzo.Stepper:
     """A fresh model, ready to train."""
     torch.manual_seed(0)
     model = GPT()
-    return mezzo.prepare(model, mezzo.optim.AdamW(model.parameters(), lr=3e-3, master="split"), "bf16-master, output=fp32")
+    return mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "bf16-master")
 
 
 def train(amp: mezzo.Stepper, steps: range) -> float:
@@ -84,5 +84,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 print(amp.report())
 same = all(torch.equal(a, b) for a, b in zip(amp.model.parameters(), again.model.parameters(), strict=True))
-print(f"loss {first:.2f} -> {last:.2f}; after going on from the middle the weights are {'equal' if same else 'not equal'}")
+print(
+    f"loss {first:.2f} -> {last:.2f}; after going on from the middle the weights are {'equal' if same else 'not equal'}"
+)
 assert last < first / 2 and same

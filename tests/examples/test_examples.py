@@ -31,6 +31,7 @@ def test_an_example_reaches_what_it_asserts(name: str, tmp_path: Path, monkeypat
     runpy.run_path(str(FOLDER / name), run_name="__main__")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
 def test_two_ranks_run_it(name: str, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def batches(rank: int, is_interleaved: bool) -> Iterator[Batch]:
 
 def by_prepare(policy: str, is_interleaved: bool) -> nn.Module:
     model = loops.make_model()
-    amp = mezzo.prepare(model, loops.make_optimizer(model, policy)[0], policy)
+    amp = mezzo.prepare(model, loops.make_optimizer(model)[0], policy)
     wrapped = DistributedDataParallel(model)
     for x, y in batches(dist.get_rank(), is_interleaved):
         amp.backward(F.cross_entropy(wrapped(x), y))
@@ -51,7 +51,7 @@ def by_accelerate(policy: str) -> nn.Module:
     accelerator = Accelerator(cpu=True, policy=policy)
     assert accelerator.num_processes == 2
     model = loops.make_model()
-    optimizer = loops.make_optimizer(model, policy)[0]
+    optimizer = loops.make_optimizer(model)[0]
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(loops.make_data(), batch_size=BATCH))
     assert isinstance(wrapped, DistributedDataParallel)
     for x, y in loader:
@@ -68,7 +68,7 @@ def by_transformers(policy: str) -> nn.Module:
     model = Classifier()
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, num_train_epochs=1, max_grad_norm=MAX_NORM, lr_scheduler_type="constant")
-        optimizer = loops.make_optimizer(model, policy)[0]
+        optimizer = loops.make_optimizer(model)[0]
         constant = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         trainer = InOrder(model, args, train_dataset=rows(), optimizers=(optimizer, constant), policy=policy)
         trainer.train()
@@ -82,7 +82,7 @@ def by_fabric(policy: str) -> nn.Module:
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=MezzoPrecision(policy))
     fabric.launch()
     model = loops.make_model()
-    wrapped, optimizer = fabric.setup(model, loops.make_optimizer(model, policy)[0])
+    wrapped, optimizer = fabric.setup(model, loops.make_optimizer(model)[0])
     for x, y in fabric.setup_dataloaders(DataLoader(loops.make_data(), batch_size=BATCH)):
         fabric.backward(F.cross_entropy(wrapped(x), y))
         fabric.clip_gradients(wrapped, optimizer, max_norm=MAX_NORM)
@@ -96,7 +96,7 @@ def by_lightning(policy: str) -> nn.Module:
 
     class Constant(Module):
         def configure_optimizers(self) -> Any:
-            return loops.make_optimizer(self, self.policy)[0]
+            return loops.make_optimizer(self)[0]
 
     module = Constant(policy)
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ def run(policy: str, case: Case, epochs: int = EPOCHS, load: Path | None = None,
     """The loop as people write it for Accelerate."""
     accelerator = Accelerator(cpu=True, policy=policy, gradient_accumulation_steps=case.accumulate)
     model = loops.make_model()
-    optimizer, scheduler = loops.make_optimizer(model, policy)
+    optimizer, scheduler = loops.make_optimizer(model)
     loader = DataLoader(loops.make_data(), batch_size=BATCH)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if load is not None:
@@ -72,7 +72,7 @@ def test_the_loss_scale_is_saved_where_a_scaler_is(tmp_path: Path) -> None:
 @pytest.fixture
 def ready() -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
     """After one backward, with a loss scale."""
-    accelerator = Accelerator(cpu=True, policy="fp16, output=fp32")
+    accelerator = Accelerator(cpu=True, policy="fp16")
     model = loops.make_model()
     optimizer, _ = loops.make_optimizer(model)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -122,7 +122,7 @@ def test_values_are_clamped_as_the_step_does(ready) -> None:
     optimizer.step()
     twin = loops.make_model()
     other, _ = loops.make_optimizer(twin)
-    amp = mezzo.prepare(twin, other, "fp16, output=fp32")
+    amp = mezzo.prepare(twin, other, "fp16")
     x, y = loops.make_data().tensors
     amp.backward(F.cross_entropy(twin(x), y))
     amp.step(clip_value=1e-3)
@@ -137,7 +137,7 @@ def test_gradients_are_true_after_unscaling(ready) -> None:
 
 
 def test_a_model_may_come_before_its_optimizer() -> None:
-    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    accelerator = Accelerator(cpu=True, policy="bf16")
     model = accelerator.prepare(loops.make_model())
     optimizer, _ = loops.make_optimizer(model)
     optimizer = accelerator.prepare(optimizer)
@@ -147,7 +147,7 @@ def test_a_model_may_come_before_its_optimizer() -> None:
 
 
 def test_a_teacher_runs_in_the_policy_beside_a_student() -> None:
-    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    accelerator = Accelerator(cpu=True, policy="bf16")
     student, teacher = loops.make_model(), loops.make_model()
     optimizer, _ = loops.make_optimizer(student)
     student, teacher, optimizer = accelerator.prepare(student, teacher, optimizer)
@@ -159,7 +159,7 @@ def test_a_teacher_runs_in_the_policy_beside_a_student() -> None:
 
 
 def test_the_region_can_be_entered_and_left() -> None:
-    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    accelerator = Accelerator(cpu=True, policy="bf16")
     model = loops.make_model()
     optimizer, _ = loops.make_optimizer(model)
     accelerator.prepare(model, optimizer)
@@ -171,7 +171,7 @@ def test_the_region_can_be_entered_and_left() -> None:
 
 
 def test_a_compiled_model_trains() -> None:
-    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32", dynamo_backend="aot_eager")
+    accelerator = Accelerator(cpu=True, policy="bf16", dynamo_backend="aot_eager")
     model = loops.make_model()
     optimizer, _ = loops.make_optimizer(model)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -187,7 +187,7 @@ def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(cpu=True, policy="fp16", mixed_precision="bf16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(mezzo.errors.PolicyError, match="ACCELERATE_MIXED_PRECISION"):
-        Accelerator(cpu=True, policy="fp16, output=fp32")
+        Accelerator(cpu=True, policy="fp16")
 
 
 def test_a_scaler_of_its_own_is_refused() -> None:
@@ -196,7 +196,7 @@ def test_a_scaler_of_its_own_is_refused() -> None:
 
 
 def test_two_trained_models_are_refused_and_left_alone() -> None:
-    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    accelerator = Accelerator(cpu=True, policy="bf16")
     models = [loops.make_model(), loops.make_model()]
     optimizers = [loops.make_optimizer(model)[0] for model in models]
     with pytest.raises(mezzo.errors.StepError, match=r"belong to 2 of the models.*ModuleDict"):
@@ -207,7 +207,7 @@ def test_two_trained_models_are_refused_and_left_alone() -> None:
 
 
 def test_backward_before_an_optimizer_is_refused() -> None:
-    accelerator = Accelerator(cpu=True, policy="bf16, output=fp32")
+    accelerator = Accelerator(cpu=True, policy="bf16")
     model = accelerator.prepare(loops.make_model())
     with pytest.raises(mezzo.errors.StepError, match=r"accelerator\.prepare\(model, optimizer\)"):
         accelerator.backward(model(torch.ones(1, 6)).sum())

@@ -20,7 +20,7 @@ def run(policy: str, case: Case, epochs: int = EPOCHS, load: Path | None = None,
     """The loop as people write it for Fabric."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision(policy))
     model = loops.make_model()
-    optimizer, scheduler = loops.make_optimizer(model, policy)
+    optimizer, scheduler = loops.make_optimizer(model)
     model, optimizer = fabric.setup(model, optimizer)
     fabric._precision.stepper.on_applied(scheduler.step)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": fabric._precision}
@@ -61,7 +61,7 @@ def test_an_overflow_skips_and_the_run_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bound", [{"max_norm": 0.1, "norm_type": "inf"}, {"clip_val": 1e-3}, {"max_norm": 0.1}])
 def test_every_clip_of_fabric_works(bound: dict[str, object]) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("fp16, output=fp32"))
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("fp16"))
     model = loops.make_model()
     model, optimizer = fabric.setup(model, loops.make_optimizer(model)[0])
     x, y = loops.make_data().tensors
@@ -73,7 +73,7 @@ def test_every_clip_of_fabric_works(bound: dict[str, object]) -> None:
 
 
 def test_model_and_optimizer_may_come_one_after_the_other() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("bf16, output=fp32"))
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("bf16"))
     model = fabric.setup_module(loops.make_model())
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     fabric.backward(model(torch.ones(2, 6)).sum())
@@ -82,7 +82,7 @@ def test_model_and_optimizer_may_come_one_after_the_other() -> None:
 
 
 def test_the_region_is_that_of_fabric() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("bf16, output=fp32"))
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("bf16"))
     fabric.setup(loops.make_model())
     with fabric.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
@@ -112,7 +112,7 @@ def test_another_precision_is_refused() -> None:
 
 
 def test_backward_without_an_optimizer_says_what_to_call() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("bf16, output=fp32"))
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("bf16"))
     model = fabric.setup(loops.make_model())
     with pytest.raises(mezzo.errors.StepError, match=r"fabric\.setup\(model, optimizer\)"):
         fabric.backward(model(torch.ones(2, 6)).sum())

@@ -45,7 +45,7 @@ class Module(LightningModule):
         self.log("itemsize", float((batch[0] @ batch[0].T).dtype.itemsize))
 
     def configure_optimizers(self) -> Any:
-        optimizer, self.scheduler = loops.make_optimizer(self, self.policy)
+        optimizer, self.scheduler = loops.make_optimizer(self)
         return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
 
 
@@ -96,8 +96,8 @@ def test_an_overflow_skips_the_scheduler(tmp_path: Path) -> None:
 
 
 def test_evaluation_runs_in_the_policy(tmp_path: Path) -> None:
-    module = Module("bf16, output=fp32")
-    (found,) = trainer("bf16, output=fp32", tmp_path).validate(module, loader(), verbose=False)
+    module = Module("bf16")
+    (found,) = trainer("bf16", tmp_path).validate(module, loader(), verbose=False)
     assert found["itemsize"] == 2
 
 
@@ -108,8 +108,8 @@ def test_functions_in_training_step_run_in_the_region(tmp_path: Path) -> None:
             self.seen = (hidden @ self.net[0].weight).dtype  # fp32 weight, bf16 activation: needs the region
             return super().training_step(batch, index)
 
-    module = Functional("bf16, output=fp32")
-    trainer("bf16, output=fp32", tmp_path, max_steps=1, enable_checkpointing=False).fit(module, loader())
+    module = Functional("bf16")
+    trainer("bf16", tmp_path, max_steps=1, enable_checkpointing=False).fit(module, loader())
     assert module.seen is torch.bfloat16
 
 
@@ -121,8 +121,8 @@ def test_hooks_before_the_step_see_true_gradients(tmp_path: Path) -> None:
             grads = [p.grad for p in self.parameters() if p.grad is not None]
             self.norm = torch.nn.utils.get_total_norm(grads)
 
-    module = Looking("fp16, output=fp32")
-    fit = trainer("fp16, output=fp32", tmp_path, max_steps=1, enable_checkpointing=False, gradient_clip_val=0.1)
+    module = Looking("fp16")
+    fit = trainer("fp16", tmp_path, max_steps=1, enable_checkpointing=False, gradient_clip_val=0.1)
     fit.fit(module, loader())
     assert float(module.norm) == pytest.approx(fit.precision_plugin._adapter.result.grad_norm, rel=1e-5)
 
@@ -132,8 +132,8 @@ def test_a_clip_of_ones_own_edits_true_gradients(tmp_path: Path) -> None:
         def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any):
             nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
 
-    module = Clipping("fp16, output=fp32")
-    fit = trainer("fp16, output=fp32", tmp_path, max_steps=1, enable_checkpointing=False)
+    module = Clipping("fp16")
+    fit = trainer("fp16", tmp_path, max_steps=1, enable_checkpointing=False)
     fit.fit(module, loader())
     assert fit.precision_plugin._adapter.result.grad_norm == pytest.approx(1e-3, rel=2e-3)
 
@@ -169,13 +169,39 @@ def test_a_step_without_a_loss_is_left_out(tmp_path: Path) -> None:
         def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
             return None if index == 1 else super().training_step(batch, index)
 
-    fit = trainer("bf16, output=fp32", tmp_path, max_epochs=1, enable_checkpointing=False)
+    fit = trainer("bf16", tmp_path, max_epochs=1, enable_checkpointing=False)
     fit.fit(Skipping("bf16"), loader())
     assert fit.precision_plugin.stepper.counters().applied == loops.BATCHES - 1
 
 
+def test_a_module_is_tested_and_trained_again_by_another_trainer(tmp_path: Path) -> None:
+    first, second = (trainer("bf16-master", tmp_path, max_epochs=1, enable_checkpointing=False) for _ in range(2))
+    module = Module("bf16-master")
+    first.fit(module, loader())
+    for who in (first, second):
+        (found,) = who.validate(module, loader(), verbose=False)
+        assert found["itemsize"] == 2
+    second.fit(module, loader())
+    assert second.precision_plugin.stepper.counters().applied == loops.BATCHES
+    assert module.net[0].weight.dtype is torch.bfloat16
+
+
+def test_any_optimizer_gets_masters_that_are_saved(tmp_path: Path) -> None:
+    class Rms(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.RMSprop(self.parameters(), lr=1e-3)
+
+    fit = trainer("bf16-master", tmp_path, max_epochs=1, enable_checkpointing=False)
+    fit.fit(Rms("bf16-master"), loader())
+    fit.save_checkpoint(tmp_path / "state.ckpt")
+    (saved,) = torch.load(tmp_path / "state.ckpt", weights_only=True)["optimizer_states"]
+    (stepped,) = fit.precision_plugin.stepper.optimizers
+    assert saved["state"].keys() == stepped.state_dict()["state"].keys()
+    assert saved["state"][0].keys() == stepped.state_dict()["state"][0].keys()
+
+
 def test_a_compiled_module_trains(tmp_path: Path) -> None:
-    fit = trainer("bf16, output=fp32", tmp_path, max_steps=2, enable_checkpointing=False)
+    fit = trainer("bf16", tmp_path, max_steps=2, enable_checkpointing=False)
     fit.fit(torch.compile(Module("bf16"), backend="aot_eager"), loader())
     assert fit.precision_plugin.stepper.counters().applied == 2
 

@@ -16,7 +16,7 @@ from mezzo.errors import ConfigError
 from mezzo.integrations.trackers import Monitor
 
 
-def prepared(policy: str = "fp16, output=fp32, scaling.init_scale=1024", lr: float = 0.1) -> mezzo.Stepper:
+def prepared(policy: str = "fp16, scaling.init_scale=1024", lr: float = 0.1) -> mezzo.Stepper:
     model = nn.Linear(4, 1)
     return mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=lr), policy)
 
@@ -62,7 +62,7 @@ def test_lost_updates_are_those_of_weights_that_did_not_move(lr: float, share: f
 
 def test_masters_lose_nothing() -> None:
     model = nn.Linear(4, 1)
-    amp = mezzo.prepare(model, mezzo.optim.SGD(model.parameters(), lr=1e-6, master="split"), "bf16-master, output=fp32")
+    amp = mezzo.prepare(model, mezzo.optim.SGD(model.parameters(), lr=1e-6, master="split"), "bf16-master")
     log = Log()
     with mezzo.monitor(amp, every=1, to=log):
         steps(amp, [1.0])
@@ -79,7 +79,7 @@ def test_a_skipped_step_shows_no_lost_updates_and_nothing_that_is_not_finite() -
 
 
 def test_steps_that_are_not_reported_are_not_read() -> None:
-    amp, log = prepared("bf16, output=fp32"), Log()
+    amp, log = prepared("bf16"), Log()
     with mezzo.monitor(amp, every=10, to=log):
         amp.backward(amp.model(torch.ones(2, 4)).sum())
         (observer,) = amp._observers

@@ -59,7 +59,7 @@ def run(policy: str, case: Case, folder: Path, load: bool = False, **kwargs: Any
         gradient_accumulation_steps=case.accumulate,
         **kwargs,
     )
-    pair = loops.make_optimizer(model, policy)
+    pair = loops.make_optimizer(model)
     trainer = InOrder(model, args, train_dataset=rows(), optimizers=pair, policy=policy)
     trainer.train(resume_from_checkpoint=load)
     return trainer
@@ -72,7 +72,7 @@ def test_weights_are_those_of_prepare(policy: str, case: Case, tmp_path: Path) -
         stop = Stop(after=3)
         args = {"save_strategy": "steps", "save_steps": 3}
         model = Classifier()
-        optimizers = loops.make_optimizer(model, policy)
+        optimizers = loops.make_optimizer(model)
         arguments_ = arguments(tmp_path, num_train_epochs=EPOCHS, max_grad_norm=case.max_norm, **args)
         InOrder(model, arguments_, train_dataset=rows(), optimizers=optimizers, callbacks=[stop], policy=policy).train()
     trainer = run(policy, case, tmp_path, load=case.is_resumed)
@@ -100,7 +100,7 @@ def test_an_overflow_skips_the_scheduler(tmp_path: Path) -> None:
 
 
 def test_the_logged_norm_is_that_of_true_gradients(tmp_path: Path) -> None:
-    trainer = run("fp16, output=fp32", Case(), tmp_path, logging_strategy="steps", logging_steps=1)
+    trainer = run("fp16", Case(), tmp_path, logging_strategy="steps", logging_steps=1)
     logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert len(logged) == EPOCHS * loops.BATCHES and all(0 < norm < 10 for norm in logged)
     assert logged[-1] == pytest.approx(trainer.accelerator._adapter.result.grad_norm, rel=1e-4)
@@ -127,6 +127,12 @@ def test_a_model_of_the_library_trains_and_saves(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "model"))
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_it_trains_again(tmp_path: Path) -> None:
+    trainer = run("bf16-master", Case(), tmp_path)
+    trainer.train()
+    assert trainer.stepper.counters().applied == EPOCHS * loops.BATCHES
 
 
 def test_a_compiled_model_trains(tmp_path: Path) -> None:

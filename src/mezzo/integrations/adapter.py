@@ -115,7 +115,7 @@ class Adapter:
         stepper, self._stepper, self.result, self._given = self._stepper, None, None, ()
         if stepper is not None:
             _owners.pop(stepper.model, None)
-            getattr(stepper, "release", lambda: None)()
+            stepper.release()
 
     def region(self, enabled: bool = True) -> AbstractContextManager[object]:
         """Return the policy's region, for what a framework computes around the model."""
