@@ -101,3 +101,35 @@ def test_a_circle_is_found_through_an_import_inside_a_function() -> None:
     lazy = imported_files(rule, "def f():\n    from .fields import OpRules")
     assert lazy == {fields}
     assert circle({rule: lazy, fields: {rule}, SRC / "errors.py": set()}) == ["policy/fields.py", "policy/rule.py"]
+
+
+ALLOWED_PAST = {
+    "kernels.operands",
+    "kernels.chunks",
+    "binding.bind",
+    "step.prepare",
+    "kernels.ops.adamw",
+    "kernels.ops.sgd",
+}
+"""Modules that are named after the one function they hold, and the two definitions that share a name."""
+
+
+def past_the_contract(path: Path, source: str) -> list[str]:
+    """Imports that reach past the `__init__` of another folder."""
+    package, found = path.relative_to(SRC).parts[:-1], []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level and node.module and len(package) - node.level + 1 <= 0:
+            top, *rest = node.module.split(".")
+            if rest and (not package or top != package[0]) and node.module not in ALLOWED_PAST:
+                found.append(f"{path.relative_to(SRC)} imports {node.module}")
+    return found
+
+
+def test_a_folder_is_entered_through_its_contract() -> None:
+    files = [path for path in SRC.rglob("*.py") if path.parent != SRC]
+    assert [line for path in files for line in past_the_contract(path, path.read_text())] == []
+
+
+def test_an_import_past_a_contract_is_found() -> None:
+    source = "from ..casting.mode import CastMode"
+    assert past_the_contract(SRC / "step" / "engine.py", source) == ["step/engine.py imports casting.mode"]

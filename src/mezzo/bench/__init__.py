@@ -1,10 +1,32 @@
 """Measured side by side: one harness, one file a workload."""
 
+from .chart import save_chart as save_chart
+from .gate import run_tests as run_tests
+from .hardware import DeviceReport as DeviceReport
+from .hardware import advice as advice
+from .hardware import measure_device as measure_device
+from .harness import Progress as Progress
 from .harness import measure as measure
+from .machine import describe_machine as describe_machine
+from .machine import short_name as short_name
 from .measurement import Measurement as Measurement
 from .measurement import Result as Result
 from .measurement import load as load
+from .performance import PAGE as PAGE
+from .performance import RESULTS as RESULTS
+from .performance import page as page
+from .results_table import footnotes as footnotes
+from .results_table import header as header
+from .results_table import machine_name as machine_name
+from .results_table import print_result as print_result
+from .results_table import print_whole as print_whole
+from .results_table import row as row
 from .run_plan import Plan as Plan
+from .run_plan import default_device as default_device
+from .run_plan import parse_device as parse_device
 from .workload import WORKLOADS as WORKLOADS
 from .workload import Workload as Workload
 from .workload import find_workload as find_workload
+from .workloads.recipe import Recipe as Recipe
+from .workloads.reviews import VARIANTS as VARIANTS
+from .workloads.reviews import Reviews as Reviews

@@ -1,6 +1,17 @@
 """A policy made part of a model, so that it holds wherever and however its modules are called."""
 
+from .bind import AfterForward as AfterForward
+from .bind import BeforeForward as BeforeForward
 from .bind import Binding as Binding
 from .bind import bind as bind
 from .bind import innermost as innermost
+from .bind import rebind as rebind
 from .bind import record as record
+from .bind import remember as remember
+from .bind import unbind as unbind
+from .storage import check_floats as check_floats
+from .storage import check_optimizers as check_optimizers
+from .storage import convert_ as convert_
+from .storage import set_grad_dtype_ as set_grad_dtype_
+from .storage import storage_targets as storage_targets
+from .storage import store_ as store_

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._torch import dynamo_skip_frame, functorch_level, graph_task_id
-from ..casting import autocast
-from ..casting.frame import bind_frame, bind_reentrant
+from ..casting import autocast, bind_frame, bind_reentrant
 from ..errors import PolicyError, StepError
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, run_ruled

@@ -12,12 +12,9 @@ from torch.optim import Optimizer
 from .._torch import apply_to_tensors_, own_parameters
 from ..errors import MasterError, PolicyError, listed
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels.dtensor import is_dtensor
-from ..optim.base import MasterOptimizer
-from ..optim.master_store import check_whole
-from ..optim.master_weights import MasterWeights, keeps_masters, local_optimizer, parameters
-from ..policy import FP32_RULES, Policy, Rule
-from ..policy.feeds import is_matmul_like
+from ..kernels import is_dtensor
+from ..optim import MasterOptimizer, MasterWeights, check_whole, keeps_masters, local_optimizer, parameters
+from ..policy import FP32_RULES, Policy, Rule, is_matmul_like
 from .bind import class_names, record
 
 

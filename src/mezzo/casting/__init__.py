@@ -1,6 +1,8 @@
 """A region in which every op obeys the policy."""
 
 from .cache import weight_casts as weight_casts
+from .frame import bind_frame as bind_frame
+from .frame import bind_reentrant as bind_reentrant
 from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
 from .recompute import checkpoint_contexts as checkpoint_contexts

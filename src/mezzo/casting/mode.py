@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode
 from ..errors import CastError, ForbiddenOpError
-from ..policy import Rule
-from ..policy.table import Row
+from ..policy import Row, Rule
 from .cache import RegionCache
 from .frame import bind_frame, bind_reentrant
 from .op_rule_table import OpRuleTable

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import get_overridable_functions
 
 from .._torch import LOWRANK, OP_NAMESPACES
-from ..policy import OpRules
-from ..policy.table import ALIASES, Row, op_table
+from ..policy import ALIASES, OpRules, Row, op_table
 
 AnyCallable = Callable[..., Any]
 

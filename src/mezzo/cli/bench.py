@@ -15,15 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bench import WORKLOADS, Plan, Result, find_workload, load, measure
-from ..bench.chart import save_chart
-from ..bench.gate import run_tests
-from ..bench.harness import Progress
-from ..bench.machine import short_name
-from ..bench.performance import PAGE, RESULTS, page
-from ..bench.results_table import print_result
-from ..bench.run_plan import default_device, parse_device
-from ..bench.workload import Workload
+from ..bench import (
+    PAGE,
+    RESULTS,
+    WORKLOADS,
+    Plan,
+    Progress,
+    Result,
+    Workload,
+    default_device,
+    find_workload,
+    load,
+    measure,
+    page,
+    parse_device,
+    print_result,
+    run_tests,
+    save_chart,
+    short_name,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -10,11 +10,21 @@ from pathlib import Path
 
 import torch
 
-from ..bench.measurement import Measurement, Result
-from ..bench.results_table import footnotes, header, machine_name, print_whole, row
-from ..bench.run_plan import Plan, default_device, parse_device
-from ..bench.workloads.recipe import Recipe
-from ..bench.workloads.reviews import VARIANTS, Reviews
+from ..bench import (
+    VARIANTS,
+    Measurement,
+    Plan,
+    Recipe,
+    Result,
+    Reviews,
+    default_device,
+    footnotes,
+    header,
+    machine_name,
+    parse_device,
+    print_whole,
+    row,
+)
 from ..formats import dtype_name, native_support
 from ..policy import Policy
 from .bench import measured, save

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-from ..diagnose.doctor import ScriptRun, check_up, trace_script
+from ..diagnose import ScriptRun, check_up, trace_script
 from ..errors import ConfigError
 from ..report import Report, terminal
 

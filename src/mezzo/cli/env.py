@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..bench.hardware import DeviceReport, advice, measure_device
-from ..bench.machine import describe_machine
-from ..bench.run_plan import default_device, parse_device
+from ..bench import DeviceReport, advice, default_device, describe_machine, measure_device, parse_device
 from ..errors import ConfigError
 from ..policy import Policy
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import tyro
 
 from ..errors import ConfigError, DataError
-from ..train.predictor import Prediction, Predictor
+from ..train import Prediction, Predictor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,11 +14,8 @@ from typing import Any, get_type_hints
 import tyro
 
 from ..errors import ConfigError
-from ..train import TrainConfig, TrainResult
+from ..train import FailedOnOtherRank, RunFolder, TrainConfig, TrainResult, launch
 from ..train import run as train
-from ..train.dist_context import FailedOnOtherRank
-from ..train.local_ranks import launch
-from ..train.train_result import RunFolder
 
 DESCRIPTION = "Train a BERT text classifier, in mixed precision unless --no-amp, and test the best model."
 

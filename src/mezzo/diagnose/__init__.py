@@ -7,6 +7,9 @@ from ..trace import TraceReport as TraceReport
 from ..trace import trace as trace
 from .compare import CompareReport as CompareReport
 from .compare import compare as compare
+from .doctor import ScriptRun as ScriptRun
+from .doctor import check_up as check_up
+from .doctor import trace_script as trace_script
 from .explain import Explanation as Explanation
 from .explain import explain as explain
 from .lint import LintReport as LintReport

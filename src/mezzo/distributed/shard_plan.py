@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES, dtype_name
-from ..policy import FP32_RULES, Policy, Rule
-from ..policy.feeds import is_cast_at_use, is_matmul_like
+from ..policy import FP32_RULES, Policy, Rule, is_cast_at_use, is_matmul_like
 
 _LOW_OPS = ("linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
             "conv_transpose3d")  # fmt: skip

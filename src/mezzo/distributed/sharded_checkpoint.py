@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, MezzoError
-from ..kernels.dtensor import is_dtensor, like_dtensor, local
+from ..kernels import is_dtensor, like_dtensor, local
 from .group import Group, is_running
 
 Place = tuple[str | int, ...]

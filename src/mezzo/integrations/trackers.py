@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, widest
-from ..kernels.dtensor import local
+from ..kernels import local
 from ..step import Stepper, StepResult
 
 Writer = Callable[[Mapping[str, float], int], object]

@@ -1,1 +1,34 @@
 """The arithmetic of a step: one definition in plain torch for each op, and faster paths that equal it."""
+
+from .dtensor import PLAIN as PLAIN
+from .dtensor import any_dtensor as any_dtensor
+from .dtensor import global_offset as global_offset
+from .dtensor import is_dtensor as is_dtensor
+from .dtensor import like_dtensor as like_dtensor
+from .dtensor import local as local
+from .dtensor import local_tensors as local_tensors
+from .dtensor import num_shards as num_shards
+from .operands import Layout as Layout
+from .operands import Operands as Operands
+from .operands import check_apart as check_apart
+from .operands import check_shape as check_shape
+from .operands import layout_of as layout_of
+from .ops.adamw import AdamWRule as AdamWRule
+from .ops.adamw import adamw_scalars as adamw_scalars
+from .ops.gradients import GradientCheck as GradientCheck
+from .ops.gradients import ScaledGradients as ScaledGradients
+from .ops.gradients import norm_and_finite as norm_and_finite
+from .ops.gradients.check import values as values
+from .ops.gradients.reference import CHUNK as CHUNK
+from .ops.rounding import mix as mix
+from .ops.rounding import random_key as random_key
+from .ops.sgd import SGDRule as SGDRule
+from .ops.sgd import sgd_scalars as sgd_scalars
+from .registry import Backend as Backend
+from .weights import AUX_STATE as AUX_STATE
+from .weights import WEIGHT_STREAM as WEIGHT_STREAM
+from .weights import Weights as Weights
+from .weights import give_master_ as give_master_
+from .weights import read_master as read_master
+from .weights import store_master as store_master
+from .weights import write_ as write_

@@ -1,5 +1,9 @@
 """The loss scale: the rule by which it moves, dividing by it, and the scaler for a training loop of your own."""
 
+from .fused import StepScaling as StepScaling
+from .fused import handing as handing
+from .fused import parameters as parameters
+from .grad_versions import GradVersions as GradVersions
 from .scale_state import LastStep as LastStep
 from .scaler import GradScaler as GradScaler
 from .state import LossScale as LossScale

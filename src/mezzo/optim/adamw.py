@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.ops.adamw import AdamWRule, adamw_scalars, reference
-from ..kernels.registry import Backend
+from ..kernels import AdamWRule, Backend, adamw_scalars
+from ..kernels.ops.adamw import reference
 from ..policy import Master
 from .base import MasterOptimizer, Params
 from .checks import check_differentiable, check_range, check_rate

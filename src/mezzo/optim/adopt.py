@@ -8,7 +8,7 @@ import torch
 
 from .._torch import follow_class_step, patch_step_hooks
 from ..formats import LOW_DTYPES
-from ..kernels.weights import AUX_STATE
+from ..kernels import AUX_STATE
 from ..policy import Policy
 from .adamw import Adam, AdamW
 from .base import MasterOptimizer

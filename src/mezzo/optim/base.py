@@ -14,11 +14,20 @@ from torch import Tensor
 
 from ..errors import ConfigError, MasterError
 from ..formats import describe
-from ..kernels import registry
-from ..kernels.dtensor import like_dtensor, local
-from ..kernels.operands import Operands, check_apart, check_shape, operands
-from ..kernels.ops.gradients import ScaledGradients
-from ..kernels.weights import AUX_STATE, give_master_, read_master, store_master
+from ..kernels import (
+    AUX_STATE,
+    Operands,
+    ScaledGradients,
+    check_apart,
+    check_shape,
+    give_master_,
+    like_dtensor,
+    local,
+    read_master,
+    registry,
+    store_master,
+)
+from ..kernels.operands import operands
 from ..policy import Master
 from .checks import check_dense, check_masters
 from .layout import aligned

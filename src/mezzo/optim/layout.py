@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.dtensor import local_tensors
+from ..kernels import local_tensors
 
 Order = tuple[int, ...] | None
 

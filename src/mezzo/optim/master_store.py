@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ..errors import MasterError
 from ..formats import LOW_DTYPES, describe
-from ..kernels.dtensor import is_dtensor
-from ..kernels.ops.rounding import mix, random_key
-from ..kernels.weights import WEIGHT_STREAM, read_master, store_master, write_
+from ..kernels import WEIGHT_STREAM, is_dtensor, mix, random_key, read_master, store_master, write_
 from ..policy import Master
 
 Mode = Literal["split", "fp32", "kahan", "stochastic"]

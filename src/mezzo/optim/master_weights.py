@@ -14,10 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean
 from ..formats import describe
-from ..kernels.operands import check_shape
-from ..kernels.ops.gradients import ScaledGradients
-from ..kernels.weights import AUX_STATE, give_master_, read_master
-from ..loss_scale.fused import parameters as parameters  # noqa: PLC0414  # exported
+from ..kernels import AUX_STATE, ScaledGradients, check_shape, give_master_, read_master
+from ..loss_scale import parameters as parameters  # noqa: PLC0414  # exported
 from ..policy import Master
 from .base import MasterOptimizer
 from .master_store import Masters, Mode

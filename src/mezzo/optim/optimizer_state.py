@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
-from ..kernels.dtensor import like_dtensor, local
-from ..kernels.operands import check_shape
-from ..kernels.weights import AUX_STATE, read_master, store_master
+from ..kernels import AUX_STATE, check_shape, like_dtensor, local, read_master, store_master
 from ..policy import Master
 
 _log = logging.getLogger("mezzo.optim")

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import local_tensor
-from ..kernels.dtensor import PLAIN, any_dtensor, global_offset
-from ..kernels.operands import Layout, check_shape, layout_of
-from ..kernels.ops.rounding import mix
-from ..kernels.weights import AUX_STATE, Weights
+from ..kernels import AUX_STATE, PLAIN, Layout, Weights, any_dtensor, check_shape, global_offset, layout_of, mix
 from .layout import Order, aligned, memory_orders
 from .optimizer_state import mode_of, moment_dtype
 

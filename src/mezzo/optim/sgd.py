@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels.ops.sgd import SGDRule, reference, sgd_scalars
-from ..kernels.registry import Backend
+from ..kernels import Backend, SGDRule, sgd_scalars
+from ..kernels.ops.sgd import reference
 from ..policy import Master
 from .base import MasterOptimizer, Params
 from .checks import check_differentiable, check_range, check_rate

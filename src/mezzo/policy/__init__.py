@@ -6,6 +6,8 @@ from .answer import PolicyDiff as PolicyDiff
 from .answer import Reason as Reason
 from .answer import Why as Why
 from .engine import why_engine as why_engine
+from .feeds import is_cast_at_use as is_cast_at_use
+from .feeds import is_matmul_like as is_matmul_like
 from .fields import CacheName as CacheName
 from .fields import GuardConfig as GuardConfig
 from .fields import Master as Master

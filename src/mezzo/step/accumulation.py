@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from .._torch import foreach_mul_, sparse_values
 from ..errors import StepError
 from ..formats import dtype_name
-from ..kernels.dtensor import is_dtensor, local
-from ..kernels.ops.gradients import GradientCheck, norm_and_finite
-from ..loss_scale.fused import parameters
+from ..kernels import GradientCheck, is_dtensor, local, norm_and_finite
+from ..loss_scale import parameters
 
 _log = logging.getLogger("mezzo.step")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StepError
-from ..loss_scale.fused import StepScaling, parameters
+from ..loss_scale import StepScaling, parameters
 from .accumulation import OptimizerGrads, clamp_
 from .engine import Engine
 from .flags import StepFlags

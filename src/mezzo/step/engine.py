@@ -13,16 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..binding.bind import AfterForward, BeforeForward, Binding, innermost, rebind
-from ..binding.storage import convert_, set_grad_dtype_
-from ..distributed.consensus import RankConsensus
-from ..distributed.group import is_running
-from ..distributed.wrapper import Wrapper
+from ..binding import AfterForward, BeforeForward, Binding, convert_, innermost, rebind, set_grad_dtype_
+from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StoppedRun
 from ..formats import LOW_DTYPES
-from ..kernels.dtensor import any_dtensor, is_dtensor
-from ..kernels.ops.gradients import norm_and_finite
-from ..loss_scale.state import LossScale, NoScaling
+from ..kernels import any_dtensor, is_dtensor, norm_and_finite
+from ..loss_scale import LossScale, NoScaling
 from ..policy import Policy
 from .accumulation import OptimizerGrads, Skip
 from .buffers import Buffers

@@ -9,10 +9,9 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ..distributed.consensus import RankConsensus
-from ..kernels.dtensor import any_dtensor, is_dtensor, num_shards
-from ..kernels.ops.gradients import norm_and_finite
-from ..loss_scale.unscale import is_unusable
+from ..distributed import RankConsensus
+from ..kernels import any_dtensor, is_dtensor, norm_and_finite, num_shards
+from ..loss_scale import is_unusable
 from .accumulation import AccumulationState, OptimizerGrads, Skip, either, move
 
 Reason = Literal["gradients", "loss", "buffers"]

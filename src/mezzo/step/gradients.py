@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from .._torch import is_pipeline_dry_run
 from ..errors import StepError, listed
-from ..kernels.ops.gradients import norm_and_finite
-from ..loss_scale.fused import parameters
-from ..loss_scale.grad_versions import GradVersions
+from ..kernels import norm_and_finite
+from ..loss_scale import GradVersions, parameters
 from ..stamp import Stamp
 from .accumulation import (
     AccumulationState,

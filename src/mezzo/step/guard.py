@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun
-from ..loss_scale.state import LossScale
+from ..loss_scale import LossScale
 from ..policy import GuardConfig, ScalingConfig
 from .flags import StepFlags
 from .result import StepResult

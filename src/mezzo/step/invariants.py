@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..distributed.rank_consistency import checksum
+from ..distributed import checksum
 from ..errors import InvariantError, listed
 from ..formats import widest
+from ..kernels import AUX_STATE, CHUNK, is_dtensor, local, read_master, values
 from ..kernels.chunks import chunks
-from ..kernels.dtensor import is_dtensor, local
-from ..kernels.ops.gradients.check import values
-from ..kernels.ops.gradients.reference import CHUNK
-from ..kernels.weights import AUX_STATE, read_master
-from ..optim.master_weights import keeps_masters
+from ..optim import keeps_masters
 from .accumulation import OptimizerGrads
 from .flags import StepFlags
 from .report import Report, refuse_differing

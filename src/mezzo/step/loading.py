@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..formats import LOW_DTYPES
-from ..optim.master_weights import keeps_masters, local_optimizer, parameters
+from ..optim import keeps_masters, local_optimizer, parameters
 
 
 class MastersFollow:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optim.master_weights import parameters
+from ..optim import parameters
 
 
 class ParameterNames(dict[Tensor, str]):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..binding.bind import bind, innermost, record, remember
-from ..binding.storage import check_floats, check_optimizers, convert_, set_grad_dtype_
+from ..binding import check_floats, check_optimizers, convert_, innermost, record, remember, set_grad_dtype_
+from ..binding.bind import bind
 from ..errors import StepError
 from ..optim import adopt
 from ..policy import CacheName, PolicyLike, as_policy

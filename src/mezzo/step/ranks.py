@@ -10,17 +10,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..distributed.ddp import around, connect, holding
-from ..distributed.fsdp import check_sharded, sharded_modules
-from ..distributed.group import is_running
-from ..distributed.handshake import RankSetup
-from ..distributed.sums import ShardWrapper, check_storage
-from ..distributed.wrapper import Wrapper
+from ..distributed import (
+    RankSetup,
+    ShardWrapper,
+    Wrapper,
+    around,
+    check_sharded,
+    check_storage,
+    connect,
+    holding,
+    is_running,
+    sharded_modules,
+)
 from ..formats import describe
-from ..kernels.dtensor import is_dtensor
-from ..kernels.weights import AUX_STATE
-from ..optim.base import MasterOptimizer
-from ..optim.master_weights import keeps_masters, parameters
+from ..kernels import AUX_STATE, is_dtensor
+from ..optim import MasterOptimizer, keeps_masters, parameters
 from ..policy import Policy
 
 _log = logging.getLogger("mezzo.step")

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..binding.bind import AfterForward, Binding, bind
-from ..distributed.consensus import RankConsensus
+from ..binding import AfterForward, Binding
+from ..binding.bind import bind
+from ..distributed import RankConsensus
 from ..errors import NonFiniteStep, PolicyError, StoppedRun
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels.dtensor import local
-from ..loss_scale.state import LossScale, NoScaling
+from ..kernels import local
+from ..loss_scale import LossScale, NoScaling
 from ..policy import Policy
 from .buffers import Buffers
 from .flags import StepFlags

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..binding.bind import innermost, unbind
-from ..binding.storage import store_
+from ..binding import innermost, store_, unbind
 from ..formats import LOW_DTYPES
-from ..optim import release
-from ..optim.master_weights import MasterWeights, keeps_masters, parameters
+from ..optim import MasterWeights, keeps_masters, parameters, release
 from .direct import allow_direct_steps
 
 

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import sparse_indices, sparse_values
-from ..binding.storage import storage_targets
-from ..distributed.accumulate import is_summed_apart
-from ..distributed.ddp import comm_stats_around
-from ..distributed.fsdp import reduced_dtypes
+from ..binding import storage_targets
+from ..distributed import comm_stats_around, is_summed_apart, reduced_dtypes
 from ..errors import InvariantError
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels.weights import AUX_STATE
-from ..optim.master_weights import MasterWeights, parameters
+from ..kernels import AUX_STATE
+from ..optim import MasterWeights, parameters
 from ..policy import Policy
 
 _COLUMNS = ("", "declared", "observed", "bytes")

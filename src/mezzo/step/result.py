@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..kernels.dtensor import local
+from ..kernels import local
 from ..stamp import Stamp
 from .accumulation import OptimizerGrads, move
 from .flags import Reason, StepFlags

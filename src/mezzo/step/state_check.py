@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, PolicyError, did_you_mean, listed
-from ..kernels.weights import AUX_STATE
-from ..loss_scale.state import LossScale
-from ..optim.master_weights import parameters
+from ..kernels import AUX_STATE
+from ..loss_scale import LossScale
+from ..optim import parameters
 from ..policy import Policy
 from .guard import Counters
 from .invariants import MOMENTS

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..binding.bind import innermost
+from ..binding import innermost
 from ..errors import CheckpointError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels.weights import AUX_STATE, read_master
-from ..loss_scale.state import LossScale, NoScaling
-from ..optim.master_weights import keeps_masters, parameters
+from ..kernels import AUX_STATE, read_master
+from ..loss_scale import LossScale, NoScaling
+from ..optim import keeps_masters, parameters
 from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
 from .state_check import check_numbers, check_tensors, remember_optimizer

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..binding.bind import Binding
-from ..distributed.consensus import RankConsensus
-from ..distributed.group import is_running
+from ..binding import Binding
+from ..distributed import RankConsensus, is_running
 from ..errors import StepError
 from ..policy import Policy
 from . import state_dict as checkpoint

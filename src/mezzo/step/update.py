@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
 from ..errors import StepError, listed
-from ..loss_scale.fused import StepScaling, handing
-from ..loss_scale.state import LossScale, NoScaling, next_state
-from ..optim.master_weights import MasterWeights, keeps_masters
+from ..loss_scale import LossScale, NoScaling, StepScaling, handing, next_state
+from ..optim import MasterWeights, keeps_masters
 from ..policy import ScalingConfig
 from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multiply_
 from .flags import StepFlags

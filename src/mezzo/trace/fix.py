@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
-from ..policy import ModuleRule, Rule, write_module_rule, write_op_rule
-from ..policy.table import known_ops
+from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
 from .ops import plain_name
 from .records import Event, Site
 from .replacements import bound

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..binding.bind import record
+from ..binding import record
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
 from .measure import amax
 from .ops import Call

@@ -6,7 +6,7 @@ import torch
 
 from .. import random_state
 from ..errors import ConfigError
-from ..kernels.ops.rounding import mix
+from ..kernels import mix
 
 
 def seed_rounding(*numbers: int) -> None:

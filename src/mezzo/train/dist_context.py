@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import group_store
-from ..distributed.group import TIMEOUT, Group, is_running
+from ..distributed import TIMEOUT, Group, is_running
 from ..errors import ConfigError, MezzoError
 from .device import choose_device
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...errors import BenchError
 from ...formats import dtype_name
-from ...train import TrainResult, demo_config, run
-from ...train.config import REVIEWS
+from ...train import REVIEWS, TrainResult, demo_config, run
 from ..bert import IMPORTS
 from ..roofline import Phase
 from ..variant import Variant

@@ -25,9 +25,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 @functools.cache
 def _encoded_reviews(vocabulary: int, tokens: int, count: int) -> tuple[list[list[int]], list[int], int]:
     """Return token numbers and label of the first training rows, and the number of the padding token."""
-    from ...train.config import TrainConfig
-    from ...train.data import load_corpus
-    from ...train.tokens import encode, train_tokenizer
+    from ...train import TrainConfig, encode, load_corpus, train_tokenizer
 
     corpus = load_corpus(TrainConfig())
     tokenizer = train_tokenizer([row.text for row in corpus.train[:ROWS_FOR_TOKENIZER]], vocabulary, tokens)

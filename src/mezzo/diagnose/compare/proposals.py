@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from ...policy import ModuleRule, Rule, write_module_rule, write_op_rule
-from ...policy.table import known_ops
+from ...policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
 from .agreement import ModuleError, OpError, Proposal, StepFidelity
 
 WORTH_DB = 2.0

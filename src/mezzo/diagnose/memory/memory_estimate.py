@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..._torch import storage_id
+from ...binding import check_optimizers, convert_
 from ...binding.bind import bind
-from ...binding.storage import check_optimizers, convert_
 from ...errors import ConfigError
 from ...formats import LOW_DTYPES, dtype_name
-from ...optim.master_weights import MasterWeights
+from ...optim import MasterWeights
 from ...policy import Policy, PolicyLike, as_policy
 from ...report import Chart, Document, Note, Pairs, Report, Series, Table
 from ...trace import preserve_state

@@ -15,7 +15,7 @@ from torch.optim import optimizer as optimizer_hooks
 from ..._torch import autograd_node
 from ...errors import ConfigError
 from ...formats import LOW_DTYPES, dtype_name
-from ...optim.master_weights import keeps_masters, parameters
+from ...optim import keeps_masters, parameters
 from ...step import Stepper, StepResult
 from ...trace import BINS, Histogram, exponent_fields, plain, spaced, tensors_in
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
