@@ -294,7 +294,7 @@ class TestTheModelStaysWhatItWas:
 def test_compiled_whole_before_any_region_was_made() -> None:
     """The regions of root and norm are made while the compiler traces."""
     norm = nn.LayerNorm(8)
-    model = bound("bf16", nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 2)))
+    model = bound("bf16, output=none", nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 2)))
     x = torch.randn(3, 4)
     torch.compiler.reset()
     plan._make_plan.cache_clear()
@@ -325,7 +325,7 @@ class TestModuleRules:
         norm = nn.LayerNorm(64)
         nn.init.normal_(norm.weight)
         exact = twin(norm).double()
-        model = bound(name, nn.Sequential(nn.Identity(), norm))
+        model = bound(f"{name}, output=none", nn.Sequential(nn.Identity(), norm))
         x, seed = torch.randn(rows, 64).to(low), torch.randn(rows, 64).to(low)
         a, b = x.clone().requires_grad_(), x.double().requires_grad_()
         out, want = model(a), exact(b)
@@ -352,7 +352,7 @@ class TestModuleRules:
         norm = nn.LayerNorm(64)
         nn.init.normal_(norm.weight)
         wide = twin(norm)
-        model, x = bound(policy, nn.Sequential(nn.Identity(), norm)), torch.randn(32, 64).to(BF16)
+        model, x = bound(f"{policy}, output=none", nn.Sequential(nn.Identity(), norm)), torch.randn(32, 64).to(BF16)
         with torch.no_grad():
             plain = model(x)
         with torch.inference_mode():
