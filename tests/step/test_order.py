@@ -164,9 +164,7 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
         "loss.backward()."
     ),
     stepped_directly: (
-        "SGD.step() was called directly, past the guard and on gradients that may carry the loss scale. Write amp.step(). "
-        "(If a GradScaler called it: after mezzo.prepare there is no scaler, amp.backward(loss) and amp.step() scale by "
-        "themselves.)"
+        "SGD.step() was called directly, past the guard and on gradients that may carry the loss scale. Write amp.step()."
     ),
     step_inside_the_block: "step() was called inside `with amp.unscaled_grads():`. Leave the block first.",
     backward_inside_the_block: "backward(loss) was called inside `with amp.unscaled_grads():`. Leave the block first.",
