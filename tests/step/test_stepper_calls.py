@@ -261,11 +261,10 @@ class TestStorage:
         assert model.inner.weight.dtype is torch.bfloat16
         assert run(amp, *batch())
 
-    def test_a_plain_optimizer_cannot_hold_masters(self) -> None:
+    def test_a_plain_optimizer_takes_the_policys_masters(self) -> None:
         model = Net()
-        with pytest.raises(MasterError, match=r"SGD keeps no masters\. Write mezzo\.optim\.SGD"):
-            mezzo.prepare(model, torch.optim.SGD(model.parameters()), "bf16-master")
-        assert model.inner.weight.dtype is torch.float32
+        amp = mezzo.prepare(model, torch.optim.SGD(model.parameters()), "bf16-master")
+        assert model.inner.weight.dtype is torch.bfloat16 and isinstance(amp.optimizers[0], torch.optim.SGD)
 
     def test_low_trainable_weights_without_masters_are_refused(self) -> None:
         """S3."""
