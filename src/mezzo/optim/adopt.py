@@ -13,7 +13,7 @@ from ..policy import Policy
 from .adamw import Adam, AdamW
 from .base import MasterOptimizer
 from .checks import check_differentiable
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, local_optimizer
 from .optimizer_state import OWN_OPTIONS, own_state
 from .sgd import SGD
 
@@ -70,6 +70,11 @@ def adopt(optimizer: torch.optim.Optimizer, policy: Policy) -> torch.optim.Optim
     if isinstance(optimizer, MasterOptimizer):
         if policy.params in LOW_DTYPES:
             _choose_master(optimizer, policy)
+        return optimizer
+    inner = local_optimizer(optimizer)
+    if inner is not optimizer:  # a ZeroRedundancyOptimizer sends whole weights after the step of each rank's part
+        if isinstance(inner, MasterOptimizer):
+            adopt(inner, policy)
         return optimizer
     if type(optimizer) in _ADOPTED and follow_class_step(optimizer):
         _take_over(optimizer, policy)
