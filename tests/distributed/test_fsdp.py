@@ -73,7 +73,7 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         ("bf16, module:2=fp32", BF16, True, "gathers the weights of '2' in bf16, and the policy"),
         ("bf16", {"param_dtype": torch.bfloat16}, True, "declares reduce=fp32, and the sharding reduces the gradients of '0' in bf16"),
         ("bf16-master", {}, True, "declares reduce=fp32, and the sharding reduces the gradients of '0' in bf16"),
-        ("bf16", {**BF16, "output_dtype": torch.float32}, True, "casts outputs of 'the root' to fp32, which the policy"),
+        ("bf16, output=none", {**BF16, "output_dtype": torch.float32}, True, "casts outputs of 'the root' to fp32, which the policy"),
         ("bf16, output=fp32", {**BF16, "output_dtype": torch.float32}, True, "agrees"),
     ],
 )  # fmt: skip
