@@ -223,9 +223,9 @@ def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layo
         _check_row(row, weights)
     kinds = [{one.tensor.dtype for one in row if one.name in moments} for row in rows]
     dtype = next((one.tensor.dtype for row in rows for one in row if one.name in moments), torch.float32)
-    twins = _twins([row[0] for row in rows])
+    overlapping = _overlapping([row[0] for row in rows])
     walks = [
-        index not in twins and kind <= {dtype} and dtype in (torch.float32, torch.bfloat16) and _is_walkable(row)
+        index not in overlapping and kind <= {dtype} and dtype in (torch.float32, torch.bfloat16) and _is_walkable(row)
         for index, (row, kind) in enumerate(zip(rows, kinds, strict=True))
     ]
     numels = [row[0].tensor.numel() for row in rows]
@@ -357,7 +357,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.data_ptr() != 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def _twins(weights: Sequence[Operand]) -> set[int]:
+def _overlapping(weights: Sequence[Operand]) -> set[int]:
     """Return the indices of weights that share memory with another; they are stepped one after the other, as by torch."""
     spans = sorted((*_span(one.tensor), index) for index, one in enumerate(weights) if type(one.tensor) in PLAIN)
     found: set[int] = set()

@@ -62,7 +62,7 @@ def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
 
 def mode_of_state(entry: Mapping[str, Any]) -> Master | None:
     """Return the master mode that left this state of one parameter; None if it keeps nothing beside the weight."""
-    modes: list[Master] = [mode for name, mode in _MODES.items() if name in entry]  # type: ignore[misc]  # keys of KEPT
+    modes: list[Master] = [mode for name, mode in _MODES.items() if name in entry]  # type: ignore[misc]  # keys of AUX_STATE
     return modes[0] if modes else None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..errors import listed
 from .depth import Trend, grew_into, grew_over_steps, trends
 from .fix import DIVERGED, STEPPED, Fix, fix_for
 from .records import Event, Flush, FlushedGradient, Frame, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
@@ -252,7 +253,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
     same = [u for u in worst if u.site.step == first.site.step]
     share = sum(u.lost for u in same) / sum(u.intended for u in same)
     site: Site = first.site
-    names = ", ".join(u.name for u in same[:3]) + (f" and {len(same) - 3} more" if len(same) > 3 else "")
+    names = listed([u.name for u in same])
     return [
         Finding(
             verdict="lost-update",
