@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo import formats, random_state
 from mezzo.step.replay import Replay
-from mezzo.trace.preserve_state import preserve_state
+from mezzo.trace.diagnosis import preserve_state
 from mezzo.train.batches import Batch
 from mezzo.train.device import seed_rounding
 

@@ -3,6 +3,7 @@
 from .context import TraceContext as TraceContext
 from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import LossTrace as LossTrace
+from .diagnosis import preserve_state as preserve_state
 from .diagnosis import rerun_traced as rerun_traced
 from .diagnosis import trace_loss as trace_loss
 from .exponents import BIAS as BIAS
@@ -10,7 +11,6 @@ from .exponents import BINS as BINS
 from .exponents import Histogram as Histogram
 from .exponents import largest_scale as largest_scale
 from .findings import Finding as Finding
-from .flops import flops_of as flops_of
 from .frames import source_line as source_line
 from .lint_rules import LintWarning as LintWarning
 from .lint_rules import explain_lint as explain_lint
@@ -20,16 +20,16 @@ from .measure import spaced as spaced
 from .modules import Place as Place
 from .modules import tensors_in as tensors_in
 from .ops import Call as Call
+from .ops import flops_of as flops_of
 from .ops import op_facts as op_facts
 from .ops import plain as plain
-from .preserve_state import preserve_state as preserve_state
 from .records import Frame as Frame
 from .records import Phase as Phase
 from .records import Site as Site
-from .storage_notes import StorageNotes as StorageNotes
 from .trace_report import TraceReport as TraceReport
 from .tracer import Trace as Trace
 from .tracer import trace as trace
 from .verdict import number as number
+from .wide_values import StorageNotes as StorageNotes
 from .wide_values import at as at
 from .wide_values import flat as flat

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .._torch import DispatchMode, OpOverload, autograd_node, tree_leaves, tree_map
 from .context import TraceContext
-from .flushed_gradients import FlushWatch
-from .fp64_reference import Fp64Reference
+from .evidence import HostReads, Read
+from .exponents import LineWatch
+from .fix import replacement_for
 from .frames import Owner, caller, is_called_from
-from .host_reads import HostReads, Read
-from .lines import LineWatch
 from .lint_rules import LintWatch
+from .lost_updates import FlushWatch, UpdateWatch
 from .measure import (
     amax,
     first_bad,
@@ -34,10 +34,8 @@ from .measure import (
 )
 from .ops import Call, op_facts
 from .records import Event, EventKind, Sink, SinkKind, Site
-from .reference_path import ReferencePath
-from .replacements import replacement_for
-from .storage_notes import StorageNotes
-from .updates import UpdateWatch
+from .reference_path import Fp64Reference, ReferencePath
+from .wide_values import StorageNotes
 
 Causes = frozenset[int]
 NO_CAUSE: Causes = frozenset()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from .. import random_state
 from .._torch import dispatch_modes, function_modes
 from .collector import Collector
 from .findings import Finding
 from .frames import source_line
-from .preserve_state import preserve_state
 from .records import OUTSIDE
 from .trace_report import TraceReport
 from .tracer import Trace
@@ -122,3 +124,30 @@ def _of_loss(report: TraceReport) -> Diagnosis:
 def _found(fault: Finding) -> str:
     line = "" if fault.frame is None else f" at {fault.frame} ({source_line(fault.frame)})"
     return f"{fault.verdict} in {fault.op}, {fault.phase}, module {fault.path}{line}: {fault.why}"
+
+
+@contextmanager
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Give gradients, buffers, mode and random state back after the block.
+
+    Writes: what it gives back. Syncs: no.
+    """
+    grads = {p: p.grad for p in model.parameters()}
+    buffers = {b: b.detach().clone() for b in model.buffers()}
+    places = {m: dict(m._buffers) for m in model.modules() if m._buffers}
+    training = {m: m.training for m in model.modules()}
+    for p in grads:
+        p.grad = None
+    try:
+        with random_state.kept(), torch.enable_grad():
+            yield
+    finally:
+        for p, grad in grads.items():
+            p.grad = grad
+        for module, held in places.items():
+            module._buffers.update(held)
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+        for module, mode in training.items():
+            module.training = mode

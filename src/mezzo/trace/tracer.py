@@ -18,11 +18,11 @@ from ..errors import RegionError
 from ..formats import dtype_name
 from .collector import Collector
 from .context import TraceContext
+from .evidence import PendingOutputs, leaves_behind
 from .findings import find, is_mostly_flushed
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, tensors_in
 from .ops import plain
-from .pending_outputs import PendingOutputs, leaves_behind
 from .records import FlushedGradient, Size, TraceRecord
 from .trace_report import TraceReport
 

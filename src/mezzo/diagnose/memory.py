@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..._torch import storage_id
-from ...binding import check_optimizers, convert_
-from ...binding.bind import bind
-from ...errors import ConfigError
-from ...formats import LOW_DTYPES, dtype_name
-from ...optim import MasterWeights
-from ...policy import Policy, PolicyLike, as_policy
-from ...report import Chart, Document, Note, Pairs, Report, Series, Table
-from ...trace import preserve_state
-from ..trial import LossFn, bind_copy, device_of, loss_of
+from .._torch import storage_id
+from ..binding import check_optimizers, convert_
+from ..binding.bind import bind
+from ..errors import ConfigError
+from ..formats import LOW_DTYPES, dtype_name
+from ..optim import MasterWeights
+from ..policy import Policy, PolicyLike, as_policy
+from ..report import Chart, Document, Note, Pairs, Report, Series, Table
+from ..trace import preserve_state
+from .trial import LossFn, bind_copy, device_of, loss_of
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer state", "weight casts", "activations"]
 _PROBE = 1024

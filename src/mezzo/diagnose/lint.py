@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...policy import PolicyLike, as_policy
-from ...report import Block, Document, Heading, Pairs, Report
-from ...trace import LintWarning, Trace, explain_lint, preserve_state, source_line
-from ..trial import bind_copy, device_of, loss_of, scale_of
+from ..policy import PolicyLike, as_policy
+from ..report import Block, Document, Heading, Pairs, Report
+from ..trace import LintWarning, Trace, explain_lint, preserve_state, source_line
+from .trial import bind_copy, device_of, loss_of, scale_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
