@@ -1,5 +1,6 @@
 """Every op of a program, recorded with its line and module, and what the record shows: the first fault and its fix."""
 
+from .context import OpMode as OpMode
 from .context import TraceContext as TraceContext
 from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import LossTrace as LossTrace
@@ -26,6 +27,8 @@ from .ops import plain as plain
 from .records import Frame as Frame
 from .records import Phase as Phase
 from .records import Site as Site
+from .reference_path import draws as draws
+from .reference_path import run_wide as run_wide
 from .trace_report import TraceReport as TraceReport
 from .tracer import Trace as Trace
 from .tracer import trace as trace

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import DispatchMode, OpOverload, autograd_node, tree_leaves, tree_map
-from .context import TraceContext
+from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
+from .context import OpMode, TraceContext
 from .evidence import HostReads, Read
 from .exponents import LineWatch
 from .fix import replacement_for
@@ -51,7 +50,7 @@ def _has_nan(tensors: Iterable[Tensor]) -> bool:
     return any(bool(t.isnan().any()) for t in tensors)
 
 
-class Collector(DispatchMode):
+class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     """Sees every op that reaches torch's dispatcher: forward, backward, optimizer, the parts of composites.
 
     Every storage that received non-finite values carries the indices of the events they come from, so a bad
@@ -75,8 +74,7 @@ class Collector(DispatchMode):
     """
 
     def __init__(self, context: TraceContext, on_sink: Callable[[], None], on_loss: Callable[[Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.context = context
+        super().__init__(context)
         self._on_sink, self._told_loss = on_sink, on_loss
         self.events: list[Event] = []
         self.sinks: list[Sink] = []
@@ -98,7 +96,6 @@ class Collector(DispatchMode):
         self._stop_with: BaseException | None = None
         self._stops_left = 0
         self._reached_step = -1
-        self._is_aside = False
         self._has_scaled_grads = False
 
     def __torch_dispatch__(
@@ -344,16 +341,6 @@ class Collector(DispatchMode):
         if event.full_rows:
             self.lints.softmax(site, bad[0].dtype, event.full_rows, call.facts.kernel)
         return frozenset((index,))
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let ops of the tool itself pass unseen."""
-        was, self._is_aside = self._is_aside, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._is_aside = was
 
     def sink(self, kind: SinkKind, name: str, tensor: Tensor) -> None:
         """Note that a tensor, known to be non-finite, is one that matters."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import autograd_node, next_node_number, node_number, storage_id
+from .._torch import DispatchMode, autograd_node, next_node_number, node_number, storage_id
 from .frames import locate
 from .modules import ModuleStack, Place
 from .ops import node_op
@@ -227,6 +228,42 @@ class TraceContext:
                     if held is parameter:
                         return f"param_groups[{i}]['params'][{j}]"
         return known
+
+
+class OpMode(DispatchMode):
+    """Sees every op that reaches torch's dispatcher, and knows where the program stands.
+
+    Args:
+        context: says where.
+
+    Attributes:
+        context: as given.
+    """
+
+    def __init__(self, context: TraceContext) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.context = context
+        self._is_aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let ops of the tool itself pass unseen."""
+        was, self._is_aside = self._is_aside, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._is_aside = was
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Run a block op by op. Writes: torch's global module hooks, until its end."""
+        self.context.modules.install()
+        try:
+            with self.context.names, self:
+                yield
+        finally:
+            self.context.modules.remove()
 
 
 def _factor(loss: Tensor) -> float:

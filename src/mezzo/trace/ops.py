@@ -168,9 +168,10 @@ class Call:
         kwargs: named arguments, likewise.
         inputs: the floating tensors it read, by name, values before.
         out: the floating tensors it returned or wrote.
+        returned: what it returned.
     """
 
-    __slots__ = ("_originals", "args", "facts", "func", "inputs", "kwargs", "out")
+    __slots__ = ("_originals", "args", "facts", "func", "inputs", "kwargs", "out", "returned")
 
     def __init__(
         self, func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -182,6 +183,7 @@ class Call:
         named = arguments(facts, self.args, self.kwargs)
         self.inputs = [(n, t) for n, t in named if not (facts.overwrites and n.split("[")[0] in facts.writes)]
         self.out: list[Tensor] = []
+        self.returned: Any = None
 
     def _kept(self, name: str, value: Any) -> Any:
         """Return an argument, copied if the op is about to write it and its old value counts."""
@@ -199,7 +201,7 @@ class Call:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op on the program's own arguments. Writes: what the op writes."""
-        out = self.func(*args, **kwargs)
+        self.returned = out = self.func(*args, **kwargs)
         self.out = [] if lands_later(self.facts, args, kwargs) else results(self.facts, args, kwargs, out)
         return out
 

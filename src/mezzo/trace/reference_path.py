@@ -29,24 +29,34 @@ def draws(call: Call) -> bool:
     return call.facts.draws and not (is_attention and given.get("dropout_p", 0.0) == 0.0)
 
 
-def run_in_fp32(call: Call, values: dict[int, Tensor]) -> list[Tensor] | None:
-    """Run an op in fp32 with some inputs exchanged, on the draws of the run.
+def run_wide(call: Call, values: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor] | None:
+    """Run an op in a wider format with some inputs exchanged, on the draws of the run.
 
     Args:
         call: the op as it ran.
         values: what to put in the place of an argument, by its id.
+        dtype: fp32 or fp64.
 
     Returns:
-        One tensor for each of `call.out`; None where fp32 has no kernel, or cannot have the same draws.
+        One tensor for each of `call.out`; None where the format has no kernel, or cannot have the same draws: those of
+        fused dropout are known, since it returns its mask.
 
     Syncs: no.
     """
+    if call.facts.kernel == "aten.native_dropout":
+        source, share = values.get(id(call.args[0]), call.args[0]), float(call.args[1])
+        return [source.to(dtype) * call.returned[1] / (1 - share if share < 1 else 1)]
     if draws(call):
         return None
     args, kwargs = tree_map(lambda v: values.get(id(v), v), (call.args, call.kwargs))
-    wide = rerun_wide(call.func, call.facts, args, kwargs, torch.float32)
+    wide = rerun_wide(call.func, call.facts, args, kwargs, dtype)
     is_same = wide is not None and [t.shape for t in wide] == [t.shape for t in call.out]
     return wide if is_same else None
+
+
+def run_in_fp32(call: Call, values: dict[int, Tensor]) -> list[Tensor] | None:
+    """Run an op in fp32, as `run_wide` does. Syncs: no."""
+    return run_wide(call, values, torch.float32)
 
 
 class ReferencePath:
@@ -96,7 +106,7 @@ class ReferencePath:
         known = self._known(call)
         low = next((t.dtype for t in (*call.out, *(t for _, t in call.inputs)) if t.dtype in LOW_DTYPES), None)
         self._low = low or self._low
-        wide = self._dropout(call, known) or run_in_fp32(call, known) if known or low is not None else None
+        wide = run_in_fp32(call, known) if known or low is not None else None
         if wide is None:
             self._forget(call)
             return None
@@ -114,15 +124,6 @@ class ReferencePath:
             if tensor.dtype in LOW_DTYPES and call.facts.name != "to":
                 self._makers.note(tensor, site)
         return wide
-
-    @staticmethod
-    def _dropout(call: Call, known: dict[int, Tensor]) -> list[Tensor] | None:
-        """Return what fused dropout makes of fp32 inputs with the mask that was drawn."""
-        if call.facts.kernel != "aten.native_dropout" or not known or len(call.out) != 1:
-            return None
-        source, share = known.get(id(call.args[0]), call.args[0]), float(call.args[1])
-        keep = call.out[0] != 0
-        return [source.float() * keep / (1 - share if share < 1 else 1)]
 
     def _forget(self, call: Call) -> None:
         if len(self._wide) or len(self._flushes):

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._torch import DispatchMode, OpOverload, autograd_node, tree_map
+from ..._torch import OpOverload, autograd_node
 from ...formats import LOW_DTYPES
-from ...trace import Call, Frame, Phase, Place, Site, TraceContext, flops_of, op_facts, plain, rerun_wide, tensors_in
+from ...trace import (
+    Call,
+    Frame,
+    OpMode,
+    Phase,
+    Place,
+    Site,
+    TraceContext,
+    draws,
+    flops_of,
+    op_facts,
+    plain,
+    run_wide,
+    tensors_in,
+)
 from .fp32_reference import Fp32Reference, Maker, Tally
 
 Values = dict[int, Tensor]
@@ -51,14 +64,7 @@ class OpKey:
     frame: Frame | None
 
 
-def _draws(call: Call) -> bool:
-    """Say whether an op's result depends on random numbers; attention without dropout only might."""
-    given = dict(zip(call.facts.arguments, call.args, strict=False)) | call.kwargs
-    is_attention = "dropout_p" in call.facts.arguments
-    return call.facts.draws and not (is_attention and given.get("dropout_p", 0.0) == 0.0)
-
-
-class ComparingMode(DispatchMode):
+class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     """Sees every op of a step and measures how far it is from fp32.
 
     The run itself is not changed: control flow, masks, indices and random draws are those of the policy's run, for
@@ -80,8 +86,7 @@ class ComparingMode(DispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.context = TraceContext(model, 0, lambda _: None, self._on_output)
+        super().__init__(TraceContext(model, 0, lambda _: None, self._on_output))
         self.fp32 = Fp32Reference()
         self.modules: dict[tuple[str, str], ModuleTally] = {}
         self.ops: dict[OpKey, Tally] = {}
@@ -89,7 +94,6 @@ class ComparingMode(DispatchMode):
         self.low_flops: Counter[OpKey] = Counter()
         self.unseen: Counter[str] = Counter()
         self.outputs = Tally()
-        self._is_aside = False
 
     def __torch_dispatch__(
         self,
@@ -134,9 +138,9 @@ class ComparingMode(DispatchMode):
         key = _key(call, site)
         if is_narrow:
             self.low_flops[key] += flops
-        local = self._in_fp32(call, {}, out) if is_narrow else [t.detach().float() for t in call.out]
-        own = self._in_fp32(call, local_in, out) if local_in else local
-        whole = self._in_fp32(call, full_in, out) if full_in else local
+        local = self._in_fp32(call, {}) if is_narrow else [t.detach().float() for t in call.out]
+        own = self._in_fp32(call, local_in) if local_in else local
+        whole = self._in_fp32(call, full_in) if full_in else local
         if local is None or own is None or whole is None:
             self.unseen[call.facts.kernel] += 1
             return
@@ -147,19 +151,10 @@ class ComparingMode(DispatchMode):
             self.fp32.put(tensor, here, mine, far)
 
     @staticmethod
-    def _in_fp32(call: Call, values: Values, out: Any) -> list[Tensor] | None:
-        """Return the op's results in fp32, some inputs exchanged; None if it has no fp32 kernel.
-
-        Random numbers are those that were drawn: what an op makes of other inputs with the same draws is known for
-        fused dropout, which returns its mask.
-        """
-        if not _draws(call):
-            args, kwargs = tree_map(lambda v: values.get(id(v), v), (call.args, call.kwargs))
-            return rerun_wide(call.func, call.facts, args, kwargs, torch.float32)
-        if call.facts.kernel == "aten.native_dropout":
-            source, share = values.get(id(call.args[0]), call.args[0]), float(call.args[1])
-            return [source.float() * out[1] / (1 - share if share < 1 else 1)]
-        return None if values else [t.detach().float() for t in call.out]
+    def _in_fp32(call: Call, values: Values) -> list[Tensor] | None:
+        """Return the op's results in fp32, some inputs exchanged; None if it has no fp32 kernel, or drew what it cannot draw again."""
+        wide = run_wide(call, values, torch.float32)
+        return [t.detach().float() for t in call.out] if wide is None and draws(call) and not values else wide
 
     def _on_read(self, call: Call, site: Site, here: Maker) -> None:
         """Note the errors of other modules' results, the first time they are read in the phase they were made in."""
@@ -178,16 +173,6 @@ class ComparingMode(DispatchMode):
         into = self.modules[maker.root, maker.module]
         part = into.forward if maker.phase == "forward" else into.weights if is_weight else into.backward
         part.merge(tally)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let ops of the tool itself pass unseen."""
-        was, self._is_aside = self._is_aside, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._is_aside = was
 
     def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
         if not self.context.modules.is_outside or autograd_node() is not None:

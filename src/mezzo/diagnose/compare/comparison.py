@@ -100,17 +100,6 @@ def _open_kernels(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _watched(mode: ComparingMode) -> Iterator[None]:
-    """Run a block op by op."""
-    mode.context.modules.install()
-    try:
-        with mode.context.names, mode:
-            yield
-    finally:
-        mode.context.modules.remove()
-
-
 def _backward(loss: Tensor, scale: float) -> None:
     if loss.requires_grad:
         with torch.autocast(loss.device.type, enabled=False):
@@ -141,7 +130,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         for stored, true in zip(bound.parameters(), model.parameters(), strict=True):
             if stored.dtype != true.dtype:
                 mode.fp32.seed(stored, true)
-        with _open_kernels(device_of(model)), _watched(mode):
+        with _open_kernels(device_of(model)), mode.watching():
             loss = loss_of(bound, batch, loss_fn)
             _backward(loss, scale)
         each = [(name, _weight_error(mode, p.grad)) for name, p in bound.named_parameters() if p.grad is not None]

@@ -197,12 +197,8 @@ def _nothing(*_: object) -> None:
 def _count(model: nn.Module, run: Callable[[], None]) -> dict[str, Counts]:
     context = TraceContext(model, 0, _nothing, _nothing)
     counter = OpCounter(context, model)
-    context.modules.install()
-    try:
-        with context.names, counter:
-            run()
-    finally:
-        context.modules.remove()
+    with counter.watching():
+        run()
     return counter.counts
 
 

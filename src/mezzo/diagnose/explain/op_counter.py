@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._torch import DispatchMode, OpOverload, storage_id
+from ..._torch import OpOverload, storage_id
 from ...formats import LOW_DTYPES, dtype_name
-from ...trace import Site, TraceContext, flops_of, op_facts
+from ...trace import OpMode, Site, TraceContext, flops_of, op_facts
 
 ALIGNMENT = 8
 """Tensor cores of 16-bit formats want sizes that are multiples of this. Source: NVIDIA, Matrix Multiplication Guide."""
@@ -50,7 +50,7 @@ class Counts:
         return min(self.up_casts, self.down_casts)
 
 
-class OpCounter(DispatchMode):
+class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     """Counts ops by module while it is on.
 
     Args:
@@ -64,8 +64,7 @@ class OpCounter(DispatchMode):
     """
 
     def __init__(self, context: TraceContext, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._context = context
+        super().__init__(context)
         self._weights = {storage_id(p) for p in model.parameters()}
         self.counts: dict[str, Counts] = {}
 
@@ -82,7 +81,7 @@ class OpCounter(DispatchMode):
         facts = op_facts(func)
         result = out[0] if isinstance(out, (tuple, list)) and out else out
         if not facts.makes_nothing and isinstance(result, Tensor) and result.is_floating_point():
-            site = self._context.site(facts.name)
+            site = self.context.site(facts.name)
             counts = self.counts.setdefault(site.module, Counts())
             if facts.name == "to":
                 self._cast(counts, site, args[0], result)
