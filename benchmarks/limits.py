@@ -22,15 +22,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mezzo.bench.bert import BertLogits, classification_loss
-from mezzo.bench.peak_rates import measure_peak_rates
-from mezzo.bench.roofline import roofline_seconds
 from mezzo.bench.machine import describe_machine
-from mezzo.bench.workloads.overhead import Overhead
-from mezzo.bench.workloads.recipe import Recipe
-from mezzo.bench.workloads.text_classification import Text, review_batches
+from mezzo.bench.roofline import measure_peak_rates, roofline_seconds
 from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting, Workload
+from mezzo.bench.workloads.bert import BertLogits, Overhead, Text, classification_loss, review_batches
+from mezzo.bench.workloads.recipe import Recipe
 
 CPU = torch.device("cpu")
 SETTING = Setting(device=CPU, dtype=torch.bfloat16)
@@ -91,7 +88,7 @@ def launch(rounds: int) -> dict[str, dict[str, float]]:
     ids = torch.randint(100, (1, 8))
     batch = (ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64))
     train, evaluate = (Overhead(steps=1, modes=(mode,)) for mode in ("train", "eval"))
-    named = ("torch-autocast", "mezzo-autocast", "mezzo-prepared")
+    named = ("torch-autocast", "mezzo-autocast", "prepare-master")
     ways = {name: built(train, name) for name in named} | {"16 bit": sixteen_bit(train, batch)}
     forwards = {name: built(evaluate, name) for name in named} | {"16 bit": sixteen_bit_forward(evaluate, batch)}
     return {
@@ -111,7 +108,7 @@ def text(rounds: int) -> dict[str, dict[str, float]]:
     found = {}
     for name, workload in sizes.items():
         batch = review_batches(workload.size, workload.batch_size, workload.tokens, 1, CPU)[0]
-        ways = {variant: built(workload, variant) for variant in ("torch-amp", "mezzo-prepared")}
+        ways = {variant: built(workload, variant) for variant in ("torch-amp", "prepare-master")}
         found[f"text {name}"] = medians(ways | {"16 bit": sixteen_bit(workload, batch)}, rounds, time.thread_time)
     return found
 
@@ -145,7 +142,7 @@ def recipe(rounds: int) -> dict[str, dict[str, float]]:
     peak_rates = measure_peak_rates(CPU, ("bf16",), 6.0)
     for width in (1024, 2048, 4096):
         size = Recipe(in_size=width, out_size=width, num_batches=1, epochs=1)
-        ways = {name: built(size, name) for name in ("torch-amp", "mezzo-prepared")}
+        ways = {name: built(size, name) for name in ("torch-amp", "prepare-master")}
         row = medians(ways | {"products": products(size)}, rounds, time.perf_counter)
         again = measure_peak_rates(CPU, ("bf16",), 6.0)
         peak_rates = peak_rates.best(again)

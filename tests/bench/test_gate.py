@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.bench import gate
+from mezzo.bench import harness as gate
 from mezzo.bench.workload import WORKLOADS, find_workload
 from mezzo.errors import BenchError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 from pathlib import Path
 
@@ -80,13 +81,37 @@ def test_the_loss_is_that_of_the_last_round(timed: tuple[Result, list[tuple[str,
 
     from mezzo.bench.variant import VARIANTS as BY_NAME
     from mezzo.bench.workload import Setting
-    from mezzo.bench.workloads.recipe import WARM_UP_STEPS
 
     result, _ = timed
     session = SMALL.build(BY_NAME["fp32"], Setting(device=torch.device("cpu"), dtype=torch.bfloat16))
-    assert len(session.warm_up()) == WARM_UP_STEPS
+    session.warm_up()
     session.run()
     assert result.at(SMALL.points()[0].label)["fp32"].loss == session.run().item()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's setting")
+def test_memory_is_kept_as_each_library_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the environment for those that know no call for it, by mezzo's call for mezzo, and not at all unasked."""
+    for name in list(os.environ):
+        if name.startswith("MALLOC_"):
+            monkeypatch.delenv(name)
+    kept = {}
+    for variant in ("torch-amp+keep", "prepare+keep", "prepare"):
+        with Worker(job(variant, batch_size=8, in_size=16, out_size=4, num_batches=1, epochs=1)) as worker:
+            worker.receive()
+            environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
+            kept[variant] = b"MALLOC_MMAP_MAX_=0" in environment
+    assert kept == {"torch-amp+keep": True, "prepare+keep": False, "prepare": False}
+
+
+def test_memory_that_cannot_be_kept_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    with (
+        Worker(job("prepare+keep")) as worker,
+        pytest.raises(BenchError, match=r"cannot be kept here: .*Leave the variants with \+keep out"),
+    ):
+        worker.receive()
+    worker.log.unlink()
 
 
 def test_an_error_in_a_variant_is_one_sentence_with_its_log() -> None:

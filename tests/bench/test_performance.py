@@ -93,6 +93,6 @@ def test_a_file_that_is_no_result(tmp_path: Path) -> None:
 
 
 def test_a_result_of_a_workload_that_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(dataclasses.replace(result(), workload="resnet").to_json())
-    with pytest.raises(BenchError, match=r"a\.json: unknown workload 'resnet'"):
+    (tmp_path / "a.json").write_text(dataclasses.replace(result(), workload="alexnet").to_json())
+    with pytest.raises(BenchError, match=r"a\.json: unknown workload 'alexnet'"):
         page(tmp_path, tmp_path / "p.md")

@@ -34,7 +34,7 @@ RESULT = Result(
         measurement("fp32", "512 x 1024 x 3", (1.5, 1.6, 2.0)),
         measurement("torch-amp", "512 x 1024 x 3", (0.5, 0.4, 0.7), peak_bytes=1_409_700_000),
         measurement("torch-amp+compile", "512 x 1024 x 3", (0.25, 0.3, 0.2)),
-        measurement("mezzo-prepared+compile", "512 x 1024 x 3", (0.2, 0.2, 0.2), measures={"accuracy": 0.875}),
+        measurement("prepare-master+compile", "512 x 1024 x 3", (0.2, 0.2, 0.2), measures={"accuracy": 0.875}),
     ),
 )  # fmt: skip
 GOLDEN = [
@@ -43,7 +43,7 @@ GOLDEN = [
      "1.00915", "-"),
     ("torch-amp+compile", "250.00 ms", "200.00-300.00 ms", "25.00 ms", "6.40x", "1.00x", "80%", "1283.8 MB",
      "1.00x", "1.00915", "-"),
-    ("mezzo-prepared+compile", "200.00 ms", "200.00-200.00 ms", "20.00 ms", "8.00x", "1.25x", "100%", "1283.8 MB",
+    ("prepare-master+compile", "200.00 ms", "200.00-200.00 ms", "20.00 ms", "8.00x", "1.25x", "100%", "1283.8 MB",
      "1.00x", "1.00915", "0.875"),
 ]  # fmt: skip
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from mezzo.bench.peak_rates import measure_peak_rates, product_rate, products_in
-from mezzo.bench.roofline import PeakRates, Phase, roofline_seconds
+from mezzo.bench.roofline import PeakRates, Phase, measure_peak_rates, product_rate, products_in, roofline_seconds
 from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting
 from mezzo.bench.workloads.recipe import Recipe
@@ -81,7 +80,7 @@ def test_measured_ceilings() -> None:
 
 
 def test_a_rate_is_operations_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mezzo.bench.peak_rates.fastest_seconds", lambda call, device, budget_s: (call(), 0.5)[1])
+    monkeypatch.setattr("mezzo.bench.roofline.fastest_seconds", lambda call, device, budget_s: (call(), 0.5)[1])
     assert product_rate(3, 5, "fp32", CPU, 1.0) == 2 * 3 * 5 * 5 / 0.5
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.tolerance import relative
 
-from mezzo.bench.training import Training, forward, region_of, scaler_of, training_step
+from mezzo.bench.training import Training, forward, policy_of, region_of, scaler_of, training_step
 from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.workload import Setting
 from mezzo.bench.workloads.recipe import Recipe, make_model, mean_squared_error
@@ -40,7 +40,9 @@ def test_mezzos_drop_in_is_torchs_bit_for_bit(dtype: torch.dtype, max_norm: floa
     assert torchs != losses(VARIANTS["fp32"], max_norm=max_norm)
 
 
-@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.wrapper == "none" and not v.prepared])
+@pytest.mark.parametrize(
+    "name", [name for name, v in VARIANTS.items() if not (v.policy or v.keeps or v.wrapper != "none")]
+)
 def test_a_variant_is_what_its_name_says(name: str) -> None:
     variant, setting = VARIANTS[name], Setting(device=torch.device("cpu"), dtype=torch.bfloat16)
     scaler = scaler_of(variant, setting)
@@ -50,15 +52,18 @@ def test_a_variant_is_what_its_name_says(name: str) -> None:
     assert (variant.cache == "persistent") == ("persistent" in name)
     if scaler is not None:
         assert type(scaler).__module__.partition(".")[0] == name.partition("-")[0]
-    assert variant.compiled == name.endswith("+compile")
-    plain = name.removesuffix("+compile")
+    plain, *also = name.split("+")
+    assert (variant.compiled, variant.keeps) == ("compile" in also, "keep" in also)
     assert variant.number_format(torch.bfloat16) == (plain if plain in ("fp32", "tf32") else "bf16")
 
 
+@pytest.mark.parametrize("name", ["prepare", "prepare-master"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_prepared_starts_where_autocast_does_and_goes_its_way(dtype: torch.dtype, max_norm: float | None) -> None:
-    prepared = losses(VARIANTS["mezzo-prepared"], dtype, max_norm)
+def test_prepared_starts_where_autocast_does_and_goes_its_way(
+    name: str, dtype: torch.dtype, max_norm: float | None
+) -> None:
+    prepared = losses(VARIANTS[name], dtype, max_norm)
     torchs = losses(VARIANTS["torch-amp"], dtype, max_norm)
     assert prepared[0] == torchs[0]
     # Each later loss differs by gradients rounded to 16 bit once: 8 outputs of 32 products, 3 layers.
@@ -74,8 +79,19 @@ def test_other_libraries_train_the_same_model(name: str) -> None:
     assert losses(VARIANTS[name], max_norm=0.1) == losses(VARIANTS["torch-autocast"], max_norm=0.1)
 
 
+def test_a_variant_names_its_policy() -> None:
+    low = Setting(device=torch.device("cpu"), dtype=torch.float16)
+    assert [policy_of(VARIANTS[name], low) for name in ("prepare", "prepare-master+keep")] == ["fp16", "fp16-master"]
+
+
+def test_rivals_are_mixed_precision_by_others() -> None:
+    assert {name for name, v in VARIANTS.items() if v.is_rival and "+" not in name} == {
+        "torch-autocast", "torch-amp", "accelerate", "fabric",
+    }  # fmt: skip
+
+
 def test_what_only_serves_does_not_train_and_the_reverse() -> None:
-    with pytest.raises(BenchError, match=r"variant torch-16bit keeps nothing in fp32.*Write mezzo-prepared"):
+    with pytest.raises(BenchError, match=r"variant torch-16bit keeps nothing in fp32.*Write prepare-master"):
         losses(VARIANTS["torch-16bit"])
     with pytest.raises(BenchError, match=r"variant accelerate is a way to train; for inference write torch-autocast\."):
         forward(VARIANTS["accelerate"], Setting(device=torch.device("cpu"), dtype=torch.bfloat16), make_model(8, 3, 1))
@@ -85,7 +101,7 @@ def test_what_only_serves_does_not_train_and_the_reverse() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 # Dynamo, tracing a function mode around a compiled model, reads .grad of the model's intermediate tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.compiled and not (v.tf32 or v.pure)])
+@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v.compiled and not (v.tf32 or v.pure or v.keeps)])
 def test_compiled_variants_train_the_same_model(name: str) -> None:
     eager, compiled = losses(VARIANTS[name.removesuffix("+compile")]), losses(VARIANTS[name])
     assert compiled == pytest.approx(eager, rel=relative(torch.bfloat16, terms=32))
@@ -95,7 +111,7 @@ def test_clipping_sees_true_gradients() -> None:
     clipped = losses(VARIANTS["torch-amp"], max_norm=0.1)
     assert clipped == losses(VARIANTS["torch-autocast"], max_norm=0.1)
     assert clipped != losses(VARIANTS["torch-amp"])
-    assert losses(VARIANTS["mezzo-prepared"], max_norm=0.1) != losses(VARIANTS["mezzo-prepared"])
+    assert losses(VARIANTS["prepare-master"], max_norm=0.1) != losses(VARIANTS["prepare-master"])
 
 
 def test_a_session_counts_its_steps() -> None:

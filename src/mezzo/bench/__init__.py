@@ -1,12 +1,12 @@
 """Measured side by side: one harness, one file a workload."""
 
 from .chart import save_chart as save_chart
-from .gate import run_tests as run_tests
 from .hardware import DeviceReport as DeviceReport
 from .hardware import advice as advice
 from .hardware import measure_device as measure_device
 from .harness import Progress as Progress
 from .harness import measure as measure
+from .harness import run_tests as run_tests
 from .machine import describe_machine as describe_machine
 from .machine import short_name as short_name
 from .measurement import Measurement as Measurement

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "fp32": "#7f7f7f", "tf32": "#bcbd22", "torch-autocast": "#aec7e8", "torch-amp": "#1f77b4",
-    "mezzo-autocast": "#ffbb78", "mezzo-amp": "#ff7f0e", "mezzo-persistent": "#e377c2", "mezzo-prepared": "#d62728",
+    "mezzo-autocast": "#ffbb78", "mezzo-amp": "#ff7f0e", "mezzo-persistent": "#e377c2", "prepare-master": "#d62728",
     "torch-16bit": "#9467bd",
     "accelerate": "#98df8a", "fabric": "#2ca02c",
 }  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import NativeSupport, native_support
-from .peak_rates import FORMAT_NAMES, fastest_seconds, matmul_rate, product_rate, products_in
+from .roofline import FORMAT_NAMES, fastest_seconds, matmul_rate, product_rate, products_in
 
 Probe = TypeVar("Probe")
 # The width whose products a device runs near its best rate, and the rows to find out from where on.

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from importlib import util
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,11 +23,20 @@ from .machine import describe_machine
 from .measurement import Measurement, PointRoofline, Result
 from .roofline import PeakRates
 from .run_plan import PEAK_RATES, Plan
-from .variant import find_variant
+from .variant import VARIANTS, find_variant
 from .workload import WORKLOADS, Point, Workload
 
 Progress = Callable[[str, int, int], None]
 """Told what is timed next, how many samples there are and how many there will be."""
+
+
+KEEP_BY_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+"""How glibc keeps freed memory for programs that do not call `mezzo.keep_memory()`."""
+
+
+def _is_rival_that_keeps(variant: str) -> bool:
+    found = VARIANTS.get(variant)
+    return found is not None and found.keeps and not found.is_mezzo
 
 
 def schedule(points: Sequence[str], variants: Sequence[str], rounds: int) -> Iterator[tuple[str, int, str]]:
@@ -58,6 +69,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mezzo.bench.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if talks else self._file, text=True,
+            env=os.environ | (KEEP_BY_ENVIRONMENT if _is_rival_that_keeps(self.variant) else {}),
         )  # fmt: skip
         self.pid, self.log = self._process.pid, Path(self._file.name)
         self._talks = talks
@@ -196,3 +208,40 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
             if variant != PEAK_RATES
         ),
     )
+
+
+def checkout() -> Path | None:
+    """Return the root of the checkout this package runs from, or None if it is installed without its tests."""
+    root = Path(__file__).parents[3]
+    return root if (root / "pyproject.toml").exists() and (root / "tests").is_dir() else None
+
+
+def run_tests(paths: Sequence[str], root: Path | None = None) -> str:
+    """Run test paths of a checkout in a fresh process.
+
+    Args:
+        paths: below the root of the checkout.
+        root: the checkout; the one this package runs from when left out.
+
+    Returns:
+        One line: what pytest said, or why nothing was run.
+
+    Raises:
+        BenchError: a test failed, or a path does not exist.
+    """
+    root = root or checkout()
+    if root is None:
+        return "not run: not a checkout with tests"
+    if util.find_spec("pytest") is None:
+        return "not run: pytest is not installed"
+    if not paths:
+        return "not run: the workload names none"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *paths]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"])[-1]
+    if done.returncode != 0:
+        raise BenchError(
+            f"the tests of what would be timed do not pass ({last.strip('= ')}); mend them, or time it all the same "
+            f"with --no-check. They are: pytest {' '.join(paths)}"
+        )
+    return last.strip("= ")

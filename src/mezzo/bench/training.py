@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .. import optim
-from ..casting import autocast
+from .. import GradScaler, autocast, prepare
 from ..errors import BenchError
 from ..formats import dtype_name
-from ..loss_scale import GradScaler
-from ..policy import CacheName, Policy
-from ..step import prepare
 from .variant import Variant
-from .workload import Setting
+from .workload import Session, Setting
 
 Batch = TypeVar("Batch")
+Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
+CacheName = Literal["region", "persistent"]
 StepOf = Callable[[Batch], Tensor]
 LossOf = Callable[[nn.Module, Batch], Tensor]
 INIT_SCALE = 2.0**16
+WARM_UP_STEPS = 5
+"""More than the first steps, whose invariants mezzo looks at closely."""
 
 
 class Scaler(Protocol):
@@ -62,19 +62,15 @@ class Training:
     init_scale: float = INIT_SCALE
     cache: CacheName = "region"
 
-    def make_optimizer(self, model: nn.Module, policy: Policy | None) -> torch.optim.Optimizer:
-        """Return torch's fused optimizer; mezzo's for a policy with 16-bit weights."""
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return torch's fused optimizer, which `mezzo.prepare` takes over as it is."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
         ]
-        groups = [group for group in groups if group["params"]]
-        if policy is not None and policy.master != "none":
-            own = optim.AdamW if self.optimizer == "AdamW" else optim.SGD
-            return own(groups, lr=self.lr, master=policy.master)
-        torchs = torch.optim.AdamW if self.optimizer == "AdamW" else torch.optim.SGD
-        return torchs(groups, lr=self.lr, fused=True)
+        kind = torch.optim.AdamW if self.optimizer == "AdamW" else torch.optim.SGD
+        return kind([group for group in groups if group["params"]], lr=self.lr, fused=True)
 
 
 def region_of(variant: Variant, setting: Setting) -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -120,34 +116,40 @@ def training_step(
     if variant.pure:
         raise BenchError(
             f"variant {variant.name} keeps nothing in fp32, so small updates would vanish and its losses compare with none; "
-            "it is for `mezzo bench inference`. Write mezzo-prepared for 16-bit weights that train."
+            "it is for `mezzo bench inference`. Write prepare-master for 16-bit weights that train."
         )
-    if variant.prepared:
-        return _prepared(variant, setting, model, loss_of, training)
-    if variant.wrapper != "none":
-        from . import peers
-
-        optimizer = training.make_optimizer(model, None)
-        return peers.STEPS[variant.wrapper](setting, model, optimizer, loss_of, training.max_norm)
+    optimizer = training.make_optimizer(model)
+    if variant.policy:
+        return _prepared(variant, setting, model, optimizer, loss_of, training)
     if variant.compiled:
         model.compile()
-    optimizer = training.make_optimizer(model, None)
+    if variant.wrapper != "none":
+        wrap = _accelerated if variant.wrapper == "accelerate" else _fabricated
+        return wrap(setting, model, optimizer, loss_of, training.max_norm)
     region, scaler = region_of(variant, setting), scaler_of(variant, setting, training.init_scale)
     if scaler is None:
         return _plain(model, optimizer, loss_of, region, training.max_norm)
     return _scaled(model, optimizer, loss_of, region, scaler, training.max_norm)
 
 
-def _stored(setting: Setting) -> Policy:
-    """Return the policy that stores weights in the 16-bit dtype: nothing is left to cast at every use."""
-    return Policy.parse(f"{dtype_name(setting.dtype)}-master")
+def policy_of(variant: Variant, setting: Setting) -> str:
+    """Return the text of a variant's policy.
+
+    >>> policy_of(Variant(name="any", policy="{dtype}-master"), Setting(device=torch.device("cpu"), dtype=torch.bfloat16))
+    'bf16-master'
+    """
+    return variant.policy.format(dtype=dtype_name(setting.dtype))
 
 
 def _prepared(
-    variant: Variant, setting: Setting, model: nn.Module, loss_of: LossOf[Batch], training: Training
+    variant: Variant,
+    setting: Setting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: LossOf[Batch],
+    training: Training,
 ) -> StepOf[Batch]:
-    policy = _stored(setting)
-    amp = prepare(model, training.make_optimizer(model, policy), policy, cache=training.cache)
+    amp = prepare(model, optimizer, policy_of(variant, setting), cache=training.cache)
     if variant.compiled:
         model.compile()
 
@@ -204,13 +206,105 @@ def _scaled(
     return step
 
 
-def forward(variant: Variant, setting: Setting, model: nn.Module) -> Callable[..., Tensor]:
+def _accelerated(
+    setting: Setting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: LossOf[Batch],
+    max_norm: float | None,
+) -> StepOf[Batch]:
+    """Return the step as the documentation of accelerate writes it."""
+    from accelerate import Accelerator
+
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[setting.dtype]
+    accelerator = Accelerator(mixed_precision=name, cpu=setting.device.type == "cpu")
+    wrapped, stepped = accelerator.prepare(model, optimizer)
+
+    def step(batch: Batch) -> Tensor:
+        with accelerator.autocast():
+            loss = loss_of(wrapped, batch)
+        accelerator.backward(loss)
+        if max_norm is not None:
+            accelerator.clip_grad_norm_(wrapped.parameters(), max_norm)
+        stepped.step()
+        stepped.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _fabricated(
+    setting: Setting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: LossOf[Batch],
+    max_norm: float | None,
+) -> StepOf[Batch]:
+    """Return the step as the documentation of Lightning Fabric writes it."""
+    from lightning.fabric import Fabric
+
+    name: Any = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}[setting.dtype]
+    fabric = Fabric(accelerator=setting.device.type, devices=1, precision=name)
+    wrapped, stepped = fabric.setup(model, optimizer)
+
+    def step(batch: Batch) -> Tensor:
+        with fabric.autocast():
+            loss = loss_of(wrapped, batch)
+        fabric.backward(loss)
+        if max_norm is not None:
+            fabric.clip_gradients(wrapped, stepped, max_norm=max_norm)
+        stepped.step()
+        stepped.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def training_session(
+    variant: Variant,
+    setting: Setting,
+    model: nn.Module,
+    batches: Sequence[Tensors],
+    loss_of: LossOf[Tensors],
+    training: Training,
+    steps: int,
+) -> Session:
+    """Return the training of a variant: `steps` a round, over the batches in turn.
+
+    Args:
+        variant: how to train.
+        setting: device and 16-bit dtype.
+        model: fp32, on the device; trained in place.
+        batches: tuples whose tensors are on the device.
+        loss_of: forward and loss of one batch.
+        training: optimizer and clipping.
+        steps: in a round.
+
+    Writes: `model`. Syncs: no, unless the variant's own step does.
+    """
+    step = training_step(variant, setting, model, loss_of, training)
+
+    def run(times: int) -> Tensor:
+        for number in range(times):
+            loss = step(batches[number % len(batches)])
+        return loss
+
+    return Session(
+        warm_up=lambda: run(WARM_UP_STEPS),
+        run=lambda: run(steps),
+        units=steps,
+        data_bytes=sum(part.nbytes for batch in batches for part in batch),
+    )
+
+
+def forward(variant: Variant, setting: Setting, model: nn.Module, cache: CacheName = "region") -> Callable[..., Tensor]:
     """Return the forward of a variant for inference: a region of its own for each call, no gradients.
 
     Args:
         variant: how to run.
         setting: device and 16-bit dtype.
         model: fp32, on the device, with one tensor as its output; put into evaluation mode.
+        cache: how long a prepared model keeps 16-bit copies of fp32 weights.
 
     A loss scaler has nothing to do here: torch-amp is torch-autocast.
 
@@ -224,8 +318,8 @@ def forward(variant: Variant, setting: Setting, model: nn.Module) -> Callable[..
     model.eval()
     if variant.pure:
         model.to(setting.dtype)
-    if variant.prepared:
-        prepare(model, None, _stored(setting))
+    if variant.policy:
+        prepare(model, None, policy_of(variant, setting), cache=cache)
     if variant.compiled:
         model.compile()
     region = region_of(variant, setting)

@@ -21,12 +21,13 @@ class Variant:
         summary: what it is, in a few words.
         region: who casts the ops: nobody, torch.autocast or mezzo.autocast.
         scaler: whose GradScaler owns the optimizer step; nobody's without one.
-        prepared: `mezzo.prepare` owns the region and the step.
+        policy: of `mezzo.prepare`, which owns region and step; "{dtype}" stands for the 16-bit dtype. Empty without it.
         wrapper: a library that owns both instead.
         cache: how long mezzo.autocast keeps 16-bit copies of weights.
         pure: the whole model is converted to the 16-bit dtype, and nothing is kept in fp32.
         tf32: fp32 products may run as tf32.
         compiled: the model goes through torch.compile.
+        keeps: the C library keeps what a step frees: by `mezzo.keep_memory()`, for others by the environment.
         enabled: False turns region and scaler into pass-throughs.
     """
 
@@ -34,25 +35,38 @@ class Variant:
     summary: str = ""
     region: Literal["none", "torch", "mezzo"] = "none"
     scaler: Literal["none", "torch", "mezzo"] = "none"
-    prepared: bool = False
+    policy: Literal["", "{dtype}", "{dtype}-master"] = ""
     wrapper: Literal["none", "accelerate", "fabric"] = "none"
     cache: Literal["region", "persistent"] = "region"
     pure: bool = False
     tf32: bool = False
     compiled: bool = False
+    keeps: bool = False
     enabled: bool = True
 
     def number_format(self, dtype: torch.dtype) -> str:
         """Return the format the large products run in, given the 16-bit dtype of the benchmark."""
-        is_low = self.region != "none" or self.wrapper != "none" or self.prepared or self.pure
+        is_low = self.region != "none" or self.wrapper != "none" or self.policy or self.pure
         if is_low and self.enabled:
             return dtype_name(dtype)
         return "tf32" if self.tf32 else "fp32"
+
+    @property
+    def is_mezzo(self) -> bool:
+        """Whether mezzo casts its ops or takes its steps."""
+        return bool(self.policy) or "mezzo" in (self.region, self.scaler)
+
+    @property
+    def is_rival(self) -> bool:
+        """Whether it is mixed precision by another library."""
+        return not self.is_mezzo and (self.region != "none" or self.wrapper != "none")
 
     def missing(self, device: torch.device) -> str:
         """Return why this variant cannot run on a device here, or nothing if it can."""
         if self.tf32 and device.type != "cuda":
             return f"tf32 is a format of CUDA devices, and this one is {device.type}"
+        if self.keeps and device.type != "cpu":
+            return f"the memory of {device.type} has an allocator of its own, which keeps it anyway"
         package = {"accelerate": "accelerate", "fabric": "lightning"}.get(self.wrapper)
         if package and util.find_spec(package) is None:
             return f"{package} is not installed; pip install {package}"
@@ -72,19 +86,23 @@ _EAGER = (
         region="mezzo",
         cache="persistent",
     ),
-    Variant(name="mezzo-prepared", summary="mezzo.prepare and its step", prepared=True),
+    Variant(name="prepare", summary="mezzo.prepare with policy bf16 or fp16: fp32 weights", policy="{dtype}"),
+    Variant(
+        name="prepare-master",
+        summary="mezzo.prepare with policy bf16-master or fp16-master: 16-bit weights and their remainders",
+        policy="{dtype}-master",
+    ),
     Variant(name="torch-16bit", summary="the model converted by .to(dtype), nothing kept in fp32", pure=True),
     Variant(name="accelerate", summary="accelerate's Accelerator", wrapper="accelerate"),
     Variant(name="fabric", summary="Lightning Fabric", wrapper="fabric"),
 )
+_KEPT = tuple(
+    replace(one, name=f"{one.name}+keep", summary=f"{one.summary}, freed memory kept", keeps=True) for one in _EAGER
+)
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
-    for eager in _EAGER
-    for variant in (
-        (eager, replace(eager, name=f"{eager.name}+compile", summary=f"{eager.summary}, compiled", compiled=True))
-        if eager.wrapper == "none"
-        else (eager,)
-    )
+    for one in (*_EAGER, *_KEPT)
+    for variant in (one, replace(one, name=f"{one.name}+compile", summary=f"{one.summary}, compiled", compiled=True))
 }
 
 
@@ -105,3 +123,8 @@ def find_variant(name: str, device: torch.device) -> Variant:
 def those_that_run(names: tuple[str, ...], device: torch.device) -> tuple[str, ...]:
     """Return the names whose variants can run on a device here, in order."""
     return tuple(name for name in names if not VARIANTS[name].missing(device))
+
+
+def with_kept(names: tuple[str, ...], device: torch.device) -> tuple[str, ...]:
+    """Return the names whose variants can run on a device here, then those of them whose freed memory is kept."""
+    return those_that_run((*names, *(f"{name}+keep" for name in names)), device)

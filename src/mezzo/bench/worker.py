@@ -18,9 +18,10 @@ from typing import Any, TextIO
 
 import torch
 
+from .. import keep_memory
 from ..errors import BenchError, MezzoError
 from .peak_memory import PeakMemory, load_code
-from .peak_rates import measure_peak_rates, synchronize
+from .roofline import measure_peak_rates, synchronize
 from .run_plan import PEAK_RATES, Plan
 from .variant import find_variant
 from .workload import Point, Session, Workload, find_workload
@@ -115,15 +116,27 @@ class PeakRatesWorker:
 
 
 def worker_of(job: Mapping[str, Any]) -> VariantWorker | PeakRatesWorker:
-    """Return the worker that a job asks for. Writes: torch's thread count and fp32 product precision."""
+    """Return the worker that a job asks for.
+
+    Writes: torch's thread count and fp32 product precision; settings of the C library where freed memory is kept.
+    """
     plan = Plan(**{**job["plan"], "variants": tuple(job["plan"]["variants"])})
     if plan.threads:
         torch.set_num_threads(plan.threads)
     if job["variant"] == PEAK_RATES:
         return PeakRatesWorker(plan)
-    if find_variant(job["variant"], plan.setting.device).tf32:
+    variant = find_variant(job["variant"], plan.setting.device)
+    if variant.keeps and variant.is_mezzo:
+        _keep_memory()
+    if variant.tf32:
         torch.set_float32_matmul_precision("high")
     return VariantWorker(plan, find_workload(job["workload"]).from_fields(job["config"]), job["variant"])
+
+
+def _keep_memory() -> None:
+    kept = keep_memory()
+    if not kept.is_kept:
+        raise BenchError(f"memory cannot be kept here: {kept.why_not}. Leave the variants with +keep out.")
 
 
 def _take_standard_output() -> TextIO:

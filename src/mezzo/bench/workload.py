@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,14 +17,23 @@ from ..errors import BenchError, did_you_mean
 from .roofline import Phase
 from .variant import Variant
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 WORKLOADS = {
     "recipe": ("recipe.Recipe", "linear layers trained as in the published AMP recipe"),
-    "text": ("text_classification.Text", "fine-tuning steps of a BERT classifier on real texts"),
+    "text": ("bert.Text", "fine-tuning steps of a BERT classifier on real texts"),
+    "bert": ("zoo.BertSteps", "training steps of a small BERT classifier"),
+    "gpt2": ("zoo.Gpt2", "training steps of a small GPT-2"),
+    "llama": ("zoo.Llama", "training steps of a small Llama with grouped key and value heads"),
+    "vit": ("zoo.Vit", "training steps of a small vision transformer"),
+    "resnet": ("zoo.Resnet", "training steps of a ResNet-18 on small pictures"),
+    "lstm": ("zoo.Lstm", "training steps of a language model of LSTM layers"),
     "inference": ("inference.Inference", "forwards of a decoder layer or BERT with fp32 weights, by batch size"),
     "lora": ("lora.Lora", "training low-rank adapters on frozen layers"),
     "step": ("step_alone.Step", "unscaling, clipping and AdamW alone, by number of parameters"),
-    "overhead": ("overhead.Overhead", "a model so small that only launching its ops costs time"),
-    "scaling": ("width.Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
+    "overhead": ("bert.Overhead", "a model so small that only launching its ops costs time"),
+    "scaling": ("recipe.Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
     "reviews": ("reviews.Reviews", "a whole training of the text classifier, with its accuracy"),
 }
 REGION_TESTS = ("tests/casting/test_region.py", "tests/casting/test_cache.py")
@@ -99,11 +109,21 @@ class Workload(abc.ABC):
     """Whether its processes show their own progress on standard error."""
     tests: ClassVar[tuple[str, ...]] = ()
     """Test paths that must be green before the workload is timed."""
+    on_cuda: ClassVar[Mapping[str, object]] = MappingProxyType({})
+    """The numbers that differ on CUDA."""
+    on_cpu: ClassVar[Mapping[str, object]] = MappingProxyType({})
+    """The numbers that differ elsewhere."""
+    when_quick: ClassVar[Mapping[str, object]] = MappingProxyType({})
+    """The numbers of `--quick`: every line of the workload runs, and no figure of it means anything."""
 
     @classmethod
-    @abc.abstractmethod
-    def for_device(cls, device: torch.device) -> Workload:
+    def for_device(cls, device: torch.device) -> Self:
         """Return the workload at the size that suits a device."""
+        return cls(**(cls.on_cuda if device.type == "cuda" else cls.on_cpu))
+
+    def quick(self) -> Self:
+        """Return the workload at a size that takes no time, to see that it runs."""
+        return dataclasses.replace(self, **self.when_quick)
 
     @classmethod
     @abc.abstractmethod
@@ -138,9 +158,14 @@ class Workload(abc.ABC):
         for name in names:
             self.demand(name in known, f"{option} {name} does not exist.{did_you_mean(name, known)}")
 
-    @abc.abstractmethod
+    @property
+    def label(self) -> str:
+        """What the one point of a workload of one size is called."""
+        raise NotImplementedError
+
     def points(self) -> tuple[Point, ...]:
-        """Return the sizes at which this workload is measured."""
+        """Return the sizes at which this workload is measured: one, unless a subclass has more."""
+        return (Point(label=self.label, workload=self),)
 
     def load(self) -> None:
         """Read the data that every variant shares, before the memory of a variant is watched; most have none."""

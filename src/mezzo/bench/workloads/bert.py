@@ -1,0 +1,307 @@
+"""BERT of any size: fine-tuned on real texts, and so small that only launching its ops and deciding casts costs time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..roofline import Phase
+from ..training import WARM_UP_STEPS, Training, forward, training_session
+from ..variant import Variant, those_that_run, with_kept
+from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
+
+IMPORTS = ("transformers.models.bert.modeling_bert",)
+"""What a workload with a BERT loads ahead of its memory's baseline."""
+BERT_HEAD = 64
+ROWS_FOR_TOKENIZER = 4000
+MODES = ("train", "eval")
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BertSize:
+    """The numbers that make a BERT classifier.
+
+    Attributes:
+        layers: encoder layers.
+        width: hidden size, a multiple of `heads`.
+        heads: attention heads.
+        labels: classes.
+        vocabulary: tokens in the embedding.
+        dropout: probability, in the hidden layers and the attention.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    labels: int = 2
+    vocabulary: int = 21128
+    dropout: float = 0.0
+
+    @property
+    def forward_width(self) -> int:
+        """Width of the feed-forward part."""
+        return 4 * self.width
+
+    def products(self, batch: int, tokens: int) -> float:
+        """Return the floating-point operations of the matrix products of one forward."""
+        rows = batch * tokens
+        projections = 2.0 * rows * self.width * (4 * self.width + 2 * self.forward_width)
+        attention = 2 * 2.0 * batch * tokens * tokens * self.width
+        head = 2.0 * batch * self.width * (self.width + self.labels)
+        return self.layers * (projections + attention) + head
+
+    @property
+    def product_weights(self) -> int:
+        """Number of weights and biases in the layers that multiply."""
+        layer = (
+            4 * self.width * self.width + 4 * self.width + 2 * self.width * self.forward_width + self.forward_width
+            + self.width
+        )  # fmt: skip
+        return self.layers * layer + self.width * self.width + self.width + (self.width + 1) * self.labels
+
+    def forward_phase(self, batch: int, tokens: int, bytes_per_weight: int) -> Phase:
+        """Return the least work of one forward: every product, every weight read once."""
+        return Phase(
+            name="forward",
+            flops=self.products(batch, tokens),
+            moved_bytes=float(bytes_per_weight * self.product_weights),
+        )
+
+
+class BertLogits(nn.Module):
+    """A BERT classifier whose output is the logits alone.
+
+    Args:
+        size: its numbers; weights are drawn from torch's random state.
+    """
+
+    def __init__(self, size: BertSize) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        config = BertConfig(
+            vocab_size=size.vocabulary, hidden_size=size.width, num_hidden_layers=size.layers,
+            num_attention_heads=size.heads, intermediate_size=size.forward_width,
+            hidden_dropout_prob=size.dropout, attention_probs_dropout_prob=size.dropout,
+        )  # fmt: skip
+        config.num_labels = size.labels
+        self.bert = BertForSequenceClassification(config)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the logits, shape [batch, labels]."""
+        logits: Tensor = self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+
+def random_tokens(size: BertSize, batch: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return random token numbers and a mask of ones, both int64 [batch, tokens]."""
+    ids = torch.randint(size.vocabulary, (batch, tokens), device=device)
+    return ids, torch.ones_like(ids)
+
+
+def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return the cross entropy of token numbers, mask and labels, shape ()."""
+    ids, mask, labels = batch
+    return nn.functional.cross_entropy(model(ids, mask).float(), labels)
+
+
+@functools.cache
+def _encoded_reviews(vocabulary: int, tokens: int, count: int) -> tuple[list[list[int]], list[int], int]:
+    """Return token numbers and label of the first training rows, and the number of the padding token."""
+    from ...train import TrainConfig, encode, load_corpus, train_tokenizer
+
+    corpus = load_corpus(TrainConfig())
+    tokenizer = train_tokenizer([row.text for row in corpus.train[:ROWS_FOR_TOKENIZER]], vocabulary, tokens)
+    rows = corpus.train[:count]
+    texts = encode(tokenizer, [row.text for row in rows], tokens)
+    return texts, [corpus.labels.index(row.label) for row in rows], tokenizer.pad_token_id
+
+
+def review_batches(size: BertSize, batch: int, tokens: int, count: int, device: torch.device) -> list[Batch]:
+    """Return batches of the built-in reviews, each padded or cut to `tokens`.
+
+    Returns:
+        Token numbers and mask, int64 [batch, tokens], and labels, int64 [batch].
+
+    Raises:
+        ConfigError: the transformers library or the data is not installed.
+    """
+    texts, labels, pad = _encoded_reviews(size.vocabulary, tokens, batch * count)
+    ids_BT = torch.tensor([(text + [pad] * tokens)[:tokens] for text in texts], device=device)
+    labels_B = torch.tensor(labels, device=device)
+    return [
+        (ids_BT[at : at + batch], (ids_BT[at : at + batch] != pad).long(), labels_B[at : at + batch])
+        for at in range(0, batch * count, batch)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text(Workload):
+    """Fine-tuning steps of a BERT classifier on real texts.
+
+    Attributes:
+        layers: encoder layers.
+        width: hidden size, a multiple of 64.
+        batch_size: texts in a batch.
+        tokens: tokens of every text, padded or cut.
+        num_batches: different batches, taken in turn.
+        steps: steps in a round.
+        vocabulary: entries of the tokenizer.
+        dropout: in the hidden layers.
+        lr: learning rate of AdamW.
+        max_norm: gradients are clipped to this norm.
+    """
+
+    imports: ClassVar[tuple[str, ...]] = IMPORTS
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
+    on_cpu: ClassVar = {"batch_size": 8, "tokens": 64, "num_batches": 3, "steps": 3}
+    when_quick: ClassVar = {
+        "layers": 1, "width": 64, "batch_size": 2, "tokens": 8, "num_batches": 2, "steps": 2, "vocabulary": 6000,
+    }  # fmt: skip
+
+    layers: int = 12
+    width: int = 768
+    batch_size: int = 32
+    tokens: int = 128
+    num_batches: int = 20
+    steps: int = 40
+    vocabulary: int = 8000
+    dropout: float = 0.1
+    lr: float = 3e-5
+    max_norm: float = 1.0
+
+    @classmethod
+    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
+        """Return default precision, torch's and mezzo's region and scaler, and both policies of prepare."""
+        names = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp")
+        return (*those_that_run(names, device), *with_kept(("prepare", "prepare-master"), device))
+
+    def check(self) -> None:
+        """Refuse widths that do not divide into heads."""
+        Workload.check(self)
+        self.demand(
+            self.width % BERT_HEAD == 0, f"--width {self.width} is not a multiple of {BERT_HEAD}, the width of a head."
+        )
+
+    @property
+    def label(self) -> str:
+        """Layers, width, batch and tokens."""
+        return f"{self.layers} x {self.width}, batch {self.batch_size} x {self.tokens}"
+
+    @property
+    def size(self) -> BertSize:
+        """The model's numbers."""
+        return BertSize(
+            layers=self.layers, width=self.width, heads=self.width // BERT_HEAD, vocabulary=self.vocabulary,
+            dropout=self.dropout,
+        )  # fmt: skip
+
+    def load(self) -> None:
+        """Read and tokenize the reviews."""
+        _encoded_reviews(self.vocabulary, self.tokens, self.batch_size * self.num_batches)
+
+    def build(self, variant: Variant, setting: Setting) -> Session:
+        """Return a seeded fine-tuning of one variant. Writes: torch's random state."""
+        batches = review_batches(self.size, self.batch_size, self.tokens, self.num_batches, setting.device)
+        torch.manual_seed(setting.seed)
+        model: nn.Module = BertLogits(self.size).to(setting.device)
+        training = Training(optimizer="AdamW", lr=self.lr, weight_decay=0.01, max_norm=self.max_norm)
+        return training_session(variant, setting, model, batches, classification_loss, training, self.steps)
+
+    def roofline(self, number_format: str) -> tuple[Phase, ...]:
+        """Return forward, backward, norm and update of one step; the embedding counts in the last two alone.
+
+        16 bit: gradients of 2 bytes, masters of 4 that are weight and remainder. fp32: 4 bytes each. Two moments of 4.
+        """
+        width = 4 if number_format in ("fp32", "tf32") else 2
+        forward = self.size.forward_phase(self.batch_size, self.tokens, width)
+        count = self.size.product_weights + self.size.width * (self.vocabulary + 1)
+        return (
+            forward,
+            dataclasses.replace(
+                forward, name="backward", flops=2 * forward.flops, moved_bytes=forward.moved_bytes + width * count
+            ),
+            Phase(name="norm", moved_bytes=float(width * count)),
+            Phase(name="update", moved_bytes=float((width + 24) * count)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overhead(Workload):
+    """A model so small that only launching its ops costs time.
+
+    Attributes:
+        layers: encoder layers.
+        width: hidden size.
+        heads: attention heads.
+        batch: sequences.
+        tokens: tokens in a sequence.
+        steps: steps, or forwards, in a round.
+        modes: train, eval, or both.
+    """
+
+    imports: ClassVar[tuple[str, ...]] = IMPORTS
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
+    when_quick: ClassVar = {"layers": 2, "width": 16, "heads": 2, "tokens": 4, "steps": 1}
+
+    layers: int = 12
+    width: int = 64
+    heads: int = 4
+    batch: int = 1
+    tokens: int = 8
+    steps: int = 100
+    modes: tuple[str, ...] = MODES
+
+    @classmethod
+    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
+        """Return the regions and steps whose overhead counts."""
+        names = ("fp32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp", "prepare", "prepare-master")
+        return those_that_run(names, device)
+
+    def check(self) -> None:
+        """Refuse numbers that make no BERT, and modes that do not exist."""
+        Workload.check(self)
+        self.demand_known("--modes", self.modes, MODES)
+        self.demand(self.width % self.heads == 0, f"--width {self.width} is not a multiple of --heads {self.heads}.")
+
+    def points(self) -> tuple[Point, ...]:
+        """Return training and evaluation."""
+        return tuple(Point(label=mode, workload=dataclasses.replace(self, modes=(mode,))) for mode in self.modes)
+
+    @property
+    def size(self) -> BertSize:
+        """The model's numbers."""
+        return BertSize(layers=self.layers, width=self.width, heads=self.heads, vocabulary=100)
+
+    def build(self, variant: Variant, setting: Setting) -> Session:
+        """Return a seeded session of one mode. Writes: torch's random state."""
+        torch.manual_seed(setting.seed)
+        model = BertLogits(self.size).to(setting.device)
+        ids, mask = random_tokens(self.size, self.batch, self.tokens, setting.device)
+        labels = torch.zeros(self.batch, dtype=torch.int64, device=setting.device)
+        if self.modes == ("train",):
+            training = Training(optimizer="AdamW", lr=3e-5, weight_decay=0.01)
+            batch = (ids, mask, labels)
+            return training_session(variant, setting, model, [batch], classification_loss, training, self.steps)
+        call = forward(variant, setting, model)
+
+        def run(times: int) -> Tensor:
+            for _ in range(times):
+                loss = nn.functional.cross_entropy(call(ids, mask).float(), labels)
+            return loss
+
+        return Session(warm_up=lambda: run(WARM_UP_STEPS), run=lambda: run(self.steps), units=self.steps)
+
+    def roofline(self, number_format: str) -> tuple[Phase, ...]:
+        """Return the least work of a step: next to nothing, which is the point."""
+        width = 4 if number_format in ("fp32", "tf32") else 2
+        once = self.size.forward_phase(self.batch, self.tokens, width)
+        if self.modes == ("eval",):
+            return (once,)
+        return (once, dataclasses.replace(once, name="backward", flops=2 * once.flops))
