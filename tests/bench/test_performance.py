@@ -9,7 +9,7 @@ import pytest
 
 from mezzo.bench import load
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
-from mezzo.bench.performance import PAGE, RESULTS, newest, page
+from mezzo.bench.performance import PAGE, RESULTS, figures, newest, page, with_figures
 from mezzo.bench.results_table import markdown_table
 from mezzo.bench.roofline import PeakRates
 from mezzo.cli import main
@@ -37,6 +37,50 @@ def result(workload: str = "recipe", date: str = "2026-11-21T10:00:00+00:00", gp
 
 def test_the_page_on_disk_is_up_to_date() -> None:
     assert (ROOT / PAGE).read_text(encoding="utf-8") == page(ROOT / RESULTS, ROOT / PAGE)
+
+
+def test_the_figures_of_the_readme_are_up_to_date() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text == with_figures(text, ROOT / RESULTS)
+
+
+def measured(variant: str, *seconds: float, point: str = "small", peak_bytes: int = 100) -> Measurement:
+    return Measurement(
+        point=point, variant=variant, number_format="bf16", seconds=seconds, units=1, loss=0.25, peak_bytes=peak_bytes,
+        data_bytes=0,
+    )  # fmt: skip
+
+
+def test_wins_ties_and_losses(tmp_path: Path) -> None:
+    found = (
+        measured("torch-autocast", 2.0, 2.2, 2.1), measured("torch-amp", 3.0, 3.0, 3.0),
+        measured("prepare", 2.0, 2.3, 2.1, peak_bytes=80), measured("prepare-master", 1.0, 1.1, 1.0, peak_bytes=70),
+        measured("torch-amp+keep", 1.0, 1.0, 1.0), measured("prepare+keep", 1.1, 1.25, 1.2, peak_bytes=90),
+        measured("torch-autocast+compile", 1.0), measured("prepare-master+compile", 2.0),
+    )  # fmt: skip
+    (tmp_path / "a.json").write_text(dataclasses.replace(result(), measurements=found).to_json())
+    assert figures(tmp_path).splitlines()[2:] == [
+        "| `recipe` small | bf16 | 1.00x tie | 1.75x win | 0.83x loss | 0.90x |",
+        "| `recipe` small | bf16-master | 2.10x win | - | - | 0.70x |",
+        "| `recipe` small, compiled | bf16-master | 0.50x tie | - | - | 1.00x |",
+    ]
+
+
+def test_several_sizes_are_one_line(tmp_path: Path) -> None:
+    found = [measured("torch-autocast", 2.0, 2.0, point=point) for point in ("a", "b", "c")]
+    found += [measured("prepare", took, took, point=point) for point, took in (("a", 1.0), ("b", 4.0), ("c", 2.0))]
+    rooflines = {point: PointRoofline() for point in ("a", "b", "c")}
+    several = dataclasses.replace(result(), measurements=tuple(found), rooflines=rooflines)
+    (tmp_path / "a.json").write_text(several.to_json())
+    (tmp_path / "b.json").write_text(result("step", gpu="NVIDIA H200").to_json())
+    assert figures(tmp_path).splitlines()[2:] == [
+        "| `recipe` 3 sizes | bf16 | 0.50-2.00x: 1 win, 1 tie, 1 loss | - | - | 1.00x |"
+    ]
+
+
+def test_a_page_without_a_place_for_figures(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="no place for the figures; write <!-- figures"):
+        with_figures("# mezzo", tmp_path)
 
 
 def test_the_newest_of_each_workload_and_machine() -> None:
@@ -74,12 +118,14 @@ def test_a_page(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored, place = tmp_path / "results", tmp_path / "docs" / "performance.md"
+    stored, place, readme = tmp_path / "results", tmp_path / "docs" / "performance.md", tmp_path / "README.md"
     stored.mkdir()
-    words = ["bench", "docs", "--results", str(stored), "--page", str(place)]
+    words = ["bench", "docs", "--results", str(stored), "--page", str(place), "--readme", str(readme)]
+    readme.write_text("before <!-- figures: made by `mezzo bench docs` -->\n<!-- end of figures --> after")
     assert main([*words, "--check"]) == 1
     assert "run `mezzo bench docs`" in capsys.readouterr().err
     assert main(words) == 0
+    assert "| workload | policy |" in readme.read_text()
     assert "No results are stored yet." in place.read_text()
     assert main([*words, "--check"]) == 0
     (stored / "a.json").write_text(result().to_json())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.bench import load
+from mezzo.bench import Plan, load
 from mezzo.bench.workload import WORKLOADS, find_workload
 from mezzo.bench.workloads.recipe import Recipe
 from mezzo.cli import bench as cli_bench
@@ -39,6 +39,17 @@ def test_table_json_and_picture(
     out = capsys.readouterr().out
     assert out == data.read_text() == next((tmp_path / "again").glob("*.json")).read_text()
     assert json.loads(out)["plan"]["variants"] == ["fp32", "torch-amp"]
+
+
+def test_a_quick_look_is_one_at_a_small_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[object, Plan]] = []
+    monkeypatch.setattr("mezzo.cli.bench.measured", lambda workload, plan, _: seen.append((workload, plan)) or 1 / 0)
+    for name in WORKLOADS:
+        with pytest.raises(ZeroDivisionError):
+            main(["bench", name, "--device", "cpu", "--quick", "--rounds", "1", "--no-check", "--out", str(tmp_path)])
+        asked, plan = seen.pop()
+        assert asked == find_workload(name).for_device(torch.device("cpu")).quick()
+        assert plan.rounds == 1
 
 
 def test_each_test_path_runs_once_for_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,11 @@ from .measurement import Measurement as Measurement
 from .measurement import Result as Result
 from .measurement import load as load
 from .performance import PAGE as PAGE
+from .performance import README as README
 from .performance import RESULTS as RESULTS
+from .performance import figures as figures
 from .performance import page as page
+from .performance import with_figures as with_figures
 from .results_table import footnotes as footnotes
 from .results_table import header as header
 from .results_table import machine_name as machine_name

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BenchError, did_you_mean
 from .machine import short_name
-from .measurement import Result, load
-from .results_table import footnotes, machine_name, markdown_table, title
+from .measurement import Measurement, Result, load
+from .results_table import MISSING, fastest_rival, footnotes, label, machine_name, markdown_table, points_of, title
 from .workload import WORKLOADS
 
 RESULTS = Path("benchmarks/results")
 PAGE = Path("docs/performance.md")
+README = Path("README.md")
+_BEGIN, _END = "<!-- figures: made by `mezzo bench docs` -->", "<!-- end of figures -->"
 INTRODUCTION = """# Performance
 
 This page is made from `benchmarks/results/*.json` by `mezzo bench docs`; a test holds it to them.
 
 How to read it: each variant ran in a process of its own, the rounds took the variants in turn, and the figures are
-medians over the rounds, with the fastest and the slowest beside them. "Faster than" is a ratio of medians in one run;
-a compiled variant is held against `torch-amp+compile`. "Of roofline" is the least time the machine could take, from
+medians over the rounds, with the fastest and the slowest beside them. "Faster than" is a ratio of medians in one run.
+`prepare` names its policy; "kept" means that the C library keeps what a step frees, by `mezzo.keep_memory()` or, for
+other libraries, by the environment; "compiled" means `torch.compile`. A rival is the mixed precision of another library,
+and the fastest one run in the same way counts. "Of roofline" is the least time the machine could take, from
 limits measured in the same run, over the time it took: 100% cannot be beaten. Peak memory is what the process held
 above its size after import; on CUDA, what was allocated. The loss is taken after the last round, at the same number
 of steps for every variant. Raw samples, versions, clocks and commits stand in the JSON.
@@ -49,6 +55,15 @@ def _section(result: Result, picture: str | None) -> str:
     return "\n\n".join([*parts, " ".join([*footnotes(result), taken])])
 
 
+def _loaded(folder: Path) -> dict[Path, Result]:
+    """Return every stored result of a folder by its file."""
+    stored = {path: load(path) for path in sorted(folder.glob("*.json"))}
+    for path, result in stored.items():
+        if result.workload not in WORKLOADS:
+            raise BenchError(f"{path}: unknown workload {result.workload!r}.{did_you_mean(result.workload, WORKLOADS)}")
+    return stored
+
+
 def page(folder: Path, place: Path) -> str:
     """Return the page of the newest results in a folder.
 
@@ -59,10 +74,7 @@ def page(folder: Path, place: Path) -> str:
     Raises:
         BenchError: a file in the folder is not a result, or of no workload there is.
     """
-    stored = {path: load(path) for path in sorted(folder.glob("*.json"))}
-    for path, result in stored.items():
-        if result.workload not in WORKLOADS:
-            raise BenchError(f"{path}: unknown workload {result.workload!r}.{did_you_mean(result.workload, WORKLOADS)}")
+    stored = _loaded(folder)
     chosen = newest(list(stored.values()))
     parts, last = [INTRODUCTION.rstrip()], ""
     for result in chosen:
@@ -75,3 +87,107 @@ def page(folder: Path, place: Path) -> str:
     if not chosen:
         parts.append("No results are stored yet.")
     return "\n\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A measurement held against the fastest rival.
+
+    Attributes:
+        ratio: median seconds of the rival over those of the measurement.
+        ratios: the same of each round.
+    """
+
+    ratio: float
+    ratios: tuple[float, ...]
+
+    @property
+    def outcome(self) -> str:
+        """Return "win" or "loss" where the middle half of the rounds agrees, else "tie"."""
+        low, _, high = (
+            statistics.quantiles(self.ratios, n=4, method="inclusive") if self.ratios[1:] else (1.0, 1.0, 1.0)
+        )
+        return "win" if low > 1 else "loss" if high < 1 else "tie"
+
+
+def compare(result: Result, measurement: Measurement, *, keeps: bool, compiled: bool) -> Comparison | None:
+    """Return a measurement beside the fastest rival that keeps memory or does not; None where there is none."""
+    rival = fastest_rival(result, measurement.point, keeps=keeps, compiled=compiled)
+    if rival is None:
+        return None
+    return Comparison(
+        ratio=rival.median / measurement.median,
+        ratios=tuple(r / m for r, m in zip(rival.seconds, measurement.seconds, strict=True)),
+    )
+
+
+def _cell(found: Sequence[Comparison | None]) -> str:
+    """Return one comparison with its outcome, or the ends of several with how many were won, tied and lost."""
+    seen = [one for one in found if one is not None]
+    if not seen:
+        return MISSING
+    outcomes = [one.outcome for one in seen]
+    if len(seen) == 1:
+        return f"{seen[0].ratio:.2f}x {outcomes[0]}"
+    counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("win", "tie", "loss") if kind in outcomes)
+    return f"{min(one.ratio for one in seen):.2f}-{max(one.ratio for one in seen):.2f}x: {counts}"
+
+
+def _figures_row(result: Result, policy: str, compiled: bool) -> str | None:
+    """Return one line of the figures: a workload under a policy at all its sizes."""
+    end = "+compile" if compiled else ""
+    bare, kept = (
+        {m.point: m for m in result.measurements if m.variant == name} for name in (policy + end, f"{policy}+keep{end}")
+    )
+    if not bare and not kept:
+        return None
+
+    def against(own: Mapping[str, Measurement], keeps: bool) -> str:
+        return _cell([compare(result, m, keeps=keeps, compiled=compiled) for m in own.values()])
+
+    shares = [
+        m.peak_bytes / rival.peak_bytes
+        for m in (kept or bare).values()
+        if (rival := fastest_rival(result, m.point, keeps=False, compiled=compiled)) is not None
+        and rival.peak_bytes > 0
+    ]
+    low, high = (f"{end(shares):.2f}x" for end in (min, max)) if shares else (MISSING, MISSING)
+    points = points_of(result)
+    size = points[0] if len(points) == 1 else f"{len(points)} sizes"
+    cells = (
+        f"`{result.workload}` {size}{', compiled' if compiled else ''}",
+        label(next(iter((bare or kept).values()))).removeprefix("prepare ").partition(",")[0],
+        against(bare, False), against(kept, False), against(kept, True), low if low == high else f"{low[:-1]}-{high}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def figures(folder: Path) -> str:
+    """Return the table of every policy of `mezzo.prepare` beside the fastest rival, from the newest results on a CPU.
+
+    Raises:
+        BenchError: a file in the folder is not a result, or of no workload there is.
+    """
+    chosen = [one for one in newest(list(_loaded(folder).values())) if one.machine["device"] == "cpu"]
+    head = ("workload", "policy", "nothing kept", "mezzo kept, rival not", "both kept", "peak memory of the rival's")
+    rows = [
+        row
+        for result in chosen
+        for policy in ("prepare", "prepare-master")
+        for compiled in (False, True)
+        if (row := _figures_row(result, policy, compiled)) is not None
+    ]
+    return "\n".join([f"| {' | '.join(head)} |", "|---|---|---:|---:|---:|---:|", *rows])
+
+
+def with_figures(text: str, folder: Path) -> str:
+    """Return a page with the table of figures between its two marks.
+
+    Raises:
+        BenchError: the marks are missing; or from `figures`.
+    """
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise BenchError(f"the page has no place for the figures; write {_BEGIN} and {_END} where they belong.")
+    return f"{before}{begin}\n{figures(folder)}\n{end}{after}"

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from .measurement import Measurement, Result
+from .variant import VARIANTS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,9 +39,29 @@ def _times(ratio: float | None) -> str:
     return MISSING if ratio is None else f"{ratio:.2f}x"
 
 
-def amp_baseline(result: Result) -> str:
-    """Return the variant of torch's own mixed precision: torch-amp, or torch-autocast where nothing is scaled."""
-    return "torch-amp" if any(m.variant == "torch-amp" for m in result.measurements) else "torch-autocast"
+def label(measurement: Measurement) -> str:
+    """Return what a table calls a variant: its name, with the policy in place of prepare's, and what else is on."""
+    name, *also = measurement.variant.split("+")
+    if name in VARIANTS and VARIANTS[name].policy:
+        name = f"prepare {VARIANTS[name].policy.format(dtype=measurement.number_format)}"
+    words = {"keep": "kept", "compile": "compiled"}
+    return ", ".join([name, *(words[word] for word in also)])
+
+
+def fastest_rival(result: Result, point: str, *, keeps: bool, compiled: bool) -> Measurement | None:
+    """Return the fastest mixed precision of another library at a point, run in the same way; None if none was."""
+    found = [
+        measurement
+        for measurement in result.at(point).values()
+        if (rival := VARIANTS.get(measurement.variant)) is not None
+        and (rival.is_rival, rival.keeps, rival.compiled) == (True, keeps, compiled)
+    ]
+    return min(found, key=lambda measurement: measurement.median, default=None)
+
+
+def _rival_alike(result: Result, measurement: Measurement) -> Measurement | None:
+    _, *also = measurement.variant.split("+")
+    return fastest_rival(result, measurement.point, keeps="keep" in also, compiled="compile" in also)
 
 
 def header(result: Result) -> tuple[str, ...]:
@@ -48,7 +69,7 @@ def header(result: Result) -> tuple[str, ...]:
     point = ("point",) if len(points_of(result)) > 1 else ()
     return (
         *point, "variant", "time", "fastest-slowest", f"per {result.unit}", "faster than fp32",
-        f"than {amp_baseline(result)}", "of roofline", "peak memory", "of fp32's", "loss", *measure_names(result),
+        "than fastest rival", "of roofline", "peak memory", "of fp32's", "loss", *measure_names(result),
     )  # fmt: skip
 
 
@@ -61,17 +82,17 @@ def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
     """Return one measurement as words, in the order of `header`."""
     share = result.share_of_roofline(measurement)
     fp32 = result.at(measurement.point).get("fp32")
-    compiled = "+compile" if measurement.variant.endswith("+compile") else ""
+    rival = _rival_alike(result, measurement)
     extra = (measurement.measures.get(name) for name in measure_names(result))
     point = (measurement.point,) if len(points_of(result)) > 1 else ()
     return (
         *point,
-        measurement.variant,
+        label(measurement),
         in_seconds(measurement.median),
         in_seconds(measurement.low, measurement.high),
         in_seconds(measurement.median / measurement.units),
         _times(result.ratio(measurement, "fp32")),
-        _times(result.ratio(measurement, amp_baseline(result) + compiled)),
+        _times(rival.median / measurement.median if rival else None),
         MISSING if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}",
         in_bytes(measurement.peak_bytes),
         _times(measurement.peak_bytes / fp32.peak_bytes if fp32 and fp32.peak_bytes > 0 else None),
@@ -108,7 +129,8 @@ def footnotes(result: Result) -> tuple[str, ...]:
     data = max(m.data_bytes for m in result.measurements)
     batches = f" The batches kept on the device are {in_bytes(data)} of it." if data else ""
     return (
-        f"PeakRates measured in the same run: products {rates} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s.",
+        "Rivals: torch.autocast, torch.amp, Accelerate and Fabric as far as they are in the table, run as the row is.",
+        f"Peak rates measured in the same run: products {rates} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s.",
         "Roofline: the least work of each phase over these peak rates; 100% is as fast as the machine can be.",
         f"Peak memory is above the process's baseline after import.{batches}",
         f"Tests of the timed code: {result.tests}.",

@@ -17,6 +17,7 @@ import torch
 
 from ..bench import (
     PAGE,
+    README,
     RESULTS,
     WORKLOADS,
     Plan,
@@ -33,6 +34,7 @@ from ..bench import (
     run_tests,
     save_chart,
     short_name,
+    with_figures,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Options:
         seed: of weights and data.
         peak_rates_s: seconds a round spends on measuring the machine's limits.
         check: run the tests of the timed code first, and refuse to time it if they fail.
+        quick: take a size that only shows that everything runs; the figures mean nothing.
         out: folder for the JSON and the picture.
         json: print the JSON instead of the table.
     """
@@ -68,6 +71,7 @@ class Options:
     seed: int = 0
     peak_rates_s: float = 1.0
     check: bool = True
+    quick: bool = False
     out: Path = Path("runs/bench")
     json: bool = False
 
@@ -174,6 +178,7 @@ def tests_of(workload: Workload) -> str:
 def run_one(name: str, argv: Sequence[str]) -> Result:
     """Measure one workload as its command line says, save it and print it. Writes: files, standard output."""
     options, workload = parse(name, argv)
+    workload = workload.quick() if options.quick else workload
     plan = options.plan
     tests = tests_of(workload) if options.check else "not run: --no-check"
     result = measured(workload, plan, tests)
@@ -193,11 +198,13 @@ class DocsOptions:
     Attributes:
         results: folder of the stored results.
         page: file to write.
-        check: write nothing; exit with 1 if the file is not what the results make of it.
+        readme: file whose table of figures is written; none where it does not exist.
+        check: write nothing; exit with 1 if a file is not what the results make of it.
     """
 
     results: Path = RESULTS
     page: Path = PAGE
+    readme: Path = README
     check: bool = False
 
 
@@ -205,16 +212,19 @@ def _docs(argv: Sequence[str]) -> int:
     import tyro
 
     options = tyro.cli(DocsOptions, prog="mezzo bench docs", args=list(argv))
-    made = page(options.results, options.page)
-    if not options.check:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(made, encoding="utf-8")
-        print(options.page)
-        return 0
-    found = options.page.read_text(encoding="utf-8") if options.page.exists() else ""
-    if found != made:
-        print(f"{options.page} is not what {options.results} makes of it; run `mezzo bench docs`.", file=sys.stderr)
-    return int(found != made)
+    made = {options.page: page(options.results, options.page)}
+    if options.readme.exists():
+        made[options.readme] = with_figures(options.readme.read_text(encoding="utf-8"), options.results)
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if options.check:
+        for path in stale:
+            print(f"{path} is not what {options.results} makes of it; run `mezzo bench docs`.", file=sys.stderr)
+        return int(bool(stale))
+    for path, text in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+    return 0
 
 
 def run(argv: Sequence[str]) -> int:
