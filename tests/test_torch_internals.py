@@ -87,6 +87,16 @@ def test_versions_and_storages_tell_what_was_written() -> None:
     assert _torch.view_base(view) is tensor and _torch.view_base(tensor) is None
 
 
+def test_a_compiled_model_tells_its_backend() -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        return graph.forward
+
+    model = torch.nn.Linear(2, 2)
+    compiled = torch.compile(model, backend=backend)
+    assert _torch.compile_backend(compiled) == (backend, model)
+    assert _torch.is_compiled(compiled) and not _torch.is_compiled(model)
+
+
 def test_private_torch_stands_in_one_file() -> None:
     files = [path for path in sorted(SRC.rglob("*.py")) if path.name != "_torch.py"]
     found = [str(path.relative_to(SRC)) for path in files if PRIVATE.search(path.read_text())]

@@ -403,3 +403,16 @@ def has_no_memory(tensor: Tensor) -> bool:
 def is_compiler_loaded() -> bool:
     """Say whether the compiler was imported; asking torch about compilation would import it, for two seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def compile_backend(compiled: nn.Module) -> tuple[Callable[..., Any], nn.Module]:
+    """Return the backend and the model behind what `torch.compile` made of it. Without it no compiled op can be named."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    parts: Any = compiled
+    return innermost_backend(parts.dynamo_ctx.callback), parts._orig_mod
+
+
+def is_compiled(model: object) -> bool:
+    """Say whether `torch.compile` made a module. Without importing the compiler, which takes two seconds."""
+    return hasattr(model, "_orig_mod") and hasattr(model, "dynamo_ctx")

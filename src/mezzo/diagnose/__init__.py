@@ -16,6 +16,8 @@ from .lint import LintReport as LintReport
 from .lint import lint as lint
 from .memory import MemoryReport as MemoryReport
 from .memory import memory as memory
+from .mismatch import MismatchReport as MismatchReport
+from .mismatch import mismatch as mismatch
 from .watch import Watch as Watch
 from .watch import WatchReport as WatchReport
 from .watch import watch as watch

@@ -2,6 +2,7 @@
 
 from .context import OpMode as OpMode
 from .context import TraceContext as TraceContext
+from .context import run_eagerly as run_eagerly
 from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import LossTrace as LossTrace
 from .diagnosis import preserve_state as preserve_state
@@ -34,5 +35,6 @@ from .tracer import Trace as Trace
 from .tracer import trace as trace
 from .verdict import number as number
 from .wide_values import StorageNotes as StorageNotes
+from .wide_values import WideValues as WideValues
 from .wide_values import at as at
 from .wide_values import flat as flat

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import DispatchMode, autograd_node, next_node_number, node_number, storage_id
+from .._torch import DispatchMode, autograd_node, is_compiler_loaded, next_node_number, node_number, storage_id
 from .frames import locate
 from .modules import ModuleStack, Place
 from .ops import node_op
@@ -230,6 +231,15 @@ class TraceContext:
         return known
 
 
+HOOKED = ".*when there are global hooks on modules"
+"""What a compiled model warns of while modules are followed."""
+
+
+def run_eagerly() -> AbstractContextManager[object]:
+    """Have compiled models run eagerly, so that their ops are seen one by one; the compiler is not imported for it."""
+    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext()
+
+
 class OpMode(DispatchMode):
     """Sees every op that reaches torch's dispatcher, and knows where the program stands.
 
@@ -257,10 +267,11 @@ class OpMode(DispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run a block op by op. Writes: torch's global module hooks, until its end."""
+        """Run a block op by op, compiled models too. Writes: torch's global module hooks, until its end."""
         self.context.modules.install()
         try:
-            with self.context.names, self:
+            with warnings.catch_warnings(), run_eagerly(), self.context.names, self:
+                warnings.filterwarnings("ignore", message=HOOKED)
                 yield
         finally:
             self.context.modules.remove()

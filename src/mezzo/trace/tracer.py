@@ -17,7 +17,7 @@ from .._torch import autograd_node, dispatch_modes, function_modes, is_compiler_
 from ..errors import RegionError
 from ..formats import dtype_name
 from .collector import Collector
-from .context import TraceContext
+from .context import HOOKED, TraceContext, run_eagerly
 from .evidence import PendingOutputs, leaves_behind
 from .findings import find, is_mostly_flushed
 from .measure import amax, is_finite, rms, tensor_facts
@@ -87,7 +87,7 @@ class Trace:
         if self._model is not None:
             self._follow(*self._model.parameters())
         self._contexts.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        warnings.filterwarnings("ignore", message=HOOKED)
         self._run_eagerly()
         self._contexts.enter_context(self._context.names)
         self._contexts.enter_context(self._collector)
@@ -113,7 +113,7 @@ class Trace:
         """Have compiled models run eagerly, so that their ops are seen one by one; the compiler is not imported for it."""
         if not self._is_eager and is_compiler_loaded():
             self._is_eager = True
-            self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            self._contexts.enter_context(run_eagerly())
 
     @property
     def is_on_top(self) -> bool:

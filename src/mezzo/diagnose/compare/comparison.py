@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import ConfigError
 from ...formats import dtype_name
 from ...policy import Policy, PolicyLike, as_policy
-from ...trace import preserve_state
+from ...trace import preserve_state, run_eagerly
 from ..trial import LossFn, bind_copy, device_of, loss_of, scale_of
 from .agreement import Agreement, GradientError, ModuleError, OpError, StepFidelity
 from .compare_report import CompareReport
@@ -89,9 +89,8 @@ def _open_kernels(device: torch.device) -> Iterator[None]:
     """Run compiled models eagerly, and fused ops by kernels that fp32 has too."""
     with ExitStack() as contexts:
         contexts.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
         warnings.filterwarnings("ignore", message="TF32 acceleration")  # said when a switch of oneDNN is set
-        contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        contexts.enter_context(run_eagerly())
         if device.type == "cuda":
             from torch.nn.attention import SDPBackend, sdpa_kernel
 

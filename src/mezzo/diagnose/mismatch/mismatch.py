@@ -1,0 +1,178 @@
+"""`mismatch`: two runs that should agree, side by side, and the first op where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import random_state
+from ..._torch import is_compiled
+from ...errors import ConfigError
+from ...trace import plain, preserve_state, tensors_in
+from ..trial import call
+from .compiled_nodes import wrong_nodes
+from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
+from .observed_run import OpRun, Run, observe, relative_error
+from .parting import Parting, part
+
+Runnable = nn.Module | Callable[..., Any]
+_ALIKE = 8.0
+"""A compiled run may be so many times further from fp64 than the eager one; beyond that each of its ops is looked at."""
+
+
+def _callable(run: Runnable, name: str) -> Any:
+    """Return what can be called; an exported program is opened."""
+    if isinstance(run, torch.export.ExportedProgram):
+        return run.module()
+    if not callable(run):
+        raise ConfigError(
+            f"mismatch was given {type(run).__name__} for {name}; give a model, what torch.compile or torch.export returned, or a "
+            "function of the batch."
+        )
+    return run
+
+
+@contextmanager
+def _undisturbed(run: Any) -> Iterator[None]:
+    """Give back random state and, of a model, its buffers and gradients."""
+    grad = torch.is_grad_enabled()
+    with preserve_state(run) if isinstance(run, nn.Module) else random_state.kept(), torch.set_grad_enabled(grad):
+        yield
+
+
+def _observe(run: Any, batch: Any, other: dict[str, Tensor]) -> Run:
+    model = run if isinstance(run, nn.Module) else None
+    with _undisturbed(run):
+        return observe(lambda: call(run, batch), model, other)
+
+
+def _output(run: Any, batch: Any) -> list[Tensor]:
+    with _undisturbed(run):
+        return [v.detach() for _, t in tensors_in(call(run, batch), "") if (v := plain(t)) is not None]
+
+
+def _check_shapes(a: Run, b: Run) -> None:
+    ours, theirs = ([tuple(t.shape) for t in run.outputs] for run in (a, b))
+    if ours != theirs or not ours:
+        raise ConfigError(
+            f"mismatch compares what a and b return, and a returns floating tensors of shapes {ours}, b of {theirs}. Give functions that "
+            "return the same tensors, for example lambda batch: model(batch).logits."
+        )
+
+
+def _place(op: OpRun | None) -> OpPlace | None:
+    if op is None:
+        return None
+    return OpPlace(
+        op=op.name, kernel=op.kernel, module=op.site.module, frame=op.site.library or op.site.user, dtype=op.dtype
+    )
+
+
+def _finding(found: Parting) -> MismatchFinding:
+    a, b = _place(found.a), _place(found.b)
+    frame = next((p.frame for p in (a, b) if p is not None and p.frame is not None), None)
+    return MismatchFinding(cause=found.cause, op=found.op, module=found.module, frame=frame, what=found.what, a=a, b=b)
+
+
+def _of_compiled(run: Any, batch: Any, observed: Run, output: list[Tensor], name: str) -> MismatchFinding | None:
+    """Return the op that a compiler got wrong; None where the compiled run is about as near to fp64 as the eager one."""
+    for eager, compiled in zip(observed.outputs, output, strict=True):
+        eps = torch.finfo(eager.dtype).eps
+        rounding = max((op.total for op in observed.ops), default=0.0)
+        if relative_error(compiled, eager) > _ALIKE * (rounding + eps):
+            break
+    else:
+        return None
+    with _undisturbed(run):
+        found = wrong_nodes(run, lambda model: call(model, batch))
+    if not found:
+        return None
+    node = found[0]
+    place = OpPlace(op=node.op, kernel="compiled", module=node.module, frame=node.frame, dtype="")
+    what = f"compiled, {name} is {node.local:.2g} off on the values it was given, rounding explains {node.bound:.2g}"
+    return MismatchFinding(
+        cause="kernel", op=node.op, module=node.module, frame=node.frame, what=what,
+        a=place if name == "a" else None, b=place if name == "b" else None,
+    )  # fmt: skip
+
+
+def _gap(index: int, a: Tensor, b: Tensor) -> OutputGap:
+    x, y = a.double(), b.to(a.device).double()
+    known = x.isfinite() & y.isfinite()
+    gap = (x - y)[known].abs()
+    p, q = (torch.log_softmax(t.reshape(-1, t.shape[-1]) if t.dim() else t.reshape(1, 1), -1) for t in (x, y))
+    kl = (p.exp() * (p - q)).nan_to_num(0.0, float("inf")).sum(-1)
+    return OutputGap(
+        name=f"output {index}",
+        difference=relative_error(b.to(a.device), a),
+        largest=float(gap.max()) if gap.numel() else 0.0,
+        kl_mean=float(kl.mean()) if kl.numel() else 0.0,
+        kl_max=float(kl.max()) if kl.numel() else 0.0,
+    )
+
+
+def _worst(a: Run, b: Run) -> OpRun | None:
+    """Return the op that adds most error of its own on the way to the outputs."""
+    ops = [op for op in (*a.ops, *b.ops) if 0 < op.local]
+    return max(ops, key=lambda op: op.local, default=None)
+
+
+def mismatch(a: Runnable, b: Runnable, batch: Any) -> MismatchReport:
+    """Run two things that should agree on one batch, op by op, and name the first op where they part.
+
+    Beside each run fp64 values are carried from the inputs; rounding does not move them. Where both runs have the same,
+    the difference is rounding, or a kernel that is further from fp64 than rounding explains. Where they have not, the first
+    op is named that makes something else of the same values. Values are recognised whatever their layout, so that another
+    arrangement or a fused op that gives the same is no finding. Both draw the same random numbers.
+
+    For eager and compiled, before and after export, two policies, two checkpoints, two attention implementations, the
+    logits of trainer and rollout. A compiled model is run as it is for its outputs; where these are off, its graph is
+    compiled again with every result as an output, and each op is held against eager torch.
+
+    Args:
+        a: a model, what `torch.compile` or `torch.export.export` returned, or a function of the batch; run as it is: in
+            its mode, and in the region and with the gradient mode the caller is in.
+        b: likewise.
+        batch: a tensor, a tuple of positional or a dict of named arguments of both.
+
+    Returns:
+        The report: the op, why, and how far the outputs are from each other.
+
+    Raises:
+        ConfigError: something that cannot be called, or outputs of different number or shape.
+
+    Writes: nothing. Syncs: at every op.
+    Source: fp64 as the oracle of finite-precision programs, as in CADNA and Herbgrind (Sanchez-Stern et al., 2018).
+
+    >>> x, norm = torch.linspace(-0.1, 0.3, 8).reshape(2, 4), nn.LayerNorm(4)
+    >>> report = mismatch(norm, nn.LayerNorm(4, eps=1e-3), x)
+    >>> report.finding.op, report.finding.what
+    ('layer_norm', 'eps is 1e-05 in a and 0.001 in b')
+    """
+    one, two = _callable(a, "a"), _callable(b, "b")
+    with random_state.kept():
+        ours = _observe(one, batch, {})
+        theirs = _observe(two, batch, ours.leaves)
+        _check_shapes(ours, theirs)
+        found = part(ours, theirs)
+        finding = None if found is None else _finding(found)
+        outputs = [list(ours.outputs), list(theirs.outputs)]
+        for i, (run, observed, name) in enumerate(((one, ours, "a"), (two, theirs, "b"))):
+            if is_compiled(run):
+                outputs[i] = _output(run, batch)
+                finding = finding or _of_compiled(run, batch, observed, outputs[i], name)
+    worst = None if finding is not None else _worst(ours, theirs)
+    shared = [key for key in ours.modules if key in theirs.modules]
+    pairs = [(key, ours.modules[key], theirs.modules[key]) for key in shared]
+    return MismatchReport(
+        finding=finding,
+        outputs=tuple(_gap(i, x, y) for i, (x, y) in enumerate(zip(*outputs, strict=True))),
+        worst=_place(worst),
+        worst_error=0.0 if worst is None else worst.local,
+        growth=tuple((name, relative_error(y, x)) for (name, _), x, y in pairs if x.shape == y.shape),
+        ops=(len(ours.ops), len(theirs.ops)),
+    )

@@ -1,0 +1,336 @@
+"""One run, op by op, beside what fp64 gives: what each op read and made, in figures that no rounding moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch import OpOverload, tree_leaves
+from ...formats import dtype_name, widest
+from ...trace import (
+    Call,
+    OpMode,
+    Place,
+    Site,
+    StorageNotes,
+    TraceContext,
+    WideValues,
+    draws,
+    flat,
+    op_facts,
+    plain,
+    run_wide,
+    tensors_in,
+)
+
+SAME = 5e-7
+"""Two fp64 runs of the same mathematics differ by less: constants and tables may have been rounded to fp32."""
+_MASK = 2.0**100
+"""Magnitudes from here on stand for infinity, as `torch.finfo(dtype).min` does in a mask."""
+_ROUNDINGS = 64
+"""An op may be off by as many roundings of its inputs and results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a tensor holds, whatever its layout: figures of its elements as a set.
+
+    Attributes:
+        numel: elements.
+        left_out: of them those that are not finite, or stand for infinity in a mask.
+        sums: of the others: sum, sum of magnitudes, of squares, of cubes, least, largest.
+        is_float: not an index or a mask.
+        leaf: name of what was there before the run; empty for results.
+    """
+
+    numel: int
+    left_out: int
+    sums: tuple[float, ...]
+    is_float: bool
+    leaf: str = ""
+
+    def is_same(self, other: Value) -> bool:
+        """Say whether both hold the same numbers but for the rounding of constants."""
+        if (self.numel, self.left_out) != (other.numel, other.left_out):
+            return False
+        _, size, power, _, low, high = (max(abs(x), abs(y)) for x, y in zip(self.sums, other.sums, strict=True))
+        top = max(low, high)
+        scales = (size, size, power, power * top, top, top)
+        pairs = zip(self.sums, other.sums, scales, strict=True)
+        return all(abs(x - y) <= SAME * scale for x, y, scale in pairs)
+
+
+def value_of(tensor: Tensor, leaf: str = "") -> Value:
+    """Describe a tensor. Syncs: yes."""
+    x = tensor.detach().to(widest(tensor.device)).reshape(-1)
+    kept = x[x.abs() < _MASK]
+    if not kept.numel():
+        return Value(x.numel(), x.numel(), (0.0,) * 6, tensor.is_floating_point(), leaf)
+    square = kept.square()
+    figures = (kept.sum(), kept.abs().sum(), square.sum(), (square * kept).sum(), kept.min(), kept.max())
+    sums = tuple(torch.stack(figures).tolist())
+    return Value(x.numel(), x.numel() - kept.numel(), sums, tensor.is_floating_point(), leaf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRun:
+    """One op of a run.
+
+    Attributes:
+        site: where.
+        kernel: as torch calls it.
+        arguments: numbers, flags and words it was given, by name.
+        reads: what it read, in fp64.
+        readers: for each of `reads` the op that made it; None for what was there before the run.
+        makes: what it made, in fp64.
+        draws: it draws random numbers.
+        dtype: of the first result, short name.
+        local: its error over its result, against fp64 on what it read; as lengths.
+        bound: what rounding explains of it.
+        total: its error over its result, against a run in fp64 from the start.
+    """
+
+    site: Site
+    kernel: str
+    arguments: tuple[tuple[str, str], ...]
+    reads: tuple[Value, ...]
+    readers: tuple[int | None, ...]
+    makes: tuple[Value, ...]
+    draws: bool
+    dtype: str
+    local: float
+    bound: float
+    total: float
+
+    @property
+    def name(self) -> str:
+        """The public function that was called, else the op."""
+        return self.site.called or self.site.op
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether its kernel is further from fp64 than rounding explains."""
+        return self.local > self.bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run, op by op.
+
+    Attributes:
+        ops: in order.
+        outputs: floating tensors it returned, as they are.
+        values: the same in fp64.
+        makers: for each of `outputs` the op that made it.
+        modules: outputs of modules, by name and call.
+        leaves: what was there before the run, by name.
+    """
+
+    ops: tuple[OpRun, ...]
+    outputs: tuple[Tensor, ...]
+    values: tuple[Value, ...]
+    makers: tuple[int | None, ...]
+    modules: dict[tuple[str, int], Tensor]
+    leaves: dict[str, Tensor]
+
+
+def _length(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=widest(tensor.device))) if tensor.numel() else 0.0
+
+
+def relative_error(actual: Tensor, true: Tensor) -> float:
+    """Return the length of an error over that of the truth; inf where something finite came out not finite. Syncs: yes."""
+    true = true.to(widest(true.device))
+    known = true.isfinite() & (true.abs() < _MASK)
+    true, got = true[known], actual.detach()[known].to(true.dtype)
+    error, size = _length(got - true), _length(true)
+    return 0.0 if error == 0 else math.inf if not math.isfinite(error) or size == 0 else error / size
+
+
+class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Records each op, and carries fp64 values from the inputs along beside it.
+
+    Args:
+        model: names are relative to it; None names them relative to whatever is called first.
+        other: the leaves of a run that this one is held against: what equals one of them but for rounding has its values.
+
+    Syncs: at every op.
+    """
+
+    def __init__(self, model: nn.Module | None, other: dict[str, Tensor]) -> None:
+        super().__init__(TraceContext(model, 0, lambda _: None, self._on_output))
+        self._other = other
+        self.ops: list[OpRun] = []
+        self.modules: dict[tuple[str, int], Tensor] = {}
+        self.leaves: dict[str, Tensor] = {}
+        self._wide = WideValues()
+        self._makers: StorageNotes[int] = StorageNotes()
+        self._names: StorageNotes[str] = StorageNotes()
+        self._calls: dict[str, int] = {}
+        self._random = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[Any, Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one op and record it."""
+        kwargs = kwargs or {}
+        facts = op_facts(func)
+        if self._is_aside or facts.makes_nothing:
+            return func(*args, **kwargs)
+        site, call = self.context.site(facts.name), Call(func, facts, args, kwargs)
+        with self.aside():
+            known = {id(t): self._wide_of(call.original(t)) for _, t in call.inputs}
+            read = [(self._true(t, known), call.original(t)) for _, t in call.inputs]
+            read += [(t, t) for t in tree_leaves((call.args, call.kwargs)) if _is_index(t)]
+            reads = tuple(value_of(true, self._leaf(t)) for true, t in read)
+            readers = tuple(self._makers.get(t) for _, t in read)
+        out = call.run(args, kwargs)
+        with self.aside():
+            self._record(call, site, reads, readers, {k: v for k, v in known.items() if v is not None})
+        return out
+
+    @staticmethod
+    def _true(tensor: Tensor, known: dict[int, Tensor | None]) -> Tensor:
+        wide = known.get(id(tensor))
+        return tensor if wide is None else wide
+
+    def _wide_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the fp64 values of a tensor that the run made, or that rounding alone tells from the other run's."""
+        if self._makers.get(tensor) is None and self._names.get(tensor) is None:
+            name = self._name(tensor)
+            twin = self._twin(name, tensor)
+            if twin is not None:
+                self._wide.put(flat(tensor), twin)
+        return self._wide.get(tensor)
+
+    def _name(self, tensor: Tensor) -> str:
+        name = self.context.name_of(tensor) or f"tensor {len(self.leaves)}"
+        self._names.note(tensor, name)
+        self.leaves.setdefault(name, flat(tensor))
+        return name
+
+    def _leaf(self, tensor: Tensor) -> str:
+        return "" if self._makers.get(tensor) is not None else self._names.get(tensor) or self._name(tensor)
+
+    def _twin(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return the other run's values of a leaf, in fp64, where the two differ by the rounding of the narrower format."""
+        mine = flat(tensor)
+        named = self._other.get(name)
+        for other in [named] if named is not None else self._other.values():
+            if other.numel() == mine.numel() and other.dtype != mine.dtype and other.is_floating_point():
+                true, got = other.to(mine.device).double(), mine.double()
+                eps = max(torch.finfo(other.dtype).eps, torch.finfo(mine.dtype).eps)
+                if bool(((got - true).abs() <= eps * true.abs() + eps**4).all()):
+                    return true
+        return None
+
+    def _record(
+        self,
+        call: Call,
+        site: Site,
+        reads: tuple[Value, ...],
+        readers: tuple[int | None, ...],
+        known: dict[int, Tensor],
+    ) -> None:
+        full = run_wide(call, known, torch.float64) or [t.detach() for t in call.out]
+        near = (run_wide(call, {}, torch.float64) if known else full) or [t.detach() for t in call.out]
+        local = max((relative_error(t, n) for t, n in zip(call.out, near, strict=True)), default=0.0)
+        others = [t for t in tree_leaves(call.returned) if _is_index(t)]
+        made = [*zip(call.out, full, strict=True), *((t, t) for t in others)]
+        self.ops.append(
+            OpRun(
+                site=site,
+                kernel=call.facts.kernel,
+                arguments=_arguments(call),
+                reads=reads,
+                readers=readers,
+                makes=tuple(value_of(true) for _, true in made),
+                draws=draws(call),
+                dtype=dtype_name(call.out[0].dtype) if call.out else "",
+                local=local,
+                bound=self._bound(call, near, local),
+                total=max((relative_error(t, f) for t, f in zip(call.out, full, strict=True)), default=0.0),
+            )
+        )
+        for tensor, true in zip(call.out, full, strict=True):
+            self._wide.put(tensor, true.double())
+        for tensor, _ in made:
+            self._makers.note(tensor, len(self.ops) - 1)
+
+    def _bound(self, call: Call, near: list[Tensor], local: float) -> float:
+        """Return the error that rounding explains: of the result, and of what the op makes of rounded inputs."""
+        dtypes = [t.dtype for t in (*call.out, *(t for _, t in call.inputs))]
+        eps = max((torch.finfo(d).eps for d in dtypes), default=0.0)
+        if local <= 4 * eps:
+            return 4 * eps
+        moved = {id(t): self._jittered(t, eps) for _, t in call.inputs}
+        again = run_wide(call, moved, torch.float64)
+        if again is None:
+            return math.inf
+        return _ROUNDINGS * (eps + max(relative_error(a, n) for a, n in zip(again, near, strict=True)))
+
+    def _jittered(self, tensor: Tensor, eps: float) -> Tensor:
+        noise = torch.randint(0, 2, tensor.shape, generator=self._random).to(tensor.device) * 2 - 1
+        return tensor.detach().double() * (1 + eps * noise)
+
+    def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
+        with self.aside():
+            found = next((v for _, t in tensors_in(output, "") if (v := plain(t)) is not None), None)
+        if found is not None and place.module:
+            call = self._calls.get(place.module, 0)
+            self._calls[place.module] = call + 1
+            self.modules[place.module, call] = found.detach()
+
+    def run_of(self, output: object) -> Run:
+        """Return the run, given what it returned. Syncs: yes."""
+        tensors = [v for _, t in tensors_in(output, "") if (v := plain(t)) is not None]
+        with self.aside():
+            wide = [(t, self._wide.get(t)) for t in tensors]
+            return Run(
+                ops=tuple(self.ops),
+                outputs=tuple(t.detach() for t in tensors),
+                values=tuple(value_of(t if w is None else w) for t, w in wide),
+                makers=tuple(self._makers.get(t) for t in tensors),
+                modules=self.modules,
+                leaves=self.leaves,
+            )
+
+
+def _is_index(value: object) -> bool:
+    is_whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+    return is_whole and isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+
+
+def _arguments(call: Call) -> tuple[tuple[str, str], ...]:
+    named = {**dict(zip(call.facts.arguments, call.args, strict=False)), **call.kwargs}
+    kinds = (bool, int, float, str)
+    return tuple((n, repr(v)) for n, v in named.items() if isinstance(v, kinds) or _is_numbers(v))
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(v, (bool, int, float)) for v in value)
+
+
+def observe(run: Callable[[], object], model: nn.Module | None, other: dict[str, Tensor]) -> Run:
+    """Run something once, op by op; compiled models run their ops one by one.
+
+    Args:
+        run: returns its outputs.
+        model: names are relative to it.
+        other: leaves of the run it is held against.
+
+    Writes: what `run` writes. Syncs: at every op.
+    """
+    mode = ObservingMode(model, other)
+    with mode.watching():
+        output = run()
+    return mode.run_of(output)

@@ -1,0 +1,179 @@
+"""Where two runs part: pure functions of what was recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from .observed_run import OpRun, Run, Value
+
+Cause = Literal["weights", "random", "arguments", "other op", "missing op", "decision", "kernel", "overflow"]
+"""Why two runs part.
+
+weights: a parameter, buffer or input differs. random: one draws where the other does not, or draws others. arguments: the
+same op with other numbers. other op: other arithmetic. missing op: one of them leaves an op out. decision: rounding turned
+an index or a comparison. kernel: the same op on the same values, further from fp64 than rounding explains. overflow: a
+16-bit result is not finite where fp64 is.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first op where two runs part.
+
+    Attributes:
+        cause: why.
+        op: public function, else op: the one to look at.
+        module: where it stands, by name.
+        a: the op in the first run; None where that has no such op.
+        b: likewise in the second.
+        what: what differs, in a sentence.
+    """
+
+    cause: Cause
+    op: str
+    module: str
+    a: OpRun | None
+    b: OpRun | None
+    what: str
+
+
+class _Known:
+    """Everything a run read or made, to be looked up by value."""
+
+    def __init__(self, run: Run) -> None:
+        self._values: dict[tuple[int, int], list[Value]] = defaultdict(list)
+        for op in run.ops:
+            for value in (*op.reads, *op.makes):
+                same = self._values[value.numel, value.left_out]
+                if value not in same:
+                    same.append(value)
+
+    def __contains__(self, value: Value) -> bool:
+        return any(value.is_same(other) for other in self._values.get((value.numel, value.left_out), ()))
+
+
+def _frontier(run: Run, known: _Known, outputs: Iterable[int]) -> list[int]:
+    """Return the ops behind outputs that made something new out of nothing new, in order."""
+    todo = [maker for i in outputs if (maker := run.makers[i]) is not None]
+    seen: set[int] = set()
+    found = []
+    while todo:
+        index = todo.pop()
+        if index in seen:
+            continue
+        seen.add(index)
+        op = run.ops[index]
+        new = [r for v, r in zip(op.reads, op.readers, strict=True) if r is not None and v not in known]
+        todo += new
+        if not new:
+            found.append(index)
+    return sorted(found)
+
+
+def _behind(run: Run, known: _Known, wrong: Iterable[int]) -> list[int]:
+    return _frontier(run, known, [i for i in wrong if run.values[i] not in known])
+
+
+def _next_ops(run: Run, index: int) -> list[OpRun]:
+    """Return the ops that read what an op made."""
+    return [op for op in run.ops[index + 1 :] if index in op.readers]
+
+
+def _follows(run: Run, index: int, op: OpRun) -> bool:
+    """Say whether what reads an op's result does what the other run does in its place."""
+    return any(n.site.op == op.site.op and n.arguments == op.arguments for n in _next_ops(run, index))
+
+
+def part(a: Run, b: Run) -> Parting | None:
+    """Return the first op where two runs part; None where fp64 gives the same in both and no kernel is at fault.
+
+    Args:
+        a: one run.
+        b: another, which returned as many tensors of as many elements.
+    """
+    wrong = [i for i, (x, y) in enumerate(zip(a.values, b.values, strict=True)) if not x.is_same(y)]
+    if not wrong:
+        return _of_kernels(a, b)
+    known_a, known_b = _Known(a), _Known(b)
+    ours, theirs = _behind(a, known_b, wrong), _behind(b, known_a, wrong)
+    # a result may be something that the other run knows by another way, as x * 1 is
+    ours = ours or [i for i in _frontier(a, known_b, wrong) if a.ops[i].site.op in {b.ops[j].site.op for j in theirs}]
+    theirs = theirs or [j for j in _frontier(b, known_a, wrong) if b.ops[j].site.op in {a.ops[i].site.op for i in ours}]
+    return _name(a, b, ours, theirs, known_a, known_b)
+
+
+def _name(a: Run, b: Run, ours: list[int], theirs: list[int], known_a: _Known, known_b: _Known) -> Parting:
+    x = a.ops[ours[0]] if ours else None
+    y = b.ops[theirs[0]] if theirs else None
+    pairs = [(i, j) for i in ours for j in theirs if a.ops[i].site.op == b.ops[j].site.op]
+    alike = next(((i, j) for i, j in pairs if a.ops[i].site.module == b.ops[j].site.module), None)
+    if alike is not None and (ours[0] == alike[0] or theirs[0] == alike[1]):
+        x, y = a.ops[alike[0]], b.ops[alike[1]]
+    for side, op, known in (("a", x, known_b), ("b", y, known_a)):
+        leaf = None if op is None else _leaf(op, known)
+        if op is not None and leaf is not None and not (x and y and x.draws != y.draws):
+            return _parting("weights", op, x, y, f"{leaf} of {side} is not in the other run")
+    if x is None or y is None:
+        op = x or y
+        assert op is not None  # something made the output that differs
+        return _parting("random" if op.draws else "missing op", op, x, y, f"only {'a' if x else 'b'} runs it")
+    return _of_ops(a, b, x, y)
+
+
+def _leaf(op: OpRun, known: _Known) -> str | None:
+    """Return what an op reads that was there before the run and that the other run does not have."""
+    return next((v.leaf for v in op.reads if v.leaf and v not in known), None)
+
+
+def _of_ops(a: Run, b: Run, x: OpRun, y: OpRun) -> Parting:
+    if x.draws or y.draws:
+        op = x if x.draws else y
+        what = "both draw, and not the same numbers" if x.draws and y.draws else f"only {'a' if op is x else 'b'} draws"
+        return _parting("random", op, x, y, what)
+    if x.site.op == y.site.op:
+        return _of_same_op(x, y)
+    if _follows(a, a.ops.index(x), y):
+        return _parting("missing op", x, x, None, f"only a runs it; b goes on with {y.name}")
+    if _follows(b, b.ops.index(y), x):
+        return _parting("missing op", y, None, y, f"only b runs it; a goes on with {x.name}")
+    return _parting("other op", x, x, y, f"a runs {x.name}, b runs {y.name}")
+
+
+def _of_same_op(x: OpRun, y: OpRun) -> Parting:
+    changed = _changed(x, y)
+    if changed:
+        return _parting("arguments", x, x, y, changed)
+    if all(not v.is_float for v in x.makes):
+        return _parting("decision", x, x, y, "rounding turned an index or a comparison")
+    return _parting("other op", x, x, y, "the same op on other operands")
+
+
+def _changed(x: OpRun, y: OpRun) -> str:
+    """Say which numbers two calls of an op were given that differ."""
+    one, two = dict(x.arguments), dict(y.arguments)
+    names = [n for n in (*one, *(n for n in two if n not in one)) if one.get(n) != two.get(n)]
+    return "; ".join(f"{n} is {one.get(n, 'left out')} in a and {two.get(n, 'left out')} in b" for n in names)
+
+
+def _of_kernels(a: Run, b: Run) -> Parting | None:
+    """Return the first op whose kernel is wrong in one run alone."""
+    bad_a, bad_b = ({(o.site.module, o.site.op): o for o in reversed(r.ops) if o.is_wrong} for r in (a, b))
+    alone = [(o, "a") for k, o in bad_a.items() if k not in bad_b] + [
+        (o, "b") for k, o in bad_b.items() if k not in bad_a
+    ]
+    if not alone:
+        return None
+    op, side = min(alone, key=lambda pair: (a if pair[1] == "a" else b).ops.index(pair[0]))
+    x, y = (op, None) if side == "a" else (None, op)
+    if op.local == float("inf"):
+        return _parting("overflow", op, x, y, f"{side} holds inf or NaN in {op.dtype} where fp64 is finite")
+    return _parting(
+        "kernel", op, x, y, f"{side} is {op.local:.2g} off on the values it was given, rounding explains {op.bound:.2g}"
+    )
+
+
+def _parting(cause: Cause, op: OpRun, a: OpRun | None, b: OpRun | None, what: str) -> Parting:
+    return Parting(cause=cause, op=op.name, module=op.site.module, a=a, b=b, what=what)
