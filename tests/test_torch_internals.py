@@ -88,12 +88,12 @@ def test_versions_and_storages_tell_what_was_written() -> None:
 
 
 def test_a_compiled_model_tells_its_backend() -> None:
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
-        return graph.forward
-
-    model = torch.nn.Linear(2, 2)
-    compiled = torch.compile(model, backend=backend)
-    assert _torch.compile_backend(compiled) == (backend, model)
+    model, seen = torch.nn.Linear(2, 2), []
+    compiled = torch.compile(model, backend=lambda graph, inputs: seen.append(graph))
+    backend, original = _torch.compile_backend(compiled)
+    graph = torch.fx.symbolic_trace(model)
+    backend(graph, [])
+    assert original is model and seen == [graph]
     assert _torch.is_compiled(compiled) and not _torch.is_compiled(model)
 
 
