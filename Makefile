@@ -3,6 +3,7 @@
 # make test-all   the long tests too
 # make docs       the site in build/site; any broken link or name is an error
 # make sanitize   the compiled kernels under AddressSanitizer and UBSan, 20,000 generated calls
+# make fuzz       generated programs beside plain torch, until one differs; N=2000 runs as many
 # make check      what CI checks: format, lint, types, import layers, documentation blocks, tests
 # make gpu        on a machine with a GPU: every test marked cuda, every benchmark against its peers, and the page of figures
 # make offline    what the GPU kernels cost a thread, compiled for four GPUs without one
@@ -11,7 +12,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-all check format lint types docs sanitize gpu offline clean
+.PHONY: setup demo test test-all check format lint types docs sanitize fuzz gpu offline clean
 
 setup: $(READY)
 
@@ -45,6 +46,9 @@ docs: setup
 
 sanitize: setup
 	PYTHONPATH=. $(BIN)/python -m tests.kernels.test_sanitizers
+
+fuzz: setup
+	PYTHONPATH=. $(BIN)/python -m tests.fuzz $(N)
 
 gpu: setup
 	$(BIN)/pytest -q -m cuda

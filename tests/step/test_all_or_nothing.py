@@ -225,6 +225,19 @@ class TestRelease:
             its.step()
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
+    @pytest.mark.parametrize("policy", ["bf16-master", "fp16-master", "bf16-master, grads=fp32"])
+    def test_gradients_have_the_policys_dtype_the_second_time_too(self, policy: str) -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dtypes = []
+        for _ in range(2):
+            amp = mezzo.prepare(model, optimizer, policy)
+            x, y = batch()
+            amp.backward(mse(model(x), y))
+            dtypes.append([p.grad.dtype for p in model.parameters()])
+            amp.release()
+        assert dtypes[0] == dtypes[1]
+
     def test_the_stepper_says_that_it_was_released(self) -> None:
         model = Net()
         amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")

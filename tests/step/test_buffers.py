@@ -178,6 +178,26 @@ class TestNobodysStep:
         assert not step(run, bad())
         assert_equal(model, before)
 
+    def test_a_forward_without_backward_before_a_backward_that_raises(self, run: Run) -> None:
+        """What reached no output is the forward's whose loss it was, and not of those before."""
+        model, amp = run
+        step(run, good())
+        amp.zero_grad()
+        model(good())
+        amp.zero_grad()
+        before = copy_of(model)
+        loss = model(bad()).square().mean()
+
+        def raising(grads: tuple[Tensor, ...]) -> None:
+            raise ValueError
+
+        assert loss.grad_fn is not None
+        loss.grad_fn.register_prehook(raising)
+        with pytest.raises(ValueError):
+            amp.backward(loss)
+        amp.zero_grad()
+        assert_equal(model, before)
+
     def test_gradients_that_the_optimizer_dropped(self, run: Run) -> None:
         model, amp = run
         amp.backward(model(good()).square().mean())

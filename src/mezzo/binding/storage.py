@@ -125,7 +125,7 @@ def convert_(
         PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
             DistributedDataParallel holds.
 
-    Writes: the storage of parameters, which keep their identity; masters. Syncs: no.
+    Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: no.
     """
     if policy.params in LOW_DTYPES and not policy.is_low:
         raise PolicyError(
@@ -142,6 +142,7 @@ def convert_(
             "of them as they are. Write amp = mezzo.prepare(model, optimizer, policy) first, then "
             "ddp = DistributedDataParallel(amp.model)."
         )
+    has_own_grad_dtype = [p for p in changed.values() if p.grad_dtype is p.dtype]
     spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
     if spread:
         _convert_spread_(model, {p: targets[p] for p in changed.values()})
@@ -153,6 +154,9 @@ def convert_(
         optimizer = owners.get(p)
         if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
             optimizer.set_masters_({p: master.to(torch.float32)})
+    for p in has_own_grad_dtype:
+        if p.grad_dtype is not p.dtype:  # it was written down once, and then follows no more
+            p.grad_dtype = p.dtype
     return list(changed)
 
 

@@ -175,9 +175,10 @@ class Buffers:
 
     def _moved(self) -> list[tuple[Slot, Copy]]:
         """Return the buffers that the step wrote, with what they were."""
-        if not self._used:  # a compiled model shows none of its forwards
+        forwards = self._used or self._open()  # of a backward that raised on its way to the output
+        if not forwards:  # a compiled model shows none of its forwards
             return [(slot, self._last[name]) for name, slot in self._slots.items() if slot.is_moved(self._last[name])]
-        before = min(self._used, key=lambda forward: forward.number).before
+        before = min(forwards, key=lambda forward: forward.number).before
         slots = [(slot, before.get(name, ABSENT)) for name, slot in self._slots.items()]
         return [(slot, was) for slot, was in slots if slot.is_moved(was) and not slot.is_foreign()]
 
