@@ -9,6 +9,7 @@ from .bind import rebind as rebind
 from .bind import record as record
 from .bind import remember as remember
 from .bind import unbind as unbind
+from .module_rules import with_missing_kernels as with_missing_kernels
 from .storage import check_floats as check_floats
 from .storage import check_optimizers as check_optimizers
 from .storage import convert_ as convert_

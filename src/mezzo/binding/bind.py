@@ -20,7 +20,7 @@ from .._torch import dynamo_skip_frame, functorch_level, graph_task_id
 from ..casting import autocast, bind_frame, bind_reentrant
 from ..errors import PolicyError, StepError
 from ..policy import FP32_RULES, CacheName, Policy
-from .module_rules import Precision, cast_floating, run_ruled
+from .module_rules import FUSED, Precision, cast_floating, run_ruled, run_unfused
 
 RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
@@ -407,6 +407,8 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         return
     before, forward = record(module), module.__dict__.pop("forward", None)
     inner = _Own(forward) if forward is not None else None if before is None else before.inner
+    if inner is None and isinstance(module, FUSED):
+        inner = run_unfused
     module.__dict__[RECORD] = Bound(binding=binding, own=own, around=around, is_root=is_root, inner=inner)
     cls = type(module)
     if hasattr(cls, "_mezzo_class"):

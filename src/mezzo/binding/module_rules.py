@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -12,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import TREE_NODES, num_function_modes, own_parameters, tree_map_only
-from ..formats import LOW_DTYPES
-from ..policy import FP32_RULES, Rule
+from ..formats import LOW_DTYPES, dtype_name
+from ..policy import FP32_RULES, ModuleRule, Policy, Rule
 from .norms import layer_norm
+
+_log = logging.getLogger("mezzo.binding")
 
 Precision = Rule | torch.dtype | None
 """What a module computes in: a rule, a 16-bit dtype, or None for the policy's compute dtype."""
@@ -110,6 +114,59 @@ def run_ruled(
         wide = torch.float32 if low is None else _own_dtype(module)
         out = forward(module, *cast_floating(args, wide), **cast_floating(kwargs, wide))
     return out if low is None else cast_floating(out, low)
+
+
+@functools.cache
+def has_lstm_kernel(dtype: torch.dtype) -> bool:
+    """Whether this CPU runs torch's LSTM under autocast to a 16-bit dtype. For fp16 torch chooses a kernel that few CPUs have."""
+    with torch.random.fork_rng(devices=[]):
+        lstm = nn.LSTM(1, 1, device="cpu")
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            lstm(torch.zeros(1, 1, 1, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def with_missing_kernels(policy: Policy, model: nn.Module, device_type: str) -> Policy:
+    """Return a policy with a rule, which any rule of its own overrides, for modules that have no 16-bit kernel here.
+
+    Args:
+        policy: with its compute dtype decided.
+        model: that it will be bound to.
+        device_type: of the model.
+
+    Syncs: no.
+    """
+    low = policy.compute
+    if low is None or not policy.is_low or device_type != "cpu" or policy.op_rules.table != "torch":
+        return policy
+    if not any(isinstance(m, nn.LSTM) for m in model.modules()) or has_lstm_kernel(low):
+        return policy
+    _log.info("this CPU has no %s kernel for nn.LSTM, so LSTM=fp32_low_out is added to the policy", dtype_name(low))
+    rule = ModuleRule(pattern="LSTM", precision=Rule.FP32_LOW_OUT, required=False)
+    return policy.replace(modules=(rule, *policy.modules))
+
+
+FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that in evaluation call one fused kernel, past every rule and cast."""
+
+
+def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a module in `FUSED`, without its fused kernel where casting is on.
+
+    torch leaves that kernel out under autocast, but asks for CUDA's alone: on the CPU the switch of CUDA says so too.
+    """
+    forward = type(module)._mezzo_class.forward  # type: ignore[attr-defined]  # of every bound class
+    is_hidden = torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+    if module.training or not is_hidden:
+        return forward(module, *args, **kwargs)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 def _is_low_layer_norm(forward: Callable[..., Any], args: tuple[Any, ...], low: torch.dtype, traced: bool) -> bool:

@@ -11,7 +11,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..binding import check_floats, check_optimizers, convert_, innermost, record, remember, set_grad_dtype_
+from ..binding import (
+    check_floats,
+    check_optimizers,
+    convert_,
+    innermost,
+    record,
+    remember,
+    set_grad_dtype_,
+    with_missing_kernels,
+)
 from ..binding.bind import bind
 from ..errors import StepError
 from ..optim import adopt
@@ -73,7 +82,8 @@ def prepare(
     wrapped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     inner, given = innermost(model), [inner_optimizer(one) for one in wrapped]
     _refuse_prepared(inner, given)
-    resolved = as_policy(policy).resolve(next((p.device for p in model.parameters()), torch.device("cpu")))
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    resolved = with_missing_kernels(as_policy(policy).resolve(device), inner, device.type)
     check_demotion(resolved, None)
     check_floats(model, resolved)
     _check_shared(given, skip)

@@ -1,0 +1,82 @@
+"""What modules meet that torch would run past the policy, or not at all: fused layers, and kernels that are missing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.binding import module_rules
+
+
+def encoder() -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+
+def evaluate(model: nn.Module, padding: Tensor | None) -> Tensor:
+    torch.manual_seed(1)
+    model.eval()
+    with torch.no_grad():
+        return model(torch.randn(2, 5, 16), src_key_padding_mask=padding)[:, :4]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16"])
+def test_a_transformer_in_evaluation(policy: str, is_padded: bool) -> None:
+    padding = (torch.arange(5) == 4).expand(2, 5) if is_padded else None
+    model = encoder()
+    wanted = evaluate(copy.deepcopy(model), padding)
+    mezzo.prepare(model, None, policy)
+    found = evaluate(model, padding)
+    dtype = mezzo.Policy.parse(policy).compute
+    torch.testing.assert_close(found, wanted, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert torch.equal(evaluate(copy.deepcopy(model), padding), found)
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_evaluation_obeys_the_rules_of_modules_inside() -> None:
+    """torch's fused kernel never calls them."""
+    model = encoder()
+    mezzo.prepare(model, None, "bf16, *.linear1=fp32")
+    seen = []
+    model.layers[0].linear1.register_forward_hook(lambda *_: None)
+    for layer in model.layers:
+        layer.dropout.register_forward_hook(lambda module, args, out: seen.append(args[0].dtype))
+    evaluate(model, None)
+    assert seen == [torch.float32] * 2
+
+
+def test_a_rule_for_an_lstm_without_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.LSTM(3, 4, num_layers=2, bidirectional=True))
+    with mock.patch.object(module_rules, "has_lstm_kernel", lambda dtype: False), caplog.at_level(logging.INFO):
+        amp = mezzo.prepare(model, torch.optim.Adam(model.parameters()), "fp16, scaling.init_scale=16")
+    assert "LSTM=fp32_low_out" in str(amp.policy) and "no fp16 kernel for nn.LSTM" in caplog.text
+    amp.backward(model(torch.randn(5, 2, 3))[0].square().mean())
+    assert amp.step()
+
+
+@pytest.mark.parametrize("policy", ["fp16", "fp16-master", "bf16", "bf16-master"])
+def test_an_lstm_trains_in_every_dtype_on_this_machine(policy: str) -> None:
+    model = nn.LSTM(3, 4)
+    amp = mezzo.prepare(model, torch.optim.Adam(model.parameters()), policy)
+    found, state = model(torch.randn(5, 2, 3), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)))
+    assert found.dtype is torch.float32
+    amp.backward(found.square().mean() + state[0].mean())
+    amp.step()
+
+
+def test_no_rule_is_added_without_need() -> None:
+    lstm, linear = nn.LSTM(3, 4), nn.Linear(3, 4)
+    with mock.patch.object(module_rules, "has_lstm_kernel", lambda dtype: False):
+        for model, text in ((linear, "fp16"), (lstm, "fp32"), (lstm, "fp16, ops=mezzo")):
+            policy = mezzo.Policy.parse(text)
+            assert module_rules.with_missing_kernels(policy, model, "cpu") is policy
+        own = mezzo.Policy.parse("fp16, LSTM=fp16")
+        added = module_rules.with_missing_kernels(own, lstm, "cpu")
+    assert added.module_rule("", ("LSTM",)) == own.module_rule("", ("LSTM",))
