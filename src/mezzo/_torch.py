@@ -352,9 +352,10 @@ def holds_unreduced_grad(param: Any) -> bool:
 
 def drop_unreduced_grad_(param: Any) -> None:
     """Drop a gradient that `fully_shard` holds back. Writes: the state of the weight."""
-    param.unsharded_accumulated_grad = None
     if hasattr(param, "_unsharded_param"):
         param._unsharded_param.grad = None
+    if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on it is the gradient above, and read-only
+        param.unsharded_accumulated_grad = None
 
 
 # --- nested values --------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_the_signature_of_the_old_namespace_is_named() -> None:
         mezzo.autocast("cpu", True)  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit.script. is deprecated:FutureWarning")
 def test_torchscript_says_what_to_write() -> None:
     def scripted(x: torch.Tensor) -> torch.Tensor:
         with mezzo.autocast("cpu"):

@@ -257,7 +257,11 @@ class TestRelease:
             assert value.dtype is before[key].dtype
             torch.testing.assert_close(value, before[key], rtol=2**-8, atol=0)
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize:UserWarning")
+    @pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore:.torch.jit.script. is deprecated:FutureWarning",
+        "ignore:torch.quantize:UserWarning",
+    )
     def test_what_needs_plain_classes_works_again(self) -> None:
         model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2))
         amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
@@ -282,7 +286,7 @@ class TestOutsideToolsOnAPreparedModel:
         assert isinstance(model[0], nn.Linear) and model[0](x).dtype is torch.bfloat16
         torch.testing.assert_close(model(x), want, rtol=2**-6, atol=2**-6)
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit.script. is deprecated:FutureWarning")
     def test_script_and_quantize_say_what_to_do(self) -> None:
         model = nn.Sequential(nn.Linear(4, 2))
         amp = mezzo.prepare(model, None, "bf16")

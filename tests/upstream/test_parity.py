@@ -44,6 +44,7 @@ EXCEPTIONS: dict[str, tuple[frozenset[str], str]] = {
     "einsum": (frozenset({"standalone"}), "C++ composite: its equation decides whether a product is inside"),
     "tensordot": (frozenset({"standalone"}), "C++ composite: its dims decide whether a product is inside"),
     "linalg.pinv": (frozenset({"standalone"}), "C++ composite: fp32 decomposition, 16-bit products"),
+    "linalg.polar": (frozenset({"standalone"}), "C++ composite: fp32 decomposition, 16-bit products"),
     "nn.functional.bilinear": (frozenset({"standalone"}), "torch casts bmm inside the kernel, below autograd"),
     "nn.functional.pad": (frozenset({"standalone"}), "C++ composite: its mode decides which padding is inside"),
 }

@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "mezzo": __version__, "system": platform.platform()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            found[name] = str(torch.__version__) if name == "torch" else metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     if torch.version.cuda:

@@ -26,9 +26,18 @@ _LEAVES = frozenset(
 )
 
 
+def _full_name(name: str, function: AnyCallable) -> str:
+    """Return linalg_polar for torch.linalg.polar, which is another op than torch.polar."""
+    own = getattr(function, "__name__", "")
+    return own if own.endswith(f"_{name}") else name
+
+
 def _namespaces() -> list[tuple[str, AnyCallable]]:
     found = [
-        (name, getattr(space, name)) for space in OP_NAMESPACES for name in dir(space) if not name.startswith("__")
+        (_full_name(name, getattr(space, name)), getattr(space, name))
+        for space in OP_NAMESPACES
+        for name in dir(space)
+        if not name.startswith("__")
     ]
     for functions in get_overridable_functions().values():
         found += [(getattr(f, "__name__", ""), f) for f in functions]

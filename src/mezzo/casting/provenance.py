@@ -20,7 +20,7 @@ from ..policy import Row, known_ops
 
 _MISMATCH = re.compile(
     r"(expected|expect) .*(scalar type|m1 and m2|mat1 and mat2|self and mat2|same dtype|dtype|(Half|BFloat16|Float|Double)\b)"
-    r"|(must|should|to) (have|be) the same|same (dtype|type)|(dtypes?|should) (mis)?match|did not match"
+    r"|(must|should|to) (have|be) the same|same (data )?(dtype|type)|(dtypes?|should) (mis)?match|did not match"
     r"|different dtypes|Promotion for|Found dtype",
     re.IGNORECASE,
 )
@@ -28,7 +28,7 @@ _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Low precision dtypes not supported|Unsupported dtype (Half|BFloat16)"
     r"|could not create a primitive|but got (Half|BFloat16)\b|tensor with .* dimensions of float"
 )
-_DTYPE = re.compile(r"dtype|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
+_DTYPE = re.compile(r"dtype|data type|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
 _INTEGER = re.compile(r"\b(Long|Int|Byte|Bool)\b")  # an index or a class that is no integer, whatever a region casts
 _OPERATORS = {
     ast.MatMult: "matmul", ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",

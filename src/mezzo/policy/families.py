@@ -93,6 +93,10 @@ FAMILIES: tuple[Family, ...] = (
         repair="torch casts what is inside, by device: on a CPU a GRU stays fp32, and an LSTM in fp16 meets a kernel that is "
         "not there, where one for 16-bit weights is",
     ),
+    _family(
+        "_cudnn_rnn", (LOW, ("cuda",)), mezzo=None, reason="cuDNN's recurrent layers; only builds with CUDA list it",
+        repair="gru and lstm are ruled by their public names",
+    ),
     _family("mkldnn_rnn_layer", (LOW, ("cpu",)), mezzo=LOW, reason="the fused LSTM layer on CPU: matrix products"),
     _family(
         "grouped_mm _grouped_mm", mezzo=LOW, reason="matrix products of a mixture of experts",
