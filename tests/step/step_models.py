@@ -6,12 +6,14 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
+from mezzo.step import accumulation, result
 
 INF, NAN = float("inf"), float("nan")
 
@@ -28,6 +30,12 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(self.norm(self.stats(self.inner(x)).relu())).float()
+
+
+def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the host decide nothing, as for an accelerator, on the CPU's tensors."""
+    for module in (accumulation, result):
+        monkeypatch.setattr(module, "host_decides", lambda device: False)
 
 
 def batch(size: int = 16) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ import pytest
 
 from mezzo.errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun
 from mezzo.policy import GuardConfig, ScalingConfig
-from mezzo.step.flags import StepFlags
 from mezzo.step.guard import Counters, GuardState, Suspects, next_guard
+from mezzo.step.result import StepFlags
 
 CONFIG = GuardConfig(patience=4)
 SCALING = ScalingConfig(init_scale=8.0)

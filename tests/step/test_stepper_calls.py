@@ -16,6 +16,7 @@ from tests.step.step_models import (
     mse,
     prepared,
     twin,
+    wait_for_nothing,
 )
 from torch import Tensor, nn
 
@@ -51,6 +52,8 @@ class HostReads:
 
 
 class TestHostReads:
+    """Here as on an accelerator; tests/device has a device that counts by itself."""
+
     @pytest.mark.parametrize("policy", ["fp32", "bf16", CALM])
     @pytest.mark.parametrize("name", [*ON_DEVICE, "fused-momentum"])
     def test_none_on_the_healthy_path(self, name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +61,7 @@ class TestHostReads:
         x, y = batch()
         for _ in range(3):  # the invariants of the first steps are looked at
             run(amp, x, y, max_norm=1.0)
+        wait_for_nothing(monkeypatch)
         reads = HostReads(monkeypatch)
         for _ in range(3):
             for clip in ({"max_norm": 1.0}, {"clip_value": 1.0}, {}):
@@ -71,6 +75,7 @@ class TestHostReads:
         x, y = batch()
         for _ in range(3):
             run(amp, x, y)
+        wait_for_nothing(monkeypatch)
         reads = HostReads(monkeypatch)
         amp.zero_grad()
         amp.backward(mse(amp.model(x), y))
@@ -79,6 +84,10 @@ class TestHostReads:
         amp.backward(mse(amp.model(x), y))
         assert not amp.step().is_read
         assert reads.count == 0
+
+    def test_where_reading_waits_for_nothing_the_result_is_known_at_once(self) -> None:
+        _, amp = prepared(CALM, "fused-adamw")
+        assert run(amp, *batch(), max_norm=1.0).is_read
 
     def test_the_counter_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reads = HostReads(monkeypatch)

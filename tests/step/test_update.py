@@ -13,7 +13,7 @@ from mezzo.errors import StepError
 from mezzo.loss_scale.fused import StepScaling
 from mezzo.step.update import Clip, decides_on_device, true_grads_for
 
-from .step_models import OPTIMIZERS
+from .step_models import OPTIMIZERS, wait_for_nothing
 
 SCALE = torch.tensor(8.0)
 
@@ -101,6 +101,22 @@ def test_who_leaves_out_a_step_without_the_host(name: str) -> None:
     assert decides_on_device(optimizer) == (fused and name != "fused-momentum")  # its first step makes the sums
     optimizer.register_step_post_hook(lambda *_: None)
     assert not decides_on_device(optimizer)
+
+
+def test_what_the_host_knows_to_be_bad_reaches_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU a bad step is never begun, so that nobody has to leave things as they are."""
+    model = nn.Linear(4, 1)
+    optimizer = Fused(model.parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, "bf16, output=fp32")
+    amp.backward(loss(model) * float("inf"))
+    assert not amp.step() and not hasattr(optimizer, "seen")
+    amp.zero_grad()
+    amp.backward(loss(model))
+    assert amp.step() and optimizer.seen["found_inf"] is None
+    wait_for_nothing(monkeypatch)
+    amp.zero_grad()
+    amp.backward(loss(model))
+    assert amp.step() and float(optimizer.seen["found_inf"]) == 0.0
 
 
 def two(kind: str) -> tuple[nn.Sequential, mezzo.Stepper]:

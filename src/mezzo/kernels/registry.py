@@ -85,6 +85,8 @@ def _said(error: NativeBuildError) -> str:
 
 @functools.cache
 def _choose(op: str, device_type: str, dtype: torch.dtype, backend: Backend) -> Choice:
+    if backend not in get_args(Backend):
+        raise ConfigError(f"unknown backend {backend!r}.{did_you_mean(backend, get_args(Backend))}")
     device = torch.device(device_type)
     refused: list[str] = []
     for name in _ORDER[op] if backend == "auto" else (backend,):
@@ -113,8 +115,6 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
 
     Syncs: no.
     """
-    if backend not in get_args(Backend):
-        raise ConfigError(f"unknown backend {backend!r}.{did_you_mean(backend, get_args(Backend))}")
     return _choose(op, device.type, dtype, backend)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,13 @@ _log = logging.getLogger("mezzo.step")
 
 Skip = Literal["together", "independent"]
 """What several optimizers do when one has bad gradients: all skip, or that one."""
+Flag = Tensor | bool
+"""A finding: known to the host, or shape (), bool, on a device that the host does not wait for."""
+
+
+def host_decides(device: torch.device) -> bool:
+    """Whether the host may read what it finds on a device, since nothing has to be waited for."""
+    return device.type == "cpu"
 
 
 @dataclass(slots=True, eq=False)
@@ -30,35 +38,42 @@ class AccumulationState:
 
     Attributes:
         scale: shape (), fp32; None without scaling.
-        device: where the flags lie.
-        loss_bad: shape (), bool: a loss was inf or NaN before scaling; None before the first loss.
-        gradients_bad: shape (), bool: inf or NaN were seen before somebody edited the gradients; None: nobody did.
-        penalty_bad: shape (), bool: inf or NaN were in what `grad` returned, so that a loss made of it is no witness;
-            None: it was not called.
+        device: where the flags lie that the host does not know.
+        loss_bad: a loss was inf or NaN before scaling.
+        gradients_bad: inf or NaN were seen before somebody edited the gradients.
+        penalty_bad: inf or NaN were in what `grad` returned, so that a loss made of it is no witness.
         flushed: shape (), fp32: share of the gradients' elements that 16 bit flushed to zero; None: not measured.
         broken: what failed halfway, so that the gradients are no longer those of the loss; else empty.
     """
 
     scale: Tensor | None
     device: torch.device
-    loss_bad: Tensor | None = None
-    gradients_bad: Tensor | None = None
-    penalty_bad: Tensor | None = None
+    loss_bad: Flag = False
+    gradients_bad: Flag = False
+    penalty_bad: Flag = False
     flushed: Tensor | None = None
     broken: str = ""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, and remember whether it was finite. Syncs: no."""
-        bad = (loss.detach() * 0 != 0).reshape(())  # inf and NaN times 0 are NaN
-        self.loss_bad = either(move(bad, self.device), self.loss_bad)
+        self.loss_bad = either(self.loss_bad, is_bad(loss.detach(), self.device))
         return loss if self.scale is None else loss * move(self.scale, loss.device)
 
 
-def either(flag: Tensor, *others: Tensor | None) -> Tensor:
-    """Return where any of several flags is set; None is one that is not. Syncs: no."""
-    for other in others:
-        flag = flag if other is None else flag | other
-    return flag
+def is_bad(number: Tensor, home: torch.device) -> Flag:
+    """Return whether a tensor of one element is inf or NaN. Syncs: only where the host decides."""
+    if host_decides(home):
+        return not math.isfinite(number.item())
+    return move(number * 0 != 0, home).reshape(())  # inf and NaN times 0 are NaN
+
+
+def either(*flags: Flag) -> Flag:
+    """Return whether any of several flags is set: a bool where the host knows all of them. Syncs: no."""
+    found: Flag = False
+    for flag in flags:
+        if flag is not False:
+            found = flag if found is False else found | flag
+    return found
 
 
 _PROBE = 2.0**24

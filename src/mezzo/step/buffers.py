@@ -126,6 +126,9 @@ class Buffers:
 
         Writes: the buffers. Syncs: only where one has another shape or dtype than before.
         """
+        if not self._slots:
+            self._used.clear()
+            return
         moved = self._moved()
         self._exempt |= {slot.name for slot, before in moved if not is_alike(before.value, slot.buffer)}
         if void is not False:

@@ -16,8 +16,7 @@ from ..errors import StepError
 from ..loss_scale import StepScaling, parameters
 from .accumulation import OptimizerGrads, clamp_
 from .engine import Engine
-from .flags import StepFlags
-from .result import StepResult
+from .result import StepFlags, StepResult
 from .update import Clip, true_grads_for
 
 Closure = Callable[[], Tensor | float]
@@ -52,7 +51,7 @@ class _Evaluations:
         self._closure = closure
         self._clip = clip
         self._scope = scope
-        self.last: tuple[list[OptimizerGrads], StepFlags[Tensor], StepResult] | None = None
+        self.last: tuple[list[OptimizerGrads], StepFlags[Any], StepResult] | None = None
 
     def __call__(self) -> Any:
         """Evaluate the closure.

@@ -20,9 +20,8 @@ from ..formats import LOW_DTYPES
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, NoScaling
 from ..policy import Policy
-from .accumulation import OptimizerGrads, Skip
+from .accumulation import OptimizerGrads, Skip, is_bad
 from .buffers import Buffers
-from .flags import StepFlags, check_grads
 from .gradients import Gradients
 from .invariants import ALWAYS, Invariants, look
 from .model_changes import ModelChanges
@@ -31,7 +30,7 @@ from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import Report, make_report
-from .result import GradStats, StepResult
+from .result import GradStats, StepFlags, StepResult, check_grads
 from .update import Clip, decides_on_device, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]
@@ -219,7 +218,7 @@ class Engine:
     def _give_buffers_up(self) -> None:
         """End the step that its gradients were dropped of: only buffers that came out not finite are taken back."""
         written = self.buffers.written() if self.policy.guard.restore_buffers else []
-        self.buffers.settle(norm_and_finite(written).found_nonfinite != 0 if written else False)
+        self.buffers.settle(is_bad(norm_and_finite(written).norm, self.gradients.home) if written else False)
 
     def backward(
         self, loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
@@ -252,13 +251,13 @@ class Engine:
         grads = self.gradients.collect(optimizer)
         flags, result = self.check_grads(grads)
         by_host = bool(self.callbacks) or not all(decides_on_device(one.optimizer) for one in grads)
-        skipped = result.flags().skipped if by_host else None
+        skipped = result.flags().skipped if by_host or flags.is_known else None
         before = look(grads) if self._is_due() else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_norm = None  # the norm of the step is that of all ranks
         with self.stepping():
             update_(grads, flags, self.gradients.require("step()"), skipped, clip, self._skip)
-        self.finish_step(grads, flags, result, skipped)
+        self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)
         if before is not None:
             self.check()
             self._invariants.check(before, grads, result.flags(), self._num_steps)
@@ -275,10 +274,11 @@ class Engine:
         grads, pending = self.gradients.collect(optimizer), self.gradients.require("grad_norm()")
         is_sharded = any_dtensor(p for one in grads for p in one.params)
         consensus = self.consensus if is_sharded else None
-        return check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm
+        norm = check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.gradients.home)
 
-    def check_grads(self, grads: Sequence[OptimizerGrads]) -> tuple[StepFlags[Tensor], StepResult]:
-        """Say what is wrong with the gradients, if anything, on the device and on the way to the host. Syncs: no."""
+    def check_grads(self, grads: Sequence[OptimizerGrads]) -> tuple[StepFlags[Any], StepResult]:
+        """Say what is wrong with the gradients, if anything: known, or on the way to the host. Syncs: no."""
         pending = self.gradients.require("step()")
         written = self.buffers.written() if self.policy.guard.restore_buffers else []
         flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers))
@@ -289,9 +289,11 @@ class Engine:
     def finish_step(
         self,
         grads: Sequence[OptimizerGrads],
-        flags: StepFlags[Tensor],
+        flags: StepFlags[Any],
         result: StepResult,
         skipped: Sequence[float] | None,
+        *,
+        is_said_at_once: bool = True,
     ) -> None:
         """Close the step: buffers, loss scale, counters, and who waits for steps that were taken.
 
@@ -300,6 +302,7 @@ class Engine:
             flags: what was found.
             result: the same on its way to the host.
             skipped: who skipped, where the host knows.
+            is_said_at_once: whether callbacks are called, and errors raised, now; else when the next step begins.
 
         Raises:
             StoppedRun: the host knows, and the run cannot go on.
@@ -314,7 +317,7 @@ class Engine:
         if not self.replay.is_idle:
             self.replay.close()
         self._compare_ranks()
-        if skipped is not None:
+        if skipped is not None and is_said_at_once:
             self._call_back({id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)})
             if self.consensus is None:  # ranks check together, when the next step begins
                 self.check()

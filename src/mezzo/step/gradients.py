@@ -16,10 +16,12 @@ from ..loss_scale import GradVersions, parameters
 from ..stamp import Stamp
 from .accumulation import (
     AccumulationState,
+    Flag,
     OptimizerGrads,
     check_loss,
     either,
     grads_of,
+    is_bad,
     measure_flush,
     move,
     multiply_,
@@ -54,7 +56,7 @@ class Gradients:
         self.refresh()
         self._versions = GradVersions()
         self._pending: AccumulationState | None = None
-        self._penalty_bad: Tensor | None = None
+        self._penalty_bad: Flag = False
         self._is_shown = False
 
     def refresh(self) -> None:
@@ -110,8 +112,6 @@ class Gradients:
         pending.broken = _HALF_A_SUM
         yield
         pending.broken = ""
-        if pending.loss_bad is None:  # the loss is another rank's
-            pending.loss_bad = torch.zeros((), dtype=torch.bool, device=self.home)
         self._versions.note(self.parameters())
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Gradients:
         pending = self.require("unscaled_grads()")
         params = self.parameters()
         self._refuse_edits(params)
-        seen = self._is_bad([p.grad for p in params if p.grad is not None])
+        seen = self._are_bad([p.grad for p in params if p.grad is not None])
         pending.gradients_bad = either(seen, pending.gradients_bad)
         self._is_shown = True
         try:
@@ -171,7 +171,7 @@ class Gradients:
             optimizer.zero_grad(set_to_none)
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
-        self._pending = self._penalty_bad = None
+        self._pending, self._penalty_bad = None, False
         self._versions.note_zeros(self.parameters())
 
     @property
@@ -242,19 +242,19 @@ class Gradients:
         return list({id(p): p for optimizer in self._optimizers for p in parameters(optimizer)}.values())
 
     def _open(self, scale: Tensor | None) -> AccumulationState:
-        bad, self._penalty_bad = self._penalty_bad, None
+        bad, self._penalty_bad = self._penalty_bad, False
         return AccumulationState(scale, self.home, penalty_bad=bad)
 
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
         """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""
-        bad = self._is_bad(found) & move(outputs.detach().isfinite().all(), self.home)
+        bad = self._are_bad(found) & (is_bad(outputs.detach(), self.home) == 0)
         if self._pending is not None:
             self._pending.penalty_bad = either(bad, self._pending.penalty_bad)
         else:
             self._penalty_bad = either(bad, self._penalty_bad)
 
-    def _is_bad(self, grads: Iterable[Tensor]) -> Tensor:
-        return move(norm_and_finite(list(grads)).found_nonfinite, self.home) != 0
+    def _are_bad(self, grads: Iterable[Tensor]) -> Flag:
+        return is_bad(norm_and_finite(list(grads)).norm, self.home)
 
     def _refuse_broken(self, pending: AccumulationState, call: str) -> None:
         if pending.broken:

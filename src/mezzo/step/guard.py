@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun
 from ..loss_scale import LossScale
 from ..policy import GuardConfig, ScalingConfig
-from .flags import StepFlags
-from .result import StepResult
+from .result import StepFlags, StepResult
 
 _log = logging.getLogger("mezzo.step")
 MOSTLY = 0.5
@@ -118,11 +117,11 @@ def _after_update(
     is_small = config.enabled and flags.grad_norm * flags.scale <= floor
     is_flushed = config.enabled and flags.flushed > 0 and flags.grad_norm == 0
     row = state.flushed_in_a_row + 1 if is_flushed else 0
-    return replace(
-        state,
-        counters=replace(was, seen=was.seen + 1, applied=was.applied + 1, skipped_in_a_row=0),
+    return GuardState(
+        counters=Counters(seen=was.seen + 1, applied=was.applied + 1, skipped=was.skipped, demoted=was.demoted),
         skip=state.skip if state.stop is not None else None,
         stop=_underflow(row, flags, scaling) if state.stop is None and row >= config.patience else state.stop,
+        next_scale=state.next_scale,
         small_in_a_row=state.small_in_a_row + 1 if is_small else 0,
         flushed_in_a_row=row,
     )
@@ -299,7 +298,8 @@ class Guard:
     def take(self) -> GuardState:
         """Return the state after the last step; what it says of a skip is said once. Syncs: with the last step."""
         state = self.read()
-        self.state = replace(state, skip=None, stop=None)
+        if state.skip is not None or state.stop is not None:
+            self.state = replace(state, skip=None, stop=None)
         return state
 
     def _read(self, result: StepResult) -> None:

@@ -18,8 +18,8 @@ from ..kernels import AUX_STATE, CHUNK, is_dtensor, local, read_master, values
 from ..kernels.chunks import chunks
 from ..optim import keeps_masters
 from .accumulation import OptimizerGrads
-from .flags import StepFlags
 from .report import Report, refuse_differing
+from .result import StepFlags
 
 _log = logging.getLogger("mezzo.step")
 

@@ -20,12 +20,12 @@ from ..kernels import local
 from ..loss_scale import LossScale, NoScaling
 from ..policy import Policy
 from .buffers import Buffers
-from .flags import StepFlags
 from .gradients import Gradients
 from .guard import Guard, GuardState
 from .invariants import count_ruined
 from .ranks import waits_for_ranks
 from .replay import Replay
+from .result import StepFlags
 from .state_dict import load_scale_
 
 if TYPE_CHECKING:

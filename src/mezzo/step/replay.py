@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import random_state
 from .._torch import functorch_level, graph_task_id, tree_map, version
 from ..random_state import RandomState
-from .flags import Reason
+from .result import Reason
 
 if TYPE_CHECKING:
     # loaded when a run is about to stop, and not before

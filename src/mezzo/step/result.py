@@ -1,19 +1,160 @@
-"""What a step says about itself: its flags on their way from the device, read when somebody asks."""
+"""What a step found: on the device, on its way from there, and read when somebody asks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from html import escape
 from types import MappingProxyType
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..kernels import local
+from ..distributed import RankConsensus
+from ..kernels import any_dtensor, local, norm_and_finite
 from ..stamp import Stamp
-from .accumulation import OptimizerGrads, move
-from .flags import Reason, StepFlags
+from .accumulation import AccumulationState, Flag, OptimizerGrads, Skip, either, host_decides, is_bad, move
+from .combine import Findings, combine
+
+Reason = Literal["gradients", "loss", "buffers"]
+"""What was not finite first in a step that was skipped."""
+T = TypeVar("T", Tensor, float)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepFlags(Generic[T]):
+    """The finding of one step: 0-d tensors on the device, or the numbers that the host knows.
+
+    Attributes:
+        gradients_bad: inf or NaN in a gradient, or a norm whose square fp32 cannot hold.
+        loss_bad: inf or NaN in a loss that backward was given, before scaling.
+        buffers_bad: inf or NaN in a buffer that the forward wrote.
+        scale: that the losses were multiplied by; 1 without scaling.
+        grad_norm: L2 norm of all true gradients before clipping, each counted once.
+        flushed: share of the gradients' elements that 16 bit flushed to zero, where it was measured; else 0.
+        norms: of the true gradients of each optimizer that has any.
+        skipped: of each of those, 1.0 where it must leave everything as it is.
+    """
+
+    gradients_bad: T
+    loss_bad: T
+    buffers_bad: T
+    scale: T
+    grad_norm: T
+    flushed: T
+    norms: tuple[T, ...]
+    skipped: tuple[T, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether these are numbers, which the host knows."""
+        return not isinstance(self.grad_norm, Tensor)
+
+    def pack(self: StepFlags[Tensor]) -> Tensor:
+        """Return all of it as one vector: fp32, on the device. Syncs: no."""
+        return torch.stack([*(getattr(self, name) for name in _SCALARS), *self.norms, *self.skipped])
+
+    @staticmethod
+    def unpack(vector: Tensor) -> StepFlags[float]:
+        """Return what a packed vector, which is on the host by now, says. Syncs: no."""
+        numbers: list[float] = vector.numpy().tolist()
+        first = len(_SCALARS)
+        half = first + (len(numbers) - first) // 2
+        scalars = dict(zip(_SCALARS, numbers[:first], strict=True))
+        return StepFlags(**scalars, norms=tuple(numbers[first:half]), skipped=tuple(numbers[half:]))
+
+    @property
+    def void(self) -> Flag:
+        """Whether any optimizer skips. Syncs: no."""
+        return either(*[skip != 0 for skip in self.skipped])
+
+    @property
+    def applied(self: StepFlags[float]) -> bool:
+        """Whether every optimizer took its step."""
+        return not any(self.skipped)
+
+    @property
+    def reason(self: StepFlags[float]) -> Reason | None:
+        """What was not finite first; None after a step that was taken."""
+        if self.applied:
+            return None
+        return "loss" if self.loss_bad else "gradients" if self.gradients_bad else "buffers"
+
+
+_SCALARS = tuple(f.name for f in fields(StepFlags) if f.name not in ("norms", "skipped"))
+
+
+def check_grads(
+    grads: Sequence[OptimizerGrads],
+    pending: AccumulationState,
+    written: Sequence[Tensor],
+    skip: Skip,
+    consensus: RankConsensus | None,
+    num_optimizers: int,
+) -> StepFlags[Any]:
+    """Say what is wrong with the gradients of a step, if anything, and which optimizers may take it.
+
+    Args:
+        grads: of each optimizer that has any; at least one.
+        pending: what is known of the step so far.
+        written: floating buffers that the forward wrote.
+        skip: what several optimizers do when one has bad gradients.
+        consensus: makes the findings the same on all ranks; None on one rank.
+        num_optimizers: how many were prepared, with gradients or without.
+
+    Returns:
+        Numbers where the host decides, else tensors.
+
+    Syncs: no on one rank or on accelerators; else with the slowest rank.
+    """
+    home, scale = pending.device, pending.scale
+    unusable = False if scale is None else is_bad(scale * scale.reciprocal(), home)
+    own = Findings(
+        early=either(pending.gradients_bad, pending.penalty_bad, unusable),
+        # A loss made of a penalty that was not finite is no witness.
+        loss=pending.loss_bad if pending.penalty_bad is False else pending.loss_bad & (pending.penalty_bad == 0),
+        buffers=is_bad(norm_and_finite(written).norm, home) if written else False,
+        optimizers=[is_bad(one.check.norm, home) for one in grads],
+    )
+    if consensus is None and len(grads) == 1 and not any_dtensor(grads[0].params):
+        bad, norms = own, [move(grads[0].check.norm, home)]
+    else:
+        bad, norms = combine(own, grads, home, consensus, num_optimizers)
+    gradients = either(*bad.optimizers, bad.elsewhere, bad.early)
+    number = float if host_decides(home) else _Numbers(home)
+    if skip == "together":
+        skipped = (number(either(gradients, bad.loss, bad.buffers)),) * len(grads)
+    else:
+        # A bad loss belongs to the optimizers whose gradients it spoilt; if it spoilt none, to all.
+        unexplained = bad.loss & (gradients == 0)
+        skipped = tuple(number(either(one, bad.early, bad.buffers, unexplained)) for one in bad.optimizers)
+    return StepFlags(
+        gradients_bad=number(gradients),
+        loss_bad=number(bad.loss),
+        buffers_bad=number(bad.buffers),
+        scale=number(1.0 if scale is None else scale),
+        grad_norm=number(norms[-1]),
+        flushed=number(0.0 if pending.flushed is None else pending.flushed),
+        norms=tuple(map(number, norms[: len(grads)])),
+        skipped=skipped,
+    )
+
+
+class _Numbers:
+    """Makes 0-d tensors of fp32 on a device, each number once. Syncs: no."""
+
+    def __init__(self, home: torch.device) -> None:
+        self._home = home
+        self._made: dict[float, Tensor] = {}
+
+    def __call__(self, value: Tensor | float) -> Tensor:
+        """Return a number or a flag as a tensor."""
+        if isinstance(value, Tensor):
+            return value.to(torch.float32)
+        if value not in self._made:
+            self._made[value] = torch.full((), value, device=self._home)
+        return self._made[value]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -23,15 +164,15 @@ class GradStats:
     Attributes:
         params: that had gradients.
         names: of parameters.
-        norms: shape (number of gradients,), fp32: the norm of each.
-        counts: shape (number of gradients,), int64: inf and NaN in each, where they were counted in the step.
+        norms: of each optimizer's gradients, each of shape (number of gradients,), fp32: the norm of each.
+        counts: as `norms`, int64: inf and NaN in each, where they were counted in the step.
         stamps: of each gradient as it was, by the parameter's id.
     """
 
     params: Sequence[Tensor]
     names: Mapping[Tensor, str]
-    norms: Tensor
-    counts: Tensor | None
+    norms: Sequence[Tensor]
+    counts: Sequence[Tensor] | None
     stamps: Mapping[int, Stamp]
 
     @classmethod
@@ -48,14 +189,11 @@ class GradStats:
 
         Syncs: no.
         """
-        home = grads[0].check.norm.device
-        norms = [move(one.check.tensor_norms, home) for one in grads]
-        counts = [move(one.check.count_nonfinite(), home) for one in grads] if count else []
         return cls(
             params=[p for one in grads for p in one.params],
             names=names,
-            norms=torch.cat(norms),
-            counts=torch.cat(counts) if counts else None,
+            norms=[one.check.tensor_norms for one in grads],
+            counts=[one.check.count_nonfinite() for one in grads] if count else None,
             stamps=stamps,
         )
 
@@ -66,8 +204,8 @@ class GradStats:
 
         Syncs: yes.
         """
-        bad = (~self.norms.isfinite()).tolist()
-        counts = None if self.counts is None else self.counts.tolist()
+        bad = [not is_finite for norms in self.norms for is_finite in norms.isfinite().tolist()]
+        counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]
         return {
             self.names.get(p, "a parameter"): counts[index] if counts is not None else self._count(p)
             for index, p in enumerate(self.params)
@@ -92,23 +230,33 @@ class StepResult:
     later.
 
     Args:
-        flags: of the step, on the device.
+        flags: of the step, on the device, or known.
         stats: the gradients behind them.
         before: the result of the step before, or how many were skipped in a row before this one.
     """
 
     __slots__ = ("_before", "_event", "_flags", "_row", "_vector", "stats")
 
-    def __init__(self, flags: StepFlags[Tensor], stats: GradStats, before: StepResult | int = 0) -> None:
-        self._vector, self._event = _to_host(flags.pack())
+    def __init__(self, flags: StepFlags[Any], stats: GradStats, before: StepResult | int = 0) -> None:
+        self._vector: Tensor | None = None
+        self._event: torch.Event | None = None
         self._flags: StepFlags[float] | None = None
-        self._before: StepResult | int = before
-        self._row = 0
+        self._row, self._before = 0, before
         self.stats = stats
+        if flags.is_known:
+            self._take(flags)
+        else:
+            self._vector, self._event = _to_host(flags.pack())
+
+    def _take(self, flags: StepFlags[float]) -> StepFlags[float]:
+        self._flags, before, self._before = flags, self._before, 0
+        if not flags.applied:
+            self._row = 1 + (before if isinstance(before, int) else before.skipped_in_a_row)
+        return flags
 
     @property
     def is_read(self) -> bool:
-        """Whether the host has read the flags already. Syncs: no."""
+        """Whether the host knows the flags already, as it does at once where nothing has to be waited for. Syncs: no."""
         return self._flags is not None
 
     @property
@@ -121,10 +269,8 @@ class StepResult:
         if self._flags is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._flags = StepFlags.unpack(self._vector)
-            before, self._before = self._before, 0
-            if not self._flags.applied:
-                self._row = 1 + (before if isinstance(before, int) else before.skipped_in_a_row)
+            assert self._vector is not None
+            return self._take(StepFlags.unpack(self._vector))
         return self._flags
 
     @property

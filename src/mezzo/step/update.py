@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..loss_scale import LossScale, NoScaling, StepScaling, handing, next_state
 from ..optim import MasterWeights, keeps_masters
 from ..policy import ScalingConfig
 from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multiply_
-from .flags import StepFlags
+from .result import StepFlags
 
 _CLIP_EPS = 1e-6
 """Added to the norm by torch.nn.utils.clip_grad_norm_, so that clipping equals torch's."""
@@ -74,9 +75,12 @@ class Clip:
             if bound is not None and not bound > 0:
                 raise StepError(f"step({name}={bound}) would leave no gradient; write a positive number, or None.")
 
-    def coefficient(self, norm: Tensor) -> Tensor | None:
+    def coefficient(self, norm: Tensor | float) -> Tensor | None:
         """Return what brings gradients of a true norm down to `max_norm`: shape (), fp32, at most 1. Syncs: no."""
-        return None if self.max_norm is None else (self.max_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+        if self.max_norm is None:
+            return None
+        norm = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
+        return (self.max_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
 
 
 @contextmanager
@@ -113,7 +117,7 @@ def _factor(scaling: StepScaling) -> Tensor | None:
 
 def update_(
     grads: Sequence[OptimizerGrads],
-    flags: StepFlags[Tensor],
+    flags: StepFlags[Any],
     pending: AccumulationState,
     skipped: Sequence[float] | None,
     clip: Clip,
@@ -177,8 +181,7 @@ def _share_params(grads: Sequence[OptimizerGrads]) -> bool:
     return len(grads) > 1 and len(set(indices)) < len(indices)
 
 
-@torch.no_grad()
-def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Tensor], config: ScalingConfig | None) -> None:
+def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: ScalingConfig | None) -> None:
     """Move the loss scale after a step; leave it where it was not to blame.
 
     The state is written in place, so that a captured CUDA graph finds in each replay what the last one left.
@@ -187,8 +190,13 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Tensor], config: 
     """
     if config is None or isinstance(state, NoScaling):
         return
-    moved = next_state(state, flags.gradients_bad, config)
-    blameless = flags.loss_bad | (flags.buffers_bad & ~flags.gradients_bad)
+    blameless = (flags.loss_bad != 0) | ((flags.buffers_bad != 0) & (flags.gradients_bad == 0))
+    if blameless is True:
+        return
+    moved = next_state(state.numbers() if flags.is_known else state, flags.gradients_bad, config)
     for field in fields(state):
         before, after = getattr(state, field.name), getattr(moved, field.name)
-        before.copy_(torch.where(blameless, before, after))
+        if flags.is_known:
+            before.fill_(after)
+        else:
+            before.copy_(torch.where(blameless, before, after))

@@ -20,16 +20,18 @@ class GradientCheck:
 
     Attributes:
         norm: shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients.
-        found_nonfinite: shape (), fp32, same device: 1.0 if an element is inf or NaN, else 0.0; the form that
-            torch's fused optimizers and mezzo.optim take as `found_inf`.
         tensor_norms: shape (number of gradients,), fp32, same device: the unscaled norm of each.
         grads: the gradients that were read, not copied; of sharded ones, the parts that lie on this rank.
     """
 
     norm: Tensor
-    found_nonfinite: Tensor
     tensor_norms: Tensor
     grads: tuple[Tensor, ...]
+
+    @property
+    def found_nonfinite(self) -> Tensor:
+        """Shape (), fp32, same device: 1.0 if an element is inf or NaN, else 0.0; what optimizers take as `found_inf`. Syncs: no."""
+        return (self.norm * 0 != 0).to(torch.float32)  # inf and NaN times 0 are NaN
 
     def count_nonfinite(self) -> Tensor:
         """Count inf and NaN in each gradient, as it is now; a second pass, for reports.
@@ -82,7 +84,6 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
             norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
         return GradientCheck(
             norm=norm,
-            found_nonfinite=(norm * 0 != 0).to(torch.float32),  # inf and NaN times 0 are NaN
             tensor_norms=norms,
             grads=aux,
         )

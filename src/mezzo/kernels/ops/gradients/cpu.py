@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +32,16 @@ def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
     dense = grads if all(map(Tensor.is_contiguous, grads)) else [_dense(grad) for grad in grads]
     norms = torch.empty(len(dense), dtype=torch.float32, device="cpu")
     numbers = batch_of(dense)
-    library(SOURCE).mezzo_norms(
-        ctypes.c_int64(len(dense)),
-        *[ctypes.c_void_p(address(held)) for held in numbers],
-        ctypes.c_int32(torch.get_num_threads()),
-        ctypes.c_void_p(norms.data_ptr()),
-    )
+    _function()(len(dense), *map(address, numbers), torch.get_num_threads(), norms.data_ptr())
     return norms
+
+
+@functools.cache
+def _function() -> Any:
+    """Return the compiled pass, with the types of its arguments."""
+    function = library(SOURCE).mezzo_norms
+    function.argtypes = (ctypes.c_int64, *[ctypes.c_void_p] * 3, ctypes.c_int32, ctypes.c_void_p)
+    return function
 
 
 def _dense(grad: Tensor) -> Tensor:

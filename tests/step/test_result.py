@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.step.step_models import wait_for_nothing
+from torch import nn
 
 from mezzo.step.accumulation import AccumulationState, OptimizerGrads, Skip, grads_of
-from mezzo.step.flags import StepFlags, check_grads
+from mezzo.step.result import StepFlags, check_grads
 
 INF = math.inf
 CPU = torch.device("cpu")
 
 
-def flag(is_set: bool) -> Tensor:
-    return torch.tensor(is_set)
-
-
-def pending(loss_bad: bool = False, scale: float | None = None, **others: Tensor) -> AccumulationState:
-    tensor = None if scale is None else torch.tensor(scale)
-    return AccumulationState(tensor, CPU, loss_bad=flag(loss_bad), **others)
+def pending(scale: float | None = None, **flags: bool) -> AccumulationState:
+    return AccumulationState(None if scale is None else torch.tensor(scale), CPU, **flags)
 
 
 def grads(*values: list[float], scale: float = 1.0) -> list[OptimizerGrads]:
@@ -40,8 +36,24 @@ def grads(*values: list[float], scale: float = 1.0) -> list[OptimizerGrads]:
 def check(
     found: list[OptimizerGrads], state: AccumulationState, skip: Skip = "together", **others: Any
 ) -> StepFlags[float]:
+    """Return what the host finds, after a look whether a device that it does not wait for finds the same."""
     written = others.get("written", [])
-    return StepFlags.unpack(check_grads(found, state, written, skip, None, len(found)).pack())
+    known = check_grads(found, state, written, skip, None, len(found))
+    with pytest.MonkeyPatch.context() as patch:
+        wait_for_nothing(patch)
+        on_device = check_grads(found, on_its_way(state), written, skip, None, len(found))
+    assert known.is_known and not on_device.is_known
+    numbers: StepFlags[float] = StepFlags.unpack(on_device.pack())
+    for name in (f.name for f in fields(StepFlags)):
+        assert repr(getattr(numbers, name)) == repr(getattr(known, name)), name
+    return known
+
+
+def on_its_way(state: AccumulationState) -> AccumulationState:
+    """Return a state whose flags are tensors, as an accelerator has them."""
+    flags = {name: torch.tensor(getattr(state, name)) for name in ("loss_bad", "gradients_bad")}
+    bad = torch.tensor(True) if state.penalty_bad else False
+    return replace(state, penalty_bad=bad, **flags)
 
 
 class TestPacking:
@@ -58,10 +70,6 @@ class TestPacking:
         for name, value in made.items():
             wanted = tuple(map(float, value)) if isinstance(value, tuple) else float(value)
             assert getattr(found, name) == wanted, name
-
-    def test_flags_and_numbers_share_a_vector_of_fp32(self) -> None:
-        flags = check_grads(grads([3.0, 4.0]), pending(), [], "together", None, 1)
-        assert flags.loss_bad.dtype is torch.bool and flags.pack().dtype is torch.float32
 
     @pytest.mark.parametrize(
         ("loss", "gradients", "buffers", "reason"),
@@ -106,11 +114,11 @@ class TestWhoSkips:
 
     @pytest.mark.parametrize("early", ["gradients_bad", "penalty_bad"])
     def test_what_was_seen_before_an_edit_counts(self, early: str) -> None:
-        flags = check(grads([1.0]), pending(**{early: flag(True)}))
+        flags = check(grads([1.0]), pending(**{early: True}))
         assert (flags.skipped, flags.reason) == ((1.0,), "gradients")
 
     def test_a_loss_made_of_a_bad_penalty_is_no_witness(self) -> None:
-        flags = check(grads([1.0]), pending(loss_bad=True, penalty_bad=flag(True)))
+        flags = check(grads([1.0]), pending(loss_bad=True, penalty_bad=True))
         assert (flags.loss_bad, flags.reason) == (0.0, "gradients")
 
     @pytest.mark.parametrize("scale", [0.0, INF, math.nan])

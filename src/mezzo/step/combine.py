@@ -1,0 +1,120 @@
+"""What several optimizers and ranks find together: flags of all, and norms that count each gradient once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed import RankConsensus
+from ..kernels import any_dtensor, is_dtensor, num_shards
+from .accumulation import Flag, OptimizerGrads, move
+
+
+class Findings(NamedTuple):
+    """What is not finite in a step.
+
+    Attributes:
+        early: something seen before the step: in gradients before an edit, in a penalty, in the scale.
+        loss: a loss.
+        buffers: a buffer that the forward wrote.
+        optimizers: gradients of each optimizer that has any.
+        elsewhere: gradients of any optimizer on any rank.
+    """
+
+    early: Flag
+    loss: Flag
+    buffers: Flag
+    optimizers: Sequence[Flag]
+    elsewhere: Flag = False
+
+
+@torch.no_grad()
+def combine(
+    own: Findings,
+    grads: Sequence[OptimizerGrads],
+    home: torch.device,
+    consensus: RankConsensus | None,
+    num_optimizers: int,
+) -> tuple[Findings, list[Tensor]]:
+    """Return the findings of all ranks, and the norms of the true gradients: of each optimizer, and of all at the end.
+
+    Args:
+        own: what was found here.
+        grads: of each optimizer that has any.
+        home: where to.
+        consensus: of the ranks; None on one.
+        num_optimizers: how many were prepared.
+
+    Syncs: no on one rank or on accelerators; else with the slowest rank.
+    """
+    if consensus is None and not any(any_dtensor(one.params) for one in grads):
+        return own, _norms(grads, None, home, False)
+    has_parts = consensus is not None and consensus.has_parts
+    squares = _squares(grads, home, num_optimizers, has_parts)
+    flags = torch.zeros(3 + num_optimizers, device=home)
+    for index, flag in enumerate((own.early, own.loss, own.buffers)):
+        flags[index] = flag
+    for one, flag in zip(grads, own.optimizers, strict=True):
+        flags[3 + one.index] = flag
+    if consensus is not None:
+        flags, squares = consensus.combine(flags, squares)
+    early, loss, buffers = (flags[:3] != 0).unbind()
+    # Squares of shards that are finite one by one may add up to more than fp32 holds.
+    everywhere = (flags[3:] != 0) | ~squares[:-1].isfinite()
+    found = Findings(early, loss, buffers, [everywhere[one.index] for one in grads], everywhere.any())
+    return found, _norms(grads, squares, home, has_parts)
+
+
+def _squares(grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int, has_parts: bool) -> Tensor:
+    """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
+
+    A shard that several ranks have counts once over all of them.
+    """
+    squares = torch.zeros(num_optimizers + 1, device=home)
+    seen: set[Tensor] = set()
+    for one in grads:
+        for p, norm in zip(one.params, one.check.tensor_norms.unbind(), strict=True):
+            if has_parts or is_dtensor(p):
+                copies = p.device_mesh.size() / num_shards(p) if is_dtensor(p) else 1.0
+                square = move(norm.square(), home) / copies
+                squares[one.index] += square
+                squares[num_optimizers] += 0 if p in seen else square
+                seen.add(p)
+    return squares
+
+
+def _norms(
+    grads: Sequence[OptimizerGrads], squares: Tensor | None, home: torch.device, has_parts: bool
+) -> list[Tensor]:
+    """Return the norm of each optimizer's true gradients, and at the end of all, each gradient counted once.
+
+    Args:
+        grads: of the optimizers.
+        squares: of what lies in shards, for each optimizer and for all; None where everything is whole.
+        home: where to.
+        has_parts: the ranks hold different weights, so that every gradient is a part of all.
+    """
+    if len(grads) == 1 and (squares is None or not (has_parts or any_dtensor(grads[0].params))):
+        return [move(grads[0].check.norm, home)]
+    whole: dict[Tensor, Tensor] = {}
+    norms = []
+    for one in grads:
+        own = {
+            p: move(norm, home)
+            for p, norm in zip(one.params, one.check.tensor_norms.unbind(), strict=True)
+            if not (has_parts or is_dtensor(p))
+        }
+        whole.update(own)
+        is_whole = len(own) == len(one.params)
+        square = None if squares is None or is_whole else squares[one.index]
+        norms.append(move(one.check.norm, home) if square is None else _joined(own, square))
+    return norms if len(grads) == 1 else [*norms, _joined(whole, None if squares is None else squares[-1])]
+
+
+def _joined(norms: Mapping[Tensor, Tensor], square: Tensor | None) -> Tensor:
+    chunks = [*norms.values(), *([] if square is None else [square.sqrt()])]
+    joined: Tensor = torch.linalg.vector_norm(torch.stack(chunks))
+    return joined
