@@ -57,6 +57,14 @@ def test_the_printed_replacement_is_finite_with_its_gradients(divisor: list[floa
     assert fix.tried and out.isfinite().all() and x.grad is not None and x.grad.abs().max() < 1e8
 
 
+def test_a_norm_of_zero_is_no_count() -> None:
+    x = torch.zeros(4, 8, requires_grad=True)
+    with diagnose.trace() as t:
+        h = x * 1.0
+        (h / h.norm(dim=-1, keepdim=True)).sum().backward()
+    assert t.report.findings[0].fix.advice == "write x / y.clamp(min=1e-06)."
+
+
 def test_what_could_not_be_tried_is_an_idea() -> None:
     w = nn.Parameter(torch.zeros(3))
     with diagnose.trace() as t:

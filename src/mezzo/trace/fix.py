@@ -226,9 +226,9 @@ def _inside(name: str, dtype: torch.dtype) -> Replacement:
 
 
 def _quotients(divisor: Tensor, low: float) -> Iterator[Replacement]:
-    """Offer quotients: by a count of at least 1, by a positive divisor, by one of either sign."""
+    """Offer quotients: by a count of at least 1 (no count has a gradient), by a positive divisor, by one of either sign."""
     if bool((divisor >= 0).all()):
-        if bool((divisor == divisor.round()).all()):
+        if not divisor.requires_grad and bool((divisor == divisor.round()).all()):
             yield Replacement("x / y.clamp(min=1)", lambda x, y: x / y.clamp(min=1), 2)
         yield Replacement(f"x / y.clamp(min={low:g})", lambda x, y: x / y.clamp(min=low), 2)
     else:

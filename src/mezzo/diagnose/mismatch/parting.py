@@ -115,7 +115,7 @@ def _name(a: Run, b: Run, ours: list[int], theirs: list[int], known_a: _Known, k
     for side, op, known in (("a", x, known_b), ("b", y, known_a)):
         leaf = None if op is None else _leaf(op, known)
         if op is not None and leaf is not None and not (x and y and x.draws != y.draws):
-            return _parting("weights", op, x, y, f"{leaf} of {side} is not in the other run")
+            return _parting("weights", op, x, y, f"{leaf} of {side} has no equal in {'b' if side == 'a' else 'a'}")
     if x is None or y is None:
         op = x or y
         assert op is not None  # something made the output that differs
