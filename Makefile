@@ -5,7 +5,7 @@
 # make sanitize   the compiled kernels under AddressSanitizer and UBSan, 20,000 generated calls
 # make fuzz       generated programs beside plain torch, until one differs; N=2000 runs as many
 # make check      what CI checks: format, lint, types, import layers, documentation blocks, tests
-# make gpu        on a machine with a GPU: every test marked cuda, every benchmark against its peers, and the page of figures
+# make gpu        on a machine with a GPU: every test marked cuda, every benchmark against its peers, the page of figures, and what was predicted
 # make offline    what the GPU kernels cost a thread, compiled for four GPUs without one
 PYTHON ?= python3
 VENV   ?= .venv
@@ -54,6 +54,7 @@ gpu: setup
 	$(BIN)/pytest -q -m cuda
 	$(BIN)/mezzo bench all --device cuda --out benchmarks/results
 	$(BIN)/mezzo bench docs
+	$(BIN)/python benchmarks/gpu_model.py --against benchmarks/results/*.json
 
 offline: setup
 	$(BIN)/python benchmarks/offline_kernels.py --every

@@ -101,7 +101,7 @@ def test_a_pipe_gets_every_figure_and_no_escape_codes() -> None:
 
 def test_footnotes() -> None:
     assert footnotes(RESULT) == (
-        "Rivals: torch.autocast, torch.amp, Accelerate and Fabric as far as they are in the table, run as the row is.",
+        "Rivals: torch.autocast, torch.amp, Accelerate, Fabric, FlashOptim and torchao as far as they are in the table, run as the row is.",
         "Peak rates measured in the same run: products fp32 100, bf16 400 GFLOP/s, memory 30.0 GB/s.",
         "Roofline: the least work of each phase over these peak rates; 100% is as fast as the machine can be.",
         "Peak memory is above the process's baseline after import. The batches kept on the device are 2.0 MB of it.",

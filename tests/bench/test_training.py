@@ -41,7 +41,12 @@ def test_mezzos_drop_in_is_torchs_bit_for_bit(dtype: torch.dtype, max_norm: floa
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, v in VARIANTS.items() if not (v.policy or v.keeps or v.wrapper != "none")]
+    "name",
+    [
+        name
+        for name, v in VARIANTS.items()
+        if not (v.policy or v.keeps or v.wrapper != "none" or v.optimizer != "torch")
+    ],
 )
 def test_a_variant_is_what_its_name_says(name: str) -> None:
     variant, setting = VARIANTS[name], Setting(device=torch.device("cpu"), dtype=torch.bfloat16)
@@ -86,8 +91,28 @@ def test_a_variant_names_its_policy() -> None:
 
 def test_rivals_are_mixed_precision_by_others() -> None:
     assert {name for name, v in VARIANTS.items() if v.is_rival and "+" not in name} == {
-        "torch-autocast", "torch-amp", "accelerate", "fabric",
+        "torch-autocast", "torch-amp", "accelerate", "fabric", "flashoptim", "torchao",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["flashoptim", "torchao"])
+def test_optimizers_of_others_train_16_bit_weights(name: str) -> None:
+    device = torch.device("cuda" if name == "flashoptim" and torch.cuda.is_available() else "cpu")
+    if missing := VARIANTS[name].missing(device):
+        pytest.skip(missing)
+    model = make_model(32, 8, 3).to(device)
+    setting, training = Setting(device=device, dtype=torch.bfloat16), Training(optimizer="AdamW", lr=0.1)
+    step = training_step(VARIANTS[name], setting, model, mean_squared_error, training)
+    batch = (torch.randn(16, 32, device=device), torch.randn(16, 8, device=device))
+    losses = [step(batch).item() for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_an_optimizer_that_a_library_has_not() -> None:
+    setting, training = Setting(device=torch.device("cpu"), dtype=torch.bfloat16), Training(optimizer="SGD", lr=0.1)
+    with pytest.raises(BenchError, match=r"variant torchao has no SGD here; leave it out\."):
+        training_step(VARIANTS["torchao"], setting, make_model(8, 3, 1), mean_squared_error, training)
 
 
 def test_what_only_serves_does_not_train_and_the_reverse() -> None:
@@ -101,7 +126,10 @@ def test_what_only_serves_does_not_train_and_the_reverse() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 # Dynamo, tracing a function mode around a compiled model, reads .grad of the model's intermediate tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v.compiled and not (v.tf32 or v.pure or v.keeps)])
+@pytest.mark.parametrize(
+    "name",
+    [n for n, v in VARIANTS.items() if v.compiled and not (v.tf32 or v.pure or v.keeps or v.optimizer != "torch")],
+)
 def test_compiled_variants_train_the_same_model(name: str) -> None:
     eager, compiled = losses(VARIANTS[name.removesuffix("+compile")]), losses(VARIANTS[name])
     assert compiled == pytest.approx(eager, rel=relative(torch.bfloat16, terms=32))

@@ -56,12 +56,13 @@ class Worker:
     Args:
         job: what `mezzo.bench.worker` is to serve.
         talks: its standard error is this process's own; otherwise it goes to a log that is kept after an error.
+        source: the `src` of another checkout, whose code is to run; this one's when left out.
 
     Raises:
         BenchError: from `ask`, if the process reports an error or dies.
     """
 
-    def __init__(self, job: Mapping[str, Any], *, talks: bool = False) -> None:
+    def __init__(self, job: Mapping[str, Any], *, talks: bool = False, source: Path | None = None) -> None:
         self.variant: str = job["variant"]
         self._file = tempfile.NamedTemporaryFile(
             "w+", prefix=f"mezzo-bench-{self.variant}-", suffix=".log", delete=False
@@ -69,7 +70,8 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mezzo.bench.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if talks else self._file, text=True,
-            env=os.environ | (KEEP_BY_ENVIRONMENT if _is_rival_that_keeps(self.variant) else {}),
+            env=os.environ | (KEEP_BY_ENVIRONMENT if _is_rival_that_keeps(self.variant) else {})
+            | ({"PYTHONPATH": str(source)} if source else {}),
         )  # fmt: skip
         self.pid, self.log = self._process.pid, Path(self._file.name)
         self._talks = talks

@@ -129,7 +129,7 @@ def footnotes(result: Result) -> tuple[str, ...]:
     data = max(m.data_bytes for m in result.measurements)
     batches = f" The batches kept on the device are {in_bytes(data)} of it." if data else ""
     return (
-        "Rivals: torch.autocast, torch.amp, Accelerate and Fabric as far as they are in the table, run as the row is.",
+        "Rivals: torch.autocast, torch.amp, Accelerate, Fabric, FlashOptim and torchao as far as they are in the table, run as the row is.",
         f"Peak rates measured in the same run: products {rates} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s.",
         "Roofline: the least work of each phase over these peak rates; 100% is as fast as the machine can be.",
         f"Peak memory is above the process's baseline after import.{batches}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -62,15 +63,36 @@ class Training:
     init_scale: float = INIT_SCALE
     cache: CacheName = "region"
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return torch's fused optimizer, which `mezzo.prepare` takes over as it is."""
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return what trains: matrices, which are decayed, and vectors, which are not."""
         trainable = [p for p in model.parameters() if p.requires_grad]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
         ]
+        return [group for group in groups if group["params"]]
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return torch's fused optimizer, which `mezzo.prepare` takes over as it is."""
         kind = torch.optim.AdamW if self.optimizer == "AdamW" else torch.optim.SGD
-        return kind([group for group in groups if group["params"]], lr=self.lr, fused=True)
+        return kind(self.groups(model), lr=self.lr, fused=True)
+
+
+def _foreign_optimizer(
+    variant: Variant, setting: Setting, model: nn.Module, training: Training
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a library that steps 16-bit weights. Writes: the weights, which become 16 bit."""
+    if training.optimizer != "AdamW":
+        raise BenchError(f"variant {variant.name} has no {training.optimizer} here; leave it out.")
+    library = import_module(variant.imports[0])
+    if variant.optimizer == "flashoptim":
+        library.cast_model(model, dtype=setting.dtype)
+        found = library.FlashAdamW(training.groups(model), lr=training.lr, master_weight_bits=24)
+    else:
+        model.to(setting.dtype)
+        found = library._AdamW(training.groups(model), lr=training.lr, bf16_stochastic_round=True)
+    assert isinstance(found, torch.optim.Optimizer)
+    return found
 
 
 def region_of(variant: Variant, setting: Setting) -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -118,7 +140,10 @@ def training_step(
             f"variant {variant.name} keeps nothing in fp32, so small updates would vanish and its losses compare with none; "
             "it is for `mezzo bench inference`. Write prepare-master for 16-bit weights that train."
         )
-    optimizer = training.make_optimizer(model)
+    if variant.optimizer == "torch":
+        optimizer = training.make_optimizer(model)
+    else:
+        optimizer = _foreign_optimizer(variant, setting, model, training)
     if variant.policy:
         return _prepared(variant, setting, model, optimizer, loss_of, training)
     if variant.compiled:
@@ -313,7 +338,7 @@ def forward(variant: Variant, setting: Setting, model: nn.Module, cache: CacheNa
 
     Writes: `model`. Syncs: no.
     """
-    if variant.wrapper != "none":
+    if variant.wrapper != "none" or variant.optimizer != "torch":
         raise BenchError(f"variant {variant.name} is a way to train; for inference write torch-autocast.")
     model.eval()
     if variant.pure:

@@ -23,6 +23,7 @@ class Variant:
         scaler: whose GradScaler owns the optimizer step; nobody's without one.
         policy: of `mezzo.prepare`, which owns region and step; "{dtype}" stands for the 16-bit dtype. Empty without it.
         wrapper: a library that owns both instead.
+        optimizer: whose optimizer steps; with another than torch's the weights are 16 bit.
         cache: how long mezzo.autocast keeps 16-bit copies of weights.
         pure: the whole model is converted to the 16-bit dtype, and nothing is kept in fp32.
         tf32: fp32 products may run as tf32.
@@ -37,6 +38,7 @@ class Variant:
     scaler: Literal["none", "torch", "mezzo"] = "none"
     policy: Literal["", "{dtype}", "{dtype}-master"] = ""
     wrapper: Literal["none", "accelerate", "fabric"] = "none"
+    optimizer: Literal["torch", "flashoptim", "torchao"] = "torch"
     cache: Literal["region", "persistent"] = "region"
     pure: bool = False
     tf32: bool = False
@@ -61,15 +63,23 @@ class Variant:
         """Whether it is mixed precision by another library."""
         return not self.is_mezzo and (self.region != "none" or self.wrapper != "none")
 
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Modules loaded before the memory of a process is watched."""
+        wrapper = {"accelerate": ("accelerate",), "fabric": ("lightning.fabric",)}.get(self.wrapper, ())
+        return (*wrapper, *({"flashoptim": ("flashoptim",), "torchao": ("torchao.optim",)}.get(self.optimizer, ())))
+
     def missing(self, device: torch.device) -> str:
         """Return why this variant cannot run on a device here, or nothing if it can."""
         if self.tf32 and device.type != "cuda":
             return f"tf32 is a format of CUDA devices, and this one is {device.type}"
         if self.keeps and device.type != "cpu":
             return f"the memory of {device.type} has an allocator of its own, which keeps it anyway"
-        package = {"accelerate": "accelerate", "fabric": "lightning"}.get(self.wrapper)
-        if package and util.find_spec(package) is None:
-            return f"{package} is not installed; pip install {package}"
+        if self.optimizer == "flashoptim" and device.type != "cuda":
+            return f"flashoptim has kernels for CUDA devices alone, and this one is {device.type}"
+        for package in (module.partition(".")[0] for module in self.imports):
+            if util.find_spec(package) is None:
+                return f"{package} is not installed; pip install {package}"
         return ""
 
 
@@ -95,6 +105,18 @@ _EAGER = (
     Variant(name="torch-16bit", summary="the model converted by .to(dtype), nothing kept in fp32", pure=True),
     Variant(name="accelerate", summary="accelerate's Accelerator", wrapper="accelerate"),
     Variant(name="fabric", summary="Lightning Fabric", wrapper="fabric"),
+    Variant(
+        name="flashoptim",
+        summary="torch.autocast, weights cast and stepped by FlashOptim, which keeps 24 bits of them",
+        region="torch",
+        optimizer="flashoptim",
+    ),
+    Variant(
+        name="torchao",
+        summary="torch.autocast, 16-bit weights rounded stochastically by torchao's AdamW",
+        region="torch",
+        optimizer="torchao",
+    ),
 )
 _KEPT = tuple(
     replace(one, name=f"{one.name}+keep", summary=f"{one.summary}, freed memory kept", keeps=True) for one in _EAGER

@@ -58,7 +58,7 @@ class VariantWorker:
         self._resident = workload.resident
         self._points: dict[str, Point] = {point.label: point for point in workload.points()}
         self._drop()
-        for module in workload.imports:
+        for module in (*workload.imports, *self._variant.imports):
             try:
                 import_module(module)
             except ImportError:

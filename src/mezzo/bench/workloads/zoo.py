@@ -18,7 +18,7 @@ from ..workload import TRAINING_TESTS, Session, Setting, Workload
 from .bert import BertLogits, BertSize
 
 HEAD = 64
-RIVALS = ("torch-autocast", "torch-amp", "accelerate", "fabric")
+RIVALS = ("torch-autocast", "torch-amp", "accelerate", "fabric", "flashoptim", "torchao")
 Batch = tuple[Tensor, Tensor]
 
 

@@ -1,0 +1,41 @@
+"""Before and after: the code of two checkouts in turn."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "paired.py"
+
+
+@pytest.mark.slow
+def test_a_checkout_beside_itself() -> None:
+    words = [".", ".", "recipe", "--quick", "--rounds", "2", "--variants", "fp32", "--threads", "1"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], cwd=ROOT, capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])["found"]
+    assert [(row["variant"], len(row["seconds"])) for row in found] == [("fp32", 2)]
+    assert found[0]["low"] <= found[0]["ratio"] <= found[0]["high"]
+
+
+def test_a_checkouts_own_name_of_a_variant(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("paired", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    paired = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(paired)
+    old = tmp_path / "mezzo" / "bench"
+    old.mkdir(parents=True)
+    (old / "variant.py").write_text('Variant(name="mezzo-prepared")')
+    assert paired.name_there(tmp_path, "prepare-master") == "mezzo-prepared"
+    assert paired.name_there(ROOT / "src", "prepare-master") == "prepare-master"
+    assert paired.name_there(tmp_path, "prepare") == "prepare"
