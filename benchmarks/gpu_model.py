@@ -46,6 +46,8 @@ GPUS = {
 }
 WORKLOADS = ("gpt2", "llama", "vit", "resnet", "lstm", "bert")
 BATCHES = (2, 4)
+EARLY_STEPS = 3
+"""A prepared step looks at more in these than in those that follow."""
 FUSED_TENSORS, FUSED_ELEMENTS = 36, 320 * 65536
 """Of one launch of torch's fused optimizers (MultiTensorApply.cuh: 36 tensors in four lists, 320 chunks of 65,536)."""
 STEP_LAUNCHES = {"torch-autocast": 0, "prepare": 14, "prepare-master": 14}
@@ -97,26 +99,31 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-def trace(workload: ModelSteps, variant: str) -> list[Op]:
-    """Return the ops of forward and backward of one step in bf16, as they run on the CPU."""
+def trace(workload: ModelSteps, variant: str, batches: Sequence[int]) -> list[list[Op]]:
+    """Return the ops of forward and backward of one step in bf16 at each batch, as they run on the CPU."""
     torch.manual_seed(0)
-    model, batch = workload.make_model(), workload.make_batch()
-    recorder = Recorder()
-    if variant == "torch-autocast":
-        with recorder:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = workload.loss(model, batch)
-            loss.backward()
-        return recorder.ops
+    model = workload.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    amp = mezzo.prepare(model, optimizer, {"prepare": "bf16", "prepare-master": "bf16-master"}[variant])
-    for _ in range(4):  # a later step: the first ones look at more
-        recorder.ops.clear()
-        with recorder:
-            amp.backward(workload.loss(model, batch))
-        amp.step()
-        amp.zero_grad()
-    return recorder.ops
+    policy = {"torch-autocast": None, "prepare": "bf16", "prepare-master": "bf16-master"}[variant]
+    amp = mezzo.prepare(model, optimizer, policy) if policy else None
+    found = []
+    early = [1] * (EARLY_STEPS if amp else 0)
+    for batch_size in (*early, *batches):
+        batch = replace(workload, batch_size=batch_size).make_batch()
+        with Recorder() as recorder:
+            if amp is None:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = workload.loss(model, batch)
+                loss.backward()
+            else:
+                amp.backward(workload.loss(model, batch))
+        found.append(recorder.ops)
+        if amp is None:
+            optimizer.zero_grad()
+        else:
+            amp.step()
+            amp.zero_grad()
+    return found[len(early) :]
 
 
 def at_batch(first: Sequence[Op], second: Sequence[Op], batches: tuple[int, int], batch: int) -> list[Op]:
@@ -131,7 +138,9 @@ def at_batch(first: Sequence[Op], second: Sequence[Op], batches: tuple[int, int]
     share = (batch - low) / (high - low)
     return [
         replace(
-            a, flops=a.flops + share * (b.flops - a.flops), moved_bytes=a.moved_bytes + share * (b.moved_bytes - a.moved_bytes)
+            a,
+            flops=a.flops + share * (b.flops - a.flops),
+            moved_bytes=a.moved_bytes + share * (b.moved_bytes - a.moved_bytes),
         )
         for a, b in zip(first, second, strict=True)
     ]
@@ -175,7 +184,7 @@ def predictions(name: str, gpu: Gpu, launch_s: float) -> tuple[str, dict[str, Pr
         model = workload.make_model()
     found = {}
     for variant in STEP_BYTES:
-        low, high = (trace(replace(workload, batch_size=batch), variant) for batch in BATCHES)
+        low, high = trace(workload, variant, BATCHES)
         found[variant] = predict(at_batch(low, high, BATCHES, workload.batch_size), model, variant, gpu, launch_s)
     return workload.label, found
 
@@ -183,7 +192,9 @@ def predictions(name: str, gpu: Gpu, launch_s: float) -> tuple[str, dict[str, Pr
 def measured(paths: Sequence[Path]) -> dict[tuple[str, str, str], float]:
     """Return the seconds a step that stored results have, by workload, size and variant."""
     return {
-        (result.workload, m.point, m.variant): m.median / m.units for result in map(load, paths) for m in result.measurements
+        (result.workload, m.point, m.variant): m.median / m.units
+        for result in map(load, paths)
+        for m in result.measurements
     }
 
 
@@ -197,7 +208,9 @@ def main() -> None:
     asked = parser.parse_args()
     seen = measured(asked.against)
     print(f"{asked.gpu}, {asked.host_us:g} us of the host a launch, bf16, AdamW")
-    print(f"{'workload':34} {'variant':16} {'launches':>8} {'GB':>7} {'TFLOP':>7} {'device ms':>9} {'host ms':>8} {'measured':>9}")
+    print(
+        f"{'workload':34} {'variant':16} {'launches':>8} {'GB':>7} {'TFLOP':>7} {'device ms':>9} {'host ms':>8} {'measured':>9}"
+    )
     for name in asked.workloads:
         size, found = predictions(name, GPUS[asked.gpu], asked.host_us * 1e-6)
         for variant, p in found.items():

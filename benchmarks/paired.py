@@ -36,7 +36,9 @@ def source_of(checkout: str) -> Iterator[Path]:
     if (Path(checkout) / "src" / "mezzo").is_dir():
         yield Path(checkout).resolve() / "src"
         return
-    packed = subprocess.run(["git", "-C", str(ROOT), "archive", checkout, "src"], capture_output=True, check=True).stdout
+    packed = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", checkout, "src"], capture_output=True, check=True
+    ).stdout
     with tempfile.TemporaryDirectory(prefix="mezzo-paired-") as folder:
         tarfile.open(fileobj=io.BytesIO(packed)).extractall(folder, filter="data")
         yield Path(folder) / "src"

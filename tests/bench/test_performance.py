@@ -105,15 +105,15 @@ def test_a_page(tmp_path: Path) -> None:
     stored.mkdir()
     one, two = result(), result("step", gpu="NVIDIA H200")
     (stored / "a.json").write_text(one.to_json())
-    (stored / "a.png").touch()
+    (stored / "a.svg").touch()
     (stored / "b.json").write_text(two.to_json())
     text = page(stored, place)
     for part in (
         "## recipe\n\nLinear layers trained", "### X, 2 threads\n", "## step\n\nUnscaling", "### NVIDIA H200\n",
-        markdown_table(one), "](../results/a.png)", "commit abc, bf16.", "Tests of the timed code: 3 passed.",
+        markdown_table(one), "](../results/a.svg)", "commit abc, bf16.", "Tests of the timed code: 3 passed.",
     ):  # fmt: skip
         assert part in text
-    assert "b.png" not in text
+    assert "b.svg" not in text
     assert text.index("## recipe") < text.index("## step")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import io
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
-from matplotlib import image
 
-from mezzo.bench.chart import draw, save_chart
+from mezzo.bench.chart import charts, save_chart
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
-from mezzo.bench.results_table import footnotes, header, markdown_table, print_result, row, title
+from mezzo.bench.results_table import footnotes, header, label, markdown_table, print_result, row, title
 from mezzo.bench.roofline import PeakRates, Phase
 from mezzo.bench.variant import VARIANTS
 
@@ -139,27 +139,30 @@ def swept() -> Result:
 
 
 def test_bars_are_medians_and_peaks() -> None:
-    time, memory = draw(RESULT).axes
-    assert [bar.get_width() for bar in time.patches] == [m.median for m in RESULT.measurements]
-    assert [bar.get_width() for bar in memory.patches] == [m.peak_bytes / 1e6 for m in RESULT.measurements]
-    assert [label.get_text() for label in time.get_yticklabels()] == [m.variant for m in RESULT.measurements]
-    assert "500.00 ms" in [text.get_text() for text in time.texts]
+    time, memory = charts(RESULT)
+    assert time.labels == memory.labels == tuple(label(m) for m in RESULT.measurements)
+    assert time.series[0].values == tuple(1e3 * m.median / 10 for m in RESULT.measurements)
+    assert memory.series[0].values == tuple(m.peak_bytes / 1e6 for m in RESULT.measurements)
 
 
-def test_lines_are_medians_over_sizes_with_the_floor() -> None:
-    result = swept()
-    panels = draw(result).axes
-    assert [panel.get_xlabel() for panel in panels] == ["width", "batch"]
-    for panel in panels:
-        lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
-        assert lines["torch-amp"] == ([64, 128, 256], [size * 1.1e-4 / 10 for size in (64, 128, 256)])
-        assert lines["roofline, bf16"] == ([64, 128, 256], [8e9 / 400e9] * 3)
+def test_lines_are_the_gain_over_the_fastest_rival_by_size() -> None:
+    sizes = swept()
+    found = tuple(m for m in sizes.measurements if "+" not in m.variant)
+    own = tuple(
+        dataclasses.replace(m, variant="prepare", seconds=(size * 1e-5,))
+        for m, size in ((m, sizes.rooflines[m.point].value) for m in found if m.variant == "fp32")
+    )
+    wide, deep = charts(dataclasses.replace(sizes, measurements=(*found, *own)))
+    assert (wide.labels, deep.kind) == (("64", "128", "256"), "lines")
+    assert [series.name for series in wide.series] == ["prepare"]
+    assert wide.series[0].values == pytest.approx((11.0, 11.0, 11.0))
 
 
 @pytest.mark.parametrize("made", [RESULT, swept()], ids=["bars", "lines"])
 def test_the_picture_is_a_picture(made: Result, tmp_path: Path) -> None:
-    path = tmp_path / "chart.png"
+    path = tmp_path / "chart.svg"
     save_chart(made, path)
-    pixels = image.imread(path)
-    assert min(pixels.shape[:2]) > 200
-    assert pixels[:, :, :3].std() > 0
+    root = ElementTree.parse(path).getroot()
+    inner = [part for part in root if part.tag.endswith("svg")]
+    assert len(inner) == 2
+    assert float(root.get("height", 0)) > sum(float(part.get("height", 0)) for part in inner) > 200

@@ -26,7 +26,7 @@ def test_table_json_and_picture(
 ) -> None:
     assert main([*WORDS, "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    data, picture = (next(tmp_path.glob(f"recipe_*.{kind}")) for kind in ("json", "png"))
+    data, picture = (next(tmp_path.glob(f"recipe_*.{kind}")) for kind in ("json", "svg"))
     assert text.splitlines()[-2:] == [str(data), str(picture)]
     result = load(data)
     assert [m.variant for m in result.measurements] == ["fp32", "torch-amp"]

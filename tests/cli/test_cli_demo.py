@@ -55,9 +55,9 @@ def test_one_table_of_both_jobs(
     assert ["recipe", "fp32", "3.00", "s", "1.00x", "2.0", "MB", "1.00x", "0.5", "-"] in lines
     assert ["recipe", "mezzo-amp", "1.00", "s", "3.00x", "6.0", "MB", "3.00x", "0.5", "-"] in lines
     assert ["reviews", "mezzo-amp", "1.50", "s", "2.00x", "4.0", "MB", "2.00x", "0.5", "0.8750"] in lines
-    shown = [line[0] for line in lines if line and line[0].endswith(".png")]
+    shown = [line[0] for line in lines if line and line[0].endswith((".png", ".svg"))]
     assert [Path(path).name for path in shown] == [
-        "recipe_x-2t_2026-11-21.png", "reviews_x-2t_2026-11-21.png", "curves.png", "curves.png",
+        "recipe_x-2t_2026-11-21.svg", "reviews_x-2t_2026-11-21.svg", "curves.png", "curves.png",
     ]  # fmt: skip
     assert all(Path(path).exists() for path in shown[:2])
     (_, first), (reviews, second) = asked

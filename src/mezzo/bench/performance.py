@@ -81,8 +81,8 @@ def page(folder: Path, place: Path) -> str:
         if result.workload != last:
             last = result.workload
             parts.append(f"## {last}\n\n{WORKLOADS[last][1].capitalize()}.")
-        png = next(path for path, kept in stored.items() if kept is result).with_suffix(".png")
-        picture = os.path.relpath(png, place.parent) if png.exists() else None
+        drawn = next(path for path, kept in stored.items() if kept is result).with_suffix(".svg")
+        picture = os.path.relpath(drawn, place.parent) if drawn.exists() else None
         parts.append(_section(result, picture))
     if not chosen:
         parts.append("No results are stored yet.")

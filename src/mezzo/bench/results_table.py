@@ -59,7 +59,8 @@ def fastest_rival(result: Result, point: str, *, keeps: bool, compiled: bool) ->
     return min(found, key=lambda measurement: measurement.median, default=None)
 
 
-def _rival_alike(result: Result, measurement: Measurement) -> Measurement | None:
+def fastest_rival_alike(result: Result, measurement: Measurement) -> Measurement | None:
+    """Return the fastest rival that ran in the way of a measurement: compiled or not, with kept memory or without."""
     _, *also = measurement.variant.split("+")
     return fastest_rival(result, measurement.point, keeps="keep" in also, compiled="compile" in also)
 
@@ -82,7 +83,7 @@ def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
     """Return one measurement as words, in the order of `header`."""
     share = result.share_of_roofline(measurement)
     fp32 = result.at(measurement.point).get("fp32")
-    rival = _rival_alike(result, measurement)
+    rival = fastest_rival_alike(result, measurement)
     extra = (measurement.measures.get(name) for name in measure_names(result))
     point = (measurement.point,) if len(points_of(result)) > 1 else ()
     return (

@@ -151,7 +151,7 @@ def save(result: Result, folder: Path) -> tuple[Path, Path]:
     stem = f"{result.workload}_{short_name(result.machine)}_{result.date[:10]}"
     names = (f"{stem}{suffix}.json" for suffix in itertools.chain([""], (f"_{n}" for n in itertools.count(2))))
     data = next(path for path in map(folder.joinpath, names) if not path.exists() or _is_of_same_sizes(path, result))
-    picture = data.with_suffix(".png")
+    picture = data.with_suffix(".svg")
     data.write_text(result.to_json(), encoding="utf-8")
     save_chart(result, picture)
     return data, picture

@@ -27,7 +27,7 @@ class Command:
 
 
 COMMANDS = {
-    "bench": Command("measure fp32, torch.amp and mezzo side by side", ("tyro", "rich", "matplotlib")),
+    "bench": Command("measure fp32, torch.amp and mezzo side by side", ("tyro", "rich")),
     "demo": Command(
         "the recipe, then a text classifier in fp32 and in AMP, in one table",
         ("tyro", "rich", "matplotlib", "transformers", "sklearn", "snownlp"),
