@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import version
 from ..errors import DistributedError
 from ..formats import LOW_DTYPES
+from ..stamp import Stamp, version_of
 
 _summed_apart = WeakTensorKeyDictionary()
 
@@ -27,12 +26,11 @@ class _Sum:
     """The micro-batches of one parameter so far, and the emptied gradient they were taken from."""
 
     value: Tensor
-    grad: weakref.ref[Tensor]
-    version: int
+    stamp: Stamp
 
     def continues(self, grad: Tensor, passes: int) -> bool:
         """Whether a gradient is the one that was emptied, with so many backward passes added since."""
-        return self.grad() is grad and version(grad) == self.version + passes
+        return self.stamp.is_of(grad) and version_of(grad) == self.stamp.version + passes
 
 
 class Accumulator:
@@ -67,7 +65,7 @@ class Accumulator:
         if before is not None and before.continues(grad, passes=1):
             wide += before.value
         grad.zero_()
-        self._sums[param] = _Sum(wide, weakref.ref(grad), version(grad))
+        self._sums[param] = _Sum(wide, Stamp.of(grad))
 
     def take(self, param: Tensor) -> Tensor | None:
         """Return the sum of a parameter's earlier micro-batches, once: its shape, fp32. None if there were none.

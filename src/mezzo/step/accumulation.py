@@ -17,7 +17,6 @@ from .._torch import foreach_mul_, sparse_values
 from ..errors import StepError
 from ..formats import dtype_name
 from ..kernels import GradientCheck, is_dtensor, local, norm_and_finite
-from ..loss_scale import parameters
 
 _log = logging.getLogger("mezzo.step")
 
@@ -163,9 +162,9 @@ def grads_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> l
     """Return the gradients of each optimizer that has any, checked. Syncs: no."""
     found = []
     for index, optimizer in optimizers.items():
-        params = [p for p in parameters(optimizer) if p.grad is not None]
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if params:
-            check = norm_and_finite([p.grad for p in params if p.grad is not None], inv_scale)
+            check = norm_and_finite([p.grad for p in params], inv_scale)
             found.append(OptimizerGrads(optimizer=optimizer, index=index, params=params, check=check))
     return found
 

@@ -3,15 +3,140 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import NormBase, active_ddp, functorch_level, own_buffers, tree_leaves
-from .buffer_slot import ABSENT, Copy, Slot, is_alike, take_copies
+from .._torch import NormBase, active_ddp, foreach_copy_, functorch_level, own_buffers, tree_leaves
+from ..stamp import Stamp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """A buffer as it was.
+
+    Attributes:
+        stamp: of the tensor then; None for a buffer of None.
+        value: what it held.
+        is_registered: whether the module had such a buffer.
+    """
+
+    stamp: Stamp | None
+    value: Tensor | None
+    is_registered: bool = True
+
+    def is_of(self, buffer: Tensor | None) -> bool:
+        """Whether a buffer is the tensor that was copied, as it was. Host only."""
+        return self.is_registered and _is_current(self.stamp, buffer)
+
+    def is_finite(self) -> bool:
+        """Whether there was a value, and no inf or NaN in it. Syncs: yes."""
+        return self.value is not None and bool(self.value.isfinite().all())
+
+
+ABSENT = Copy(None, None, is_registered=False)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A place for a buffer in a module.
+
+    Attributes:
+        name: in the model.
+        module: that owns it.
+        key: its name there.
+        is_statistic: written by batch norm's kernel, which does not move the version of what it writes.
+        copy: the newest copy.
+        is_stale: a statistic that may have been written since.
+        dtype: that it had at first, or that a forward gave it.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    is_statistic: bool
+    copy: Copy = ABSENT
+    is_stale: bool = False
+    dtype: torch.dtype | None = None
+    _left: Stamp | None = None
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """The tensor that is there now."""
+        return own_buffers(self.module).get(self.key)
+
+    def leave(self, assigned: bool = False) -> None:
+        """Take the buffer as it is for the last that is known of it. Host only.
+
+        Args:
+            assigned: if it is another tensor, a forward put it there.
+        """
+        buffer = self.buffer
+        is_another = buffer is not None and (self._left is None or not self._left.is_of(buffer))
+        if buffer is not None and (self.dtype is None or (assigned and is_another)):
+            self.dtype = buffer.dtype
+        self._left = _stamp(buffer)
+
+    def is_foreign(self) -> bool:
+        """Whether somebody wrote or replaced the buffer since the step left it. Host only."""
+        return not _is_current(self._left, self.buffer)
+
+    def is_moved(self, before: Copy) -> bool:
+        """Whether the buffer is not, or may not be, what it was in a copy. Host only."""
+        return self.is_stale or (self.is_statistic and before is not self.copy) or not before.is_of(self.buffer)
+
+    def restore(self, before: Copy, void: Tensor | bool) -> None:
+        """Give the buffer back what it was, where `void` is true.
+
+        Writes: the buffer, or the module's. Syncs: only if shape or dtype are others now.
+        """
+        buffer = self.buffer
+        if buffer is not None and before.value is not None and is_alike(before.value, buffer):
+            where = void.to(buffer.device) if isinstance(void, Tensor) else torch.full((), void, device=buffer.device)
+            value = torch.where(where, before.value, buffer.detach())
+            if before.stamp is not None and before.stamp.is_of(buffer):
+                buffer.copy_(value)
+            else:
+                own_buffers(self.module)[self.key] = value
+        elif bool(void):
+            if before.is_registered:
+                own_buffers(self.module)[self.key] = None if before.value is None else before.value.clone()
+            else:
+                delattr(self.module, self.key)
+
+
+@torch.no_grad()
+def take_copies(slots: Sequence[Slot]) -> None:
+    """Copy the buffers of slots as they are. Writes: the slots. Syncs: no."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    for slot in slots:
+        buffer = slot.buffer
+        value = None if buffer is None else torch.empty_like(buffer)
+        slot.copy, slot.is_stale = Copy(_stamp(buffer), value), False
+        if buffer is not None and value is not None:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append((value, buffer.detach()))
+    for pairs in kinds.values():
+        foreach_copy_([value for value, _ in pairs], [buffer for _, buffer in pairs])
+
+
+def is_alike(value: Tensor | None, buffer: Tensor | None) -> bool:
+    """Whether two tensors can be copied into each other: one shape, dtype, device and layout."""
+    if value is None or buffer is None:
+        return False
+    kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (value, buffer)]
+    return kinds[0] == kinds[1]
+
+
+def _stamp(buffer: Tensor | None) -> Stamp | None:
+    return None if buffer is None else Stamp.of(buffer)
+
+
+def _is_current(stamp: Stamp | None, buffer: Tensor | None) -> bool:
+    return stamp is None if buffer is None else stamp is not None and stamp.is_current(buffer)
 
 
 class _Forward:
@@ -44,11 +169,14 @@ class Buffers:
 
     Args:
         model: where the buffers are, and where others may turn up.
+
+    Attributes:
+        slots: by the buffers' names; empty for a model without buffers, whose transactions need not be opened.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._slots: dict[str, Slot] = {}
+        self.slots: dict[str, Slot] = {}
         self._exempt: set[str] = set()
         self._used: list[_Forward] = []
         self._alive: list[weakref.ref[_Forward]] = []
@@ -58,7 +186,7 @@ class Buffers:
 
     def rescan(self) -> None:
         """Find the buffers anew, since modules or buffers came or went. Host only."""
-        known, self._slots = self._slots, {}
+        known, self.slots = self.slots, {}
         for prefix, module in self._model.named_modules():
             for key in own_buffers(module):
                 name = f"{prefix}.{key}" if prefix else key
@@ -66,14 +194,14 @@ class Buffers:
                 if slot is None or slot.module is not module:
                     slot = Slot(name, module, key, isinstance(module, NormBase))
                     self._exempt.add(name)  # nobody knows yet what it is meant to hold
-                self._slots[name] = slot
+                self.slots[name] = slot
         self._registries = [own_buffers(module) for module in self._model.modules()]
         self._num_registered = sum(map(len, self._registries))
 
     def forgive(self) -> None:
         """Take the buffers as they are, and what is not finite in them as meant, such as a mask of -inf. Syncs: yes."""
         self._close()
-        self._exempt = {name for name, slot in self._slots.items() if not slot.copy.is_finite()}
+        self._exempt = {name for name, slot in self.slots.items() if not slot.copy.is_finite()}
 
     def begin(self) -> Callable[[object], None] | None:
         """Take note of a forward that begins.
@@ -83,7 +211,7 @@ class Buffers:
 
         Syncs: no.
         """
-        if not self._slots and sum(map(len, self._registries)) == 0:
+        if not self.slots and sum(map(len, self._registries)) == 0:
             return None
         if functorch_level() is not None or not torch.is_grad_enabled():
             self._expect_statistics()
@@ -126,9 +254,6 @@ class Buffers:
 
         Writes: the buffers. Syncs: only where one has another shape or dtype than before.
         """
-        if not self._slots:
-            self._used.clear()
-            return
         moved = self._moved()
         self._exempt |= {slot.name for slot, before in moved if not is_alike(before.value, slot.buffer)}
         if void is not False:
@@ -145,22 +270,22 @@ class Buffers:
         """Return how many elements of each buffer were inf or NaN before this step, where any were. Syncs: yes."""
         counts = {
             name: int((~slot.copy.value.isfinite()).sum())
-            for name, slot in self._slots.items()
+            for name, slot in self.slots.items()
             if name not in self._exempt and slot.copy.value is not None
         }
         return {name: count for name, count in counts.items() if count}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every buffer by name."""
-        return {name: buffer for name, slot in self._slots.items() if (buffer := slot.buffer) is not None}
+        return {name: buffer for name, slot in self.slots.items() if (buffer := slot.buffer) is not None}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype that each buffer had at first, or that the last forward which assigned it gave it."""
-        return {name: slot.dtype for name, slot in self._slots.items() if slot.dtype is not None}
+        return {name: slot.dtype for name, slot in self.slots.items() if slot.dtype is not None}
 
     def _end(self, forward: _Forward, output: object) -> None:
         self._leave()
-        if not any(slot.is_moved(forward.before.get(name, ABSENT)) for name, slot in self._slots.items()):
+        if not any(slot.is_moved(forward.before.get(name, ABSENT)) for name, slot in self.slots.items()):
             return
         leaves = tree_leaves(output)
         in_graph = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
@@ -180,44 +305,46 @@ class Buffers:
         """Return the buffers that the step wrote, with what they were."""
         forwards = self._used or self._open()  # of a backward that raised on its way to the output
         if not forwards:  # a compiled model shows none of its forwards
-            return [(slot, self._last[name]) for name, slot in self._slots.items() if slot.is_moved(self._last[name])]
+            return [(slot, self._last[name]) for name, slot in self.slots.items() if slot.is_moved(self._last[name])]
         before = min(forwards, key=lambda forward: forward.number).before
-        slots = [(slot, before.get(name, ABSENT)) for name, slot in self._slots.items()]
+        slots = [(slot, before.get(name, ABSENT)) for name, slot in self.slots.items()]
         return [(slot, was) for slot, was in slots if slot.is_moved(was) and not slot.is_foreign()]
 
     def _notice_others(self) -> None:
         """Take what somebody else wrote since the step last left the buffers for what was there before it."""
-        foreign = [slot for slot in self._slots.values() if slot.is_foreign()]
+        foreign = [slot for slot in self.slots.values() if slot.is_foreign()]
         for slot in foreign:
             slot.leave()
-        forwards, ddp = self._open(), active_ddp()
-        if not foreign or not forwards or (ddp is not None and ddp.broadcast_buffers):  # it sends what the step wrote
+        forwards = self._open() if foreign else []
+        if not forwards or (
+            (ddp := active_ddp()) is not None and ddp.broadcast_buffers
+        ):  # it sends what the step wrote
             return
         take_copies(foreign)
         for forward in forwards:
             forward.before.update({slot.name: slot.copy for slot in foreign})
 
     def _expect_statistics(self) -> None:
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             slot.is_stale = slot.is_stale or (slot.is_statistic and slot.module.training)
 
     def _leave(self) -> None:
         """Take the buffers as they are for what the step made of them."""
         if sum(map(len, self._registries)) != self._num_registered:
             self.rescan()
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             slot.leave(assigned=True)
 
     def _renew(self) -> None:
-        take_copies([slot for slot in self._slots.values() if slot.is_stale or not slot.copy.is_of(slot.buffer)])
+        take_copies([slot for slot in self.slots.values() if slot.is_stale or not slot.copy.is_of(slot.buffer)])
 
     def _copies(self) -> dict[str, Copy]:
-        return {name: slot.copy for name, slot in self._slots.items()}
+        return {name: slot.copy for name, slot in self.slots.items()}
 
     def _close(self) -> None:
         self._used.clear()
         self._alive.clear()
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             slot.leave()
         self._renew()
         self._last = self._copies()

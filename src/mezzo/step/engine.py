@@ -210,6 +210,8 @@ class Engine:
             self.consensus.drop()
         if not self.replay.is_idle:
             self.replay.drop(by_closure=self.is_stepping)
+        if not self.buffers.slots:
+            return
         if was_pending:
             self._give_buffers_up()
         elif not self.is_stepping:
@@ -230,7 +232,10 @@ class Engine:
         may_flush = self.guard.floor > 0 and inputs is None and not self.gradients.is_pending and self.replay.is_idle
         wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
         try:
-            with nullcontext() if self.consensus is None else self.consensus.watching(), self.buffers.writing():
+            with (
+                nullcontext() if self.consensus is None else self.consensus.watching(),
+                self.buffers.writing() if self.buffers.slots else nullcontext(),
+            ):
                 self.gradients.backward(
                     loss,
                     self.scale,
@@ -280,7 +285,7 @@ class Engine:
     def check_grads(self, grads: Sequence[OptimizerGrads]) -> tuple[StepFlags[Any], StepResult]:
         """Say what is wrong with the gradients, if anything: known, or on the way to the host. Syncs: no."""
         pending = self.gradients.require("step()")
-        written = self.buffers.written() if self.policy.guard.restore_buffers else []
+        written = self.buffers.written() if self.buffers.slots and self.policy.guard.restore_buffers else []
         flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers))
         guard = self.guard
         stats = GradStats.of(grads, self.names, self.gradients.stamps, count=guard.state.is_troubled)
@@ -310,9 +315,11 @@ class Engine:
         Writes: buffers of a skipped step, the loss scale. Syncs: no.
         """
         self.guard.add(result)
-        void = flags.void if skipped is None else any(skipped)
-        self.buffers.settle(void if self.policy.guard.restore_buffers else False)
-        move_scale_(self.loss_scale, flags, self.policy.scaling)
+        if self.buffers.slots:
+            void = flags.void if skipped is None else any(skipped)
+            self.buffers.settle(void if self.policy.guard.restore_buffers else False)
+        if self.policy.scaling is not None:
+            move_scale_(self.loss_scale, flags, self.policy.scaling)
         self.gradients.close()
         if not self.replay.is_idle:
             self.replay.close()

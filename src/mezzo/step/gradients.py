@@ -80,7 +80,8 @@ class Gradients:
         """
         self._refuse_while_shown("backward(loss)")
         check_loss(loss, self._loss_dtype)
-        refuse_scaled(loss)
+        if loss.grad_fn is not None and loss.grad_fn.name() == "MulBackward0":
+            refuse_scaled(loss)
         pending = self._begin(scale, "backward(loss)")
         params = self.parameters()
         scaled = pending.scaled(loss)
@@ -239,7 +240,8 @@ class Gradients:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all optimizers, each once."""
-        return list({id(p): p for optimizer in self._optimizers for p in parameters(optimizer)}.values())
+        params = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        return params if len(self._optimizers) == 1 else list({id(p): p for p in params}.values())
 
     def _open(self, scale: Tensor | None) -> AccumulationState:
         bad, self._penalty_bad = self._penalty_bad, False

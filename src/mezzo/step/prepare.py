@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._torch import has_step_hooks
 from ..binding import (
     check_floats,
     check_optimizers,
@@ -26,12 +27,12 @@ from ..errors import StepError
 from ..optim import adopt
 from ..policy import CacheName, PolicyLike, as_policy
 from .accumulation import Skip
-from .direct import inner_optimizer, is_owned
 from .loading import MastersFollow
 from .names import ParameterNames
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
 from .stepper import Stepper
+from .update import is_owned
 
 _log = logging.getLogger("mezzo.step")
 
@@ -80,7 +81,7 @@ def prepare(
     True
     """
     wrapped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    inner, given = innermost(model), [inner_optimizer(one) for one in wrapped]
+    inner, given = innermost(model), [_inner_optimizer(one) for one in wrapped]
     _refuse_prepared(inner, given)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     resolved = with_missing_kernels(as_policy(policy).resolve(device), inner, device.type)
@@ -106,6 +107,25 @@ def prepare(
         undo.pop_all()
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
     return stepper
+
+
+def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside wrappers that only pass calls on, such as Accelerate's.
+
+    Raises:
+        StepError: none inside has torch's hooks.
+    """
+    inner = optimizer
+    while not has_step_hooks(inner):
+        wrapped = getattr(inner, "optimizer", None)
+        if not isinstance(wrapped, Optimizer):
+            raise StepError(
+                f"{type(optimizer).__name__} has no hooks of torch.optim.Optimizer, because its __init__ does not call "
+                "super().__init__(params, defaults), so its steps could not be guarded. Add that call, or hand over the "
+                "optimizer that it wraps."
+            )
+        inner = wrapped
+    return inner
 
 
 def _refuse_prepared(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

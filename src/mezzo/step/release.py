@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..binding import innermost, store_, unbind
 from ..formats import LOW_DTYPES
 from ..optim import MasterWeights, keeps_masters, parameters, release
-from .direct import allow_direct_steps
+from .update import allow_direct_steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)

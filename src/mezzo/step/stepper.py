@@ -21,7 +21,6 @@ from ..policy import Policy
 from . import state_dict as checkpoint
 from .accumulation import Skip
 from .closure import step_by_closure
-from .direct import forbid_direct_steps
 from .engine import Engine, weakly
 from .guard import Counters
 from .loading import MastersFollow
@@ -29,7 +28,7 @@ from .recovery import check_demotion
 from .release import Original, release_
 from .report import Report, refuse_differing
 from .result import StepResult
-from .update import Clip
+from .update import Clip, forbid_direct_steps
 
 
 class StepObserver(Protocol):

@@ -1,15 +1,17 @@
-"""The update: unscaling, clipping and stepping, decided on the device or, where that cannot be, by the host."""
+"""The update: who may step, unscaling, clipping and stepping, decided on the device or, where that cannot be, by the host."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
 from ..errors import StepError, listed
@@ -17,10 +19,49 @@ from ..loss_scale import LossScale, NoScaling, StepScaling, handing, next_state
 from ..optim import MasterWeights, keeps_masters
 from ..policy import ScalingConfig
 from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multiply_
+from .foreign_scaler import NO_SCALER, is_called_by_scaler
 from .result import StepFlags
 
 _CLIP_EPS = 1e-6
 """Added to the norm by torch.nn.utils.clip_grad_norm_, so that clipping equals torch's."""
+
+
+_handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+class _Owner(Protocol):
+    is_stepping: bool
+
+
+def is_owned(optimizer: Optimizer) -> bool:
+    """Whether a stepper that lives takes the steps of an optimizer."""
+    return optimizer in _handles and _handles[optimizer][1]() is not None
+
+
+def forbid_direct_steps(optimizer: Optimizer, engine: _Owner, stepper: object) -> None:
+    """Have an optimizer refuse `step()` unless a stepper's engine calls it, for as long as the engine lives.
+
+    An optimizer that is prepared again belongs to the new stepper.
+    """
+    reference = weakref.ref(engine)
+
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        engine = reference()
+        if engine is not None and not engine.is_stepping:
+            advice = NO_SCALER if is_called_by_scaler() else "Write amp.step()."
+            raise StepError(
+                f"{type(optimizer).__name__}.step() was called directly, past the guard and on gradients that may carry "
+                f"the loss scale. {advice}"
+            )
+
+    allow_direct_steps(optimizer)
+    _handles[optimizer] = optimizer.register_step_pre_hook(refuse), weakref.ref(stepper)
+
+
+def allow_direct_steps(optimizer: Optimizer) -> None:
+    """Let an optimizer step again whoever calls it. Writes: its hooks."""
+    if optimizer in _handles:
+        _handles.pop(optimizer)[0].remove()
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
