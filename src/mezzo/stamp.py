@@ -39,11 +39,14 @@ class Stamp(NamedTuple):
         return cls(weakref.ref(tensor), version_of(tensor), storage_id(tensor) if with_storage else None)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is the stamp of that tensor, written since or not."""
+        """Whether this is the stamp of that tensor, written since or not. Host only."""
         return self.tensor() is tensor
 
     def is_current(self, tensor: Tensor) -> bool:
-        """Whether that tensor is still what it was: the same object in the same memory, and not written since."""
+        """Whether that tensor is still what it was: the same object in the same memory, and not written since.
+
+        Host only.
+        """
         return (
             self.tensor() is tensor
             and self.version == version_of(tensor)
@@ -59,7 +62,7 @@ def same(one: Stamp | None, other: Stamp) -> bool:
 
 
 def grads_by_id(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
-    """Return the gradients that parameters have, by the ids of these."""
+    """Return the gradients that parameters have, by the ids of these. Host only."""
     return [(id(p), g) for p in params if (g := p.grad) is not None]
 
 
@@ -75,7 +78,7 @@ _new, _ref = tuple.__new__, weakref.ref
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a tensor's version counter; -1 for a tensor that keeps no count."""
+    """Return a tensor's version counter; -1 for a tensor that keeps no count. Host only."""
     try:
         return version(tensor)
     except RuntimeError:  # made in inference mode

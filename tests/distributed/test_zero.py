@@ -50,3 +50,29 @@ def test_divided_state_and_masters_step_as_whole_ones(policy: str) -> None:
 def test_ranks_that_were_seeded_differently_stay_together() -> None:
     first, second = run(2, _train, "bf16-master", True, 7)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def _save(rank: int, world: int) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 1)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=mezzo.optim.AdamW, lr=0.05)
+    amp = mezzo.prepare(net, optimizer, "bf16")
+    ddp = DistributedDataParallel(net)
+    amp.backward(ddp(torch.ones(2, 6)).square().mean())
+    amp.step()
+    with pytest.raises(mezzo.errors.CheckpointError) as caught:
+        amp.state_dict()
+    assert "model" not in amp.state_dict(weights=False)
+    optimizer.consolidate_state_dict(to=0)
+    is_whole = rank != 0 or set(amp.state_dict()["optimizers"][0]["state"]) == {0, 1}
+    return str(caught.value), is_whole
+
+
+def test_a_checkpoint_says_what_to_call_first_and_holds_the_state_of_all_ranks_then() -> None:
+    for sentence, is_whole in run(2, _save):
+        assert sentence == (
+            "amp.state_dict() was asked of a ZeroRedundancyOptimizer, whose state lies in parts on the ranks. Call "
+            "optimizer.consolidate_state_dict(to=0) on every rank, then amp.state_dict() on rank 0 alone; "
+            "amp.state_dict(weights=False) needs none of it."
+        )
+        assert is_whole

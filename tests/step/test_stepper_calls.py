@@ -236,6 +236,21 @@ class TestSeveralOptimizers:
                 other.step()
         assert torch.equal(model.weight, plain.weight)
 
+    def test_one_after_another_on_one_loss_is_said(self) -> None:
+        amp = self.pair("together")
+        amp.backward(amp.model["d"](amp.model["g"](torch.ones(1, 4))).sum())
+        first, second = amp.optimizers
+        assert amp.step(optimizer=first)
+        with pytest.raises(StepError) as caught:
+            amp.step(optimizer=second)
+        assert str(caught.value) == (
+            "step() was called after step(optimizer=AdamW), which ended the step of this loss for the other optimizers too. "
+            "Write amp.step() once, which steps all of them, or amp.backward(loss) for each."
+        )
+        amp.zero_grad()
+        with pytest.raises(StepError, match="called before backward"):
+            amp.step(optimizer=second)
+
     def test_shared_parameters_cannot_skip_independently(self) -> None:
         model = nn.Linear(1, 1)
         with pytest.raises(StepError, match="share parameters"):

@@ -17,7 +17,7 @@ _summed_apart = WeakTensorKeyDictionary()
 
 
 def is_summed_apart(param: Tensor) -> bool:
-    """Whether micro-batches of a parameter are summed in fp32 beside its gradient, which is 16 bit."""
+    """Whether micro-batches of a parameter are summed in fp32 beside its gradient, which is 16 bit. Host only."""
     return param in _summed_apart
 
 
@@ -70,7 +70,7 @@ class Accumulator:
     def take(self, param: Tensor) -> Tensor | None:
         """Return the sum of a parameter's earlier micro-batches, once: its shape, fp32. None if there were none.
 
-        Called when the last micro-batch has been added to the emptied gradient.
+        Called when the last micro-batch has been added to the emptied gradient. Host only.
         """
         before = self._sums.pop(param, None)
         grad = param.grad

@@ -86,7 +86,7 @@ class ReplicaWrapper(Wrapper):
         return {} if reducer is None else {n: p for n, p in self._params.items() if id(p) not in reducer.averaged}
 
     def copied(self, tensors: Mapping[Tensor, Tensor]) -> list[Tensor]:
-        """Return those tensors whose keys are parameters of the model, in its order."""
+        """Return those tensors whose keys are parameters of the model, in its order. Host only."""
         return [tensors[p] for p in self._params.values() if p in tensors]
 
     def why_apart(self) -> str:

@@ -80,7 +80,10 @@ class Group:
         return self._all_reduce_(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Take the largest of each element over the ranks, in place, and return it; in all else as `sum_`."""
+        """Take the largest of each element over the ranks, in place, and return it; in all else as `sum_`.
+
+        Syncs: as `sum_`.
+        """
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
 
     def differing(self, values: Tensor) -> list[bool]:
@@ -122,7 +125,10 @@ class Group:
             tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
 
     def average(self, tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
-        """Begin to add a tensor up over the ranks, in place, and return what waits for it; within `timeout` on the CPU."""
+        """Begin to add a tensor up over the ranks, in place, and return what waits for it; within `timeout` on the CPU.
+
+        Writes: `tensor`. Syncs: no.
+        """
         options = dist.distributed_c10d.AllreduceOptions()
         if "cpu" in self._devices:
             options.timeout = self.timeout

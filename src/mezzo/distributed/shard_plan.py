@@ -98,6 +98,8 @@ def param_dtypes(policy: Policy, precision: Rule | torch.dtype | None, module: n
 
     Weights that only low ops take are gathered in the dtype of those ops: the cast is the same before the gathering as
     after it. Everything else is gathered as it is stored.
+
+    Host only.
     """
     names, stored = class_names(module), param.dtype
     if precision in FP32_RULES or not policy.is_low:

@@ -90,5 +90,5 @@ def step_scaled(
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer in the order of its groups."""
+    """Return the parameters of an optimizer in the order of its groups. Host only."""
     return [param for group in optimizer.param_groups for param in group["params"]]

@@ -105,7 +105,7 @@ class GradTracker:
         return not (self.is_blind or self.is_off)
 
     def entry(self, param: Tensor) -> Entry | None:
-        """Return what is written down about a parameter's gradient."""
+        """Return what is written down about a parameter's gradient. Host only."""
         return self._entries.get(id(param))
 
     def is_harmless(self, param: Tensor) -> bool:
@@ -232,12 +232,12 @@ def _ask_trackers(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients an optimizer holds, in the order of its parameters."""
+    """Return the gradients an optimizer holds, in the order of its parameters. Host only."""
     return [param.grad for param in parameters(optimizer) if param.grad is not None]
 
 
 def leaves(root: Node) -> Iterator[Tensor]:
-    """Yield the leaf tensors whose gradients a graph accumulates, each once per path that is new."""
+    """Yield the leaf tensors whose gradients a graph accumulates, each once per path that is new. Host only."""
     seen, stack = {root}, [root]
     while stack:
         for node, _ in stack.pop().next_functions:

@@ -39,7 +39,7 @@ class ScaleState:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The scale itself, shape (), fp32, always at the same address; None before there is a device."""
+        """The scale itself, shape (), fp32, always at the same address; None before there is a device. Host only."""
         return self.state.scale if isinstance(self.state.scale, Tensor) else None
 
     def to(self, device: torch.device) -> None:

@@ -99,7 +99,7 @@ class NoScaling:
         return self
 
     def multiply(self, output: Tensor) -> Tensor:
-        """Return the output itself."""
+        """Return the output itself. Syncs: no."""
         return output
 
     def is_exhausted(self, found_nonfinite: Flag, config: ScalingConfig, patience: int | None) -> bool:

@@ -108,7 +108,10 @@ def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
 
 
 def is_unusable(scale: Tensor) -> Tensor:
-    """Return 1 if a scale has no finite reciprocal (0, inf, NaN or next to 0), else 0; both shape (), fp32."""
+    """Return 1 if a scale has no finite reciprocal (0, inf, NaN or next to 0), else 0; both shape (), fp32.
+
+    Syncs: no.
+    """
     product = scale * scale.reciprocal()
     return (product - product).ne(0.0).to(torch.float32)  # inf and NaN minus themselves are NaN
 
@@ -133,6 +136,8 @@ def real_values(grad: Tensor) -> Tensor:
 
     Duplicate indices of an uncoalesced sparse gradient need no merging first: dividing is linear, and where their
     sum overflows only while scaled, dividing before summing is the better result.
+
+    Syncs: no.
     """
     if hasattr(grad, "to_local"):
         grad = cast("DTensor", grad).to_local()

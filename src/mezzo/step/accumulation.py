@@ -119,6 +119,8 @@ def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
 
     Raises:
         StepError: not one number, no graph, or a dtype narrower than the policy's.
+
+    Host only.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
         what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -154,7 +156,7 @@ class OptimizerGrads:
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients. A list made anew, since a step may replace them."""
+        """The gradients. A list made anew, since a step may replace them. Host only."""
         return [p.grad for p in self.params if p.grad is not None]
 
 

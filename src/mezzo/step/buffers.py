@@ -66,7 +66,7 @@ class Slot:
 
     @property
     def buffer(self) -> Tensor | None:
-        """The tensor that is there now."""
+        """The tensor that is there now. Host only."""
         return own_buffers(self.module).get(self.key)
 
     def leave(self, assigned: bool = False) -> None:
@@ -124,7 +124,7 @@ def take_copies(slots: Sequence[Slot]) -> None:
 
 
 def is_alike(value: Tensor | None, buffer: Tensor | None) -> bool:
-    """Whether two tensors can be copied into each other: one shape, dtype, device and layout."""
+    """Whether two tensors can be copied into each other: one shape, dtype, device and layout. Host only."""
     if value is None or buffer is None:
         return False
     kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (value, buffer)]
@@ -276,7 +276,7 @@ class Buffers:
         return {name: count for name, count in counts.items() if count}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every buffer by name."""
+        """Return every buffer by name. Host only."""
         return {name: buffer for name, slot in self.slots.items() if (buffer := slot.buffer) is not None}
 
     def dtypes(self) -> dict[str, torch.dtype]:

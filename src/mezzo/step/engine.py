@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def scale(self) -> Tensor | None:
-        """The loss scale: shape (), fp32, on the device; None without scaling."""
+        """The loss scale: shape (), fp32, on the device; None without scaling. Host only."""
         scale = self.loss_scale.scale
         return scale if isinstance(scale, Tensor) else None
 
@@ -225,7 +225,7 @@ class Engine:
     def backward(
         self, loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
     ) -> None:
-        """Add a loss's gradients to those of this step; see `Stepper.backward`."""
+        """Add a loss's gradients to those of this step; see `Stepper.backward`. Syncs: no."""
         self.find_ranks()
         if self.consensus is not None:
             self.consensus.check_backward()
@@ -275,7 +275,7 @@ class Engine:
         return every > 0 and (self._num_steps <= ALWAYS or self._num_steps % every == 0)
 
     def grad_norm(self, optimizer: Optimizer | None) -> Tensor:
-        """Return the norm of the gradients that are there; see `Stepper.grad_norm`."""
+        """Return the norm of the gradients that are there; see `Stepper.grad_norm`. Syncs: as `check_grads`."""
         grads, pending = self.gradients.collect(optimizer), self.gradients.require("grad_norm()")
         is_sharded = any_dtensor(p for one in grads for p in one.params)
         consensus = self.consensus if is_sharded else None
@@ -320,7 +320,7 @@ class Engine:
             self.buffers.settle(void if self.policy.guard.restore_buffers else False)
         if self.policy.scaling is not None:
             move_scale_(self.loss_scale, flags, self.policy.scaling)
-        self.gradients.close()
+        self.gradients.close([one.optimizer for one in grads])
         if not self.replay.is_idle:
             self.replay.close()
         self._compare_ranks()

@@ -57,6 +57,7 @@ class Gradients:
         self._versions = GradVersions()
         self._pending: AccumulationState | None = None
         self._penalty_bad: Flag = False
+        self._spent_by = ""
         self._is_shown = False
 
     def refresh(self) -> None:
@@ -77,6 +78,8 @@ class Gradients:
         """Add the gradients of a loss times the scale that the first loss captured; see `Stepper.backward`.
 
         With `probing`, the first backward pass of a step measures how many of them 16 bit flushes to zero.
+
+        Syncs: no.
         """
         self._refuse_while_shown("backward(loss)")
         check_loss(loss, self._loss_dtype)
@@ -99,7 +102,8 @@ class Gradients:
         pending = None if self.is_abandoned else self._pending
         if pending is None:
             self._refuse_leftovers(params)
-            pending = self._pending = self._open(scale)
+            pending, self._spent_by = self._open(scale), ""
+            self._pending = pending
         else:
             self._refuse_broken(pending, call)
             self._refuse_edits(params)
@@ -107,7 +111,7 @@ class Gradients:
 
     @contextmanager
     def external(self, scale: Tensor | None) -> Iterator[None]:
-        """Take what somebody else's backward passes leave for the gradients of this step; see `Stepper`."""
+        """Take what somebody else's backward passes leave for the gradients of this step; see `Stepper`. Syncs: no."""
         self._refuse_while_shown("external_backward()")
         pending = self._begin(scale, "external_backward()")
         pending.broken = _HALF_A_SUM
@@ -116,7 +120,10 @@ class Gradients:
         self._versions.note(self.parameters())
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return a loss times the scale of the step that somebody else's backward adds to; see `Stepper.scaled`."""
+        """Return a loss times the scale of the step that somebody else's backward adds to; see `Stepper.scaled`.
+
+        Syncs: no.
+        """
         if self._pending is None or not self._pending.broken:
             raise StepError(
                 "scaled(loss) was called outside of `with amp.external_backward():`, whose backward passes it is for. "
@@ -135,7 +142,7 @@ class Gradients:
         retain_graph: bool | None,
         allow_unused: bool,
     ) -> tuple[Tensor, ...]:
-        """Return true gradients, computed scaled; see `Stepper.grad`."""
+        """Return true gradients, computed scaled; see `Stepper.grad`. Syncs: no."""
         check_loss(outputs, self._loss_dtype)
         scale = scale if self._pending is None else self._pending.scale
         scaled = outputs if scale is None else outputs * move(scale, outputs.device)
@@ -150,7 +157,7 @@ class Gradients:
 
     @contextmanager
     def unscaled(self) -> Iterator[dict[str, Tensor]]:
-        """Show true gradients; see `Stepper.unscaled_grads`."""
+        """Show true gradients; see `Stepper.unscaled_grads`. Syncs: no."""
         self._refuse_while_shown("unscaled_grads()")
         pending = self.require("unscaled_grads()")
         params = self.parameters()
@@ -172,7 +179,7 @@ class Gradients:
             optimizer.zero_grad(set_to_none)
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
-        self._pending, self._penalty_bad = None, False
+        self._pending, self._penalty_bad, self._spent_by = None, False, ""
         self._versions.note_zeros(self.parameters())
 
     @property
@@ -196,6 +203,11 @@ class Gradients:
             raise StepError(
                 f"{call} was called on a model prepared without an optimizer, for inference. "
                 "Write mezzo.prepare(model, optimizer, policy)."
+            )
+        if self._pending is None and self._spent_by:
+            raise StepError(
+                f"{call} was called after step(optimizer={self._spent_by}), which ended the step of this loss for the "
+                "other optimizers too. Write amp.step() once, which steps all of them, or amp.backward(loss) for each."
             )
         if self._pending is None:
             raise StepError(
@@ -228,9 +240,18 @@ class Gradients:
             raise StepError(_why_no_gradients(self._model, list(chosen.values()), self._names))
         return found
 
-    def close(self) -> None:
-        """End the step: what gradients are left are spent. Syncs: no."""
+    def close(self, stepped: Sequence[Optimizer] = ()) -> None:
+        """End the step: what gradients are left are spent.
+
+        Args:
+            stepped: the optimizers whose step it was, for messages.
+
+        Syncs: no.
+        """
         self._pending = None
+        others = [one for one in self._optimizers if all(one is not known for known in stepped)] if stepped else []
+        is_part = any(p.grad is not None for one in others for p in parameters(one))
+        self._spent_by = " and ".join(type(one).__name__ for one in stepped) if is_part else ""
         self._versions.close(self.parameters())
 
     @property
@@ -239,7 +260,7 @@ class Gradients:
         return self._versions.stamps
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters of all optimizers, each once."""
+        """Return the parameters of all optimizers, each once. Host only."""
         params = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         return params if len(self._optimizers) == 1 else list({id(p): p for p in params}.values())
 

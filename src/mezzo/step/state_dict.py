@@ -48,8 +48,21 @@ def save_weights(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
     return {
         "declared": {name: dtype_name(p.dtype) for name, p in inner.named_parameters()},
         "model": inner.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "optimizers": [_state_of(optimizer) for optimizer in optimizers],
     }
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Any]:
+    try:
+        return optimizer.state_dict()
+    except RuntimeError as error:
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            raise
+        raise CheckpointError(
+            f"amp.state_dict() was asked of a {type(optimizer).__name__}, whose state lies in parts on the ranks. Call "
+            "optimizer.consolidate_state_dict(to=0) on every rank, then amp.state_dict() on rank 0 alone; "
+            "amp.state_dict(weights=False) needs none of it."
+        ) from error
 
 
 def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
