@@ -18,6 +18,8 @@ _HOMES = {
     "Stepper": "step",
     "StepResult": "step",
     "prepare": "step",
+    "record": "diagnose",
+    "replay": "diagnose",
     "monitor": "integrations.trackers",
 }
 _RENAMED = {"dist": "distributed", "scaling": "loss_scale"}
@@ -34,6 +36,8 @@ if _TYPE_CHECKING:
     from .casting import checkpoint_contexts as checkpoint_contexts
     from .casting import custom_bwd as custom_bwd
     from .casting import custom_fwd as custom_fwd
+    from .diagnose import record as record
+    from .diagnose import replay as replay
     from .integrations.trackers import monitor as monitor
     from .loss_scale import GradScaler as GradScaler
     from .policy import Policy as Policy

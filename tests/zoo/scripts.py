@@ -46,6 +46,7 @@ def scaler_loop(
     scale: float = 256.0,
     accumulate: int = 1,
     clip: float | None = 1.0,
+    evaluate: bool = True,
 ) -> Run:
     """The loop of torch's documentation, with what scripts add to it."""
     data = batches() if data is None else data
@@ -77,6 +78,8 @@ def scaler_loop(
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
         model.eval()
+        if not evaluate:
+            return
         with torch.no_grad():
             hits = sum(int((model(x).argmax(-1) == y).sum()) for x, y in data)
         assert 0 <= hits <= seen or not seen

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.zoo import faulty_backward, faulty_forward, faulty_state, healthy, lint_cases, scripts
+from tests.zoo import faulty_backward, faulty_forward, faulty_state, healthy, lint_cases, public_faulty, scripts
 from tests.zoo.case import Case
 from tests.zoo.lint_cases import LintCase
 
@@ -15,7 +15,9 @@ import mezzo.diagnose as diagnose
 from mezzo.trace import explain_lint
 from mezzo.trace.records import LintRule
 
-FAULTY = [*faulty_forward.CASES, *faulty_backward.CASES, *faulty_state.CASES, *scripts.CASES]
+FAULTY = [
+    *faulty_forward.CASES, *faulty_backward.CASES, *faulty_state.CASES, *scripts.CASES, *public_faulty.CASES,
+]  # fmt: skip
 ROWS = [(case, dtype) for case in FAULTY for dtype in case.dtypes]
 LINTS = [(lint, dtype) for lint in lint_cases.LINTS for dtype in lint.dtypes]
 WELL = [(build, dtype) for build in [*healthy.HEALTHY, *scripts.HEALTHY] for dtype in healthy.dtypes_of(build)]
@@ -57,7 +59,13 @@ def complaints(case: Case, report: diagnose.TraceReport) -> list[str]:
     return wrong + [f"{word!r} is not in {said!r}" for word in case.names if word not in said]
 
 
-@pytest.mark.parametrize(("case", "dtype"), ROWS, ids=[f"{c.name}-{name(d)}" for c, d in ROWS])
+def row(case: Case, dtype: torch.dtype) -> object:
+    """Run public scripts in one dtype; the others are slow twins."""
+    is_twin = case in public_faulty.CASES and dtype is not case.dtypes[0]
+    return pytest.param(case, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{case.name}-{name(dtype)}")
+
+
+@pytest.mark.parametrize(("case", "dtype"), [row(*pair) for pair in ROWS])
 def test_faulty(case: Case, dtype: torch.dtype) -> None:
     assert complaints(case, diagnosis(case.build, dtype)) == []
 

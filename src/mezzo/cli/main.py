@@ -36,6 +36,7 @@ COMMANDS = {
     "env": Command("what this machine computes natively, measured, with advice"),
     "policy": Command("show, explain and compare policies and op tables"),
     "predict": Command("classify lines with a trained model", ("tyro", "transformers")),
+    "replay": Command("run one step of a record again", ()),
     "train": Command("train a BERT text classifier", ("tyro", "rich", "matplotlib", "transformers", "sklearn")),
     "completion": Command("print the completion script of a shell: bash, zsh or fish", ("tyro",)),
 }

@@ -9,9 +9,14 @@ from .compare import CompareReport as CompareReport
 from .compare import compare as compare
 from .doctor import ScriptRun as ScriptRun
 from .doctor import check_up as check_up
+from .doctor import named_function as named_function
 from .doctor import trace_script as trace_script
 from .explain import Explanation as Explanation
 from .explain import explain as explain
+from .flight import Recorder as Recorder
+from .flight import ReplayedStep as ReplayedStep
+from .flight import record as record
+from .flight import replay as replay
 from .lint import LintReport as LintReport
 from .lint import lint as lint
 from .memory import MemoryReport as MemoryReport

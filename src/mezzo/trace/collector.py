@@ -14,7 +14,7 @@ from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
 from .context import OpMode, TraceContext
 from .evidence import HostReads, Read
 from .exponents import LineWatch
-from .fix import replacement_for
+from .fix import fused_with, replacement_for
 from .frames import Owner, caller, is_called_from
 from .lint_rules import LintWatch
 from .lost_updates import FlushWatch, UpdateWatch
@@ -334,6 +334,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             )
             if kind == "source" and site.phase == "forward"
             else "",
+            fused=fused_with(site.op, call.original(call.inputs[0][1])) if kind == "source" and call.inputs else "",
             is_local_enough=computed and self.reference.is_local_enough(call),
             tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,7 +151,7 @@ def _fix_singularity(event: Event) -> Fix:
     if event.replacement:
         return Fix(
             edit="",
-            advice=f"write {event.replacement}{_cancelled(event)}.",
+            advice=f"write {event.replacement}{event.fused and f', or better {event.fused}'}{_cancelled(event)}.",
             tried=f"{event.replacement} on these values: finite, and so are its gradients",
         )
     return Fix(edit="", advice=_singular_advice(event))
@@ -235,6 +236,27 @@ def _quotients(divisor: Tensor, low: float) -> Iterator[Replacement]:
         yield Replacement(
             f"x / torch.where(y.abs() < {low:g}, {low:g}, y)", lambda x, y: x / torch.where(y.abs() < low, low, y), 2
         )
+
+
+_FUSED = {
+    "SoftmaxBackward0": "log_softmax in place of the log of a softmax",
+    "SigmoidBackward0": "logsigmoid, or binary_cross_entropy_with_logits, in place of the log of a sigmoid",
+    "SumBackward1": "logsumexp in place of the log of a sum of exp",
+}
+
+
+def fused_with(op: str, argument: Tensor) -> str:
+    """Return the function that computes a logarithm without the number it is taken of; empty where none does."""
+    node: Any = argument.grad_fn if op in ("log", "log2", "log10") else None
+    for _ in range(2):
+        if node is None or node.name() in _FUSED:
+            break
+        # 1 - p, p + eps, clamp
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    name = "" if node is None else node.name()
+    if name == "SumBackward1" and not any(f is not None and f.name() == "ExpBackward0" for f, _ in node.next_functions):
+        return ""
+    return _FUSED.get(name, "")
 
 
 def _offers(op: str, inputs: list[Tensor]) -> Iterator[Replacement]:

@@ -166,6 +166,7 @@ class Event:
         tracked: an input leads to gradients.
         where: index of the first non-finite element of the result.
         replacement: an expression that was run in the op's place and is finite; empty where none is known.
+        fused: a function that does this op and the one before it without the number in between; empty where there is none.
         is_local_enough: with the op that flushed in fp32, and no more, this one is finite.
         leaf: what the tensor is called, for leaves; the number, for constants.
     """
@@ -187,6 +188,7 @@ class Event:
     tracked: bool = True
     where: tuple[int, ...] = ()
     replacement: str = ""
+    fused: str = ""
     is_local_enough: bool = False
 
 

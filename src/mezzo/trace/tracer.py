@@ -262,7 +262,7 @@ class Trace:
                 name=name,
                 cls=cls,
                 dtype=dtype_name(tensor.dtype),
-                rms=rms(tensor),
+                rms=rms(tensor, is_finite=not facts.nonfinite),
                 amax=facts.amax,
                 nonfinite=facts.nonfinite,
                 step=self._context.step,

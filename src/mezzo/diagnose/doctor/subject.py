@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -38,31 +39,45 @@ class Subject:
     loss_fn: LossFn | None
 
 
-def load_subject(text: str) -> Subject:
-    """Call the function that a text names and take what it returns.
+def named_function(text: str) -> Callable[[], Any]:
+    """Return the function that a text names.
 
     Args:
-        text: "package.module:function" or "file.py:function". The function takes nothing and returns (model, batch)
-            or (model, batch, loss_fn).
-
-    Returns:
-        The model, the batch, and the loss.
+        text: "package.module:function" or "file.py:function".
 
     Raises:
-        ConfigError: a text of another form, a function that does not exist or returns something else.
+        ConfigError: a text of another form, or a function that does not exist.
         DataError: a module or file that does not exist.
 
-    Writes: what importing the module and calling the function write.
+    Writes: what importing the module writes.
     """
     place, colon, name = text.rpartition(":")
     if not (colon and place and name):
         raise ConfigError(f"--model {text!r} names no function; write {_FORM}.")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, name, None)
+    function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ConfigError(f"{place} has no function {name!r}.{did_you_mean(name, known)}")
-    found = function()
+    return function
+
+
+def load_subject(text: str) -> Subject:
+    """Call the function that a text names and take what it returns.
+
+    Args:
+        text: as in `named_function`. The function takes nothing and returns (model, batch) or (model, batch, loss_fn).
+
+    Returns:
+        The model, the batch, and the loss.
+
+    Raises:
+        ConfigError: as `named_function`, and a function that returns something else.
+        DataError: as `named_function`.
+
+    Writes: what importing the module and calling the function write.
+    """
+    found = named_function(text)()
     if isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], nn.Module):
         return Subject(model=found[0], batch=found[1], loss_fn=found[2] if len(found) == 3 else None)
     raise ConfigError(f"{text} returned {type(found).__name__}; return (model, batch) or (model, batch, loss_fn).")

@@ -1,0 +1,216 @@
+"""`record`: keeps what the last steps of a run were made of, in a bounded folder of data."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import random_state
+from ...errors import ConfigError, DataError
+from ...files import write_atomically
+from ...step import Stepper, StepResult
+
+START, FORMAT = "start.pt", 1
+_SEGMENTS = 2
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_WAITING = 16
+"""Results that may wait to be read; by then the device has long sent them."""
+
+
+def as_data(value: object, what: str) -> Any:
+    """Return a copy of nested data on the host: tensors, numbers, text, and mappings and sequences of them.
+
+    Raises:
+        DataError: something else, which could only be kept as code.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k) if not isinstance(k, _PLAIN) else k: as_data(v, what) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_data(v, what) for v in value] if isinstance(value, list) else tuple(as_data(v, what) for v in value)
+    raise DataError(
+        f"{what} holds {type(value).__name__}, and a record keeps data only: tensors, numbers, text, and dicts, lists and tuples of "
+        "them. Note the tensors that the loss is made of."
+    )
+
+
+def random_data() -> dict[str, Any]:
+    """Return the random state as data."""
+    state = random_state.get()
+    return {"cpu": state.cpu, "accelerators": list(state.accelerators)}
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Return the file of a step inside its segment."""
+    return folder / f"{step:08d}.pt"
+
+
+def segments(folder: Path) -> list[tuple[int, Path]]:
+    """Return the segments of a record that are whole: the step each begins with, and its folder."""
+    found = [(int(p.name), p) for p in folder.glob("[0-9]*") if p.name.isdigit() and (p / START).is_file()]
+    return sorted(found)
+
+
+@dataclass(slots=True)
+class _Batch:
+    data: Any
+    random: dict[str, Any]
+
+
+class Recorder:
+    """Records the steps of a run; made by `mezzo.record`.
+
+    Attributes:
+        folder: where.
+        step: number of the next step, from 0.
+
+    Writes: `step` and `backward` of the stepper, until `close`; files in the folder.
+    """
+
+    def __init__(self, amp: Stepper, folder: Path, every: int) -> None:
+        self.folder, self.step = folder, 0
+        self._amp, self._every = amp, every
+        self._batches: list[_Batch] = []
+        self._losses: list[Tensor] = []
+        self._results: list[tuple[int, StepResult, list[Tensor]]] = []
+        self._segment = folder
+        self._take, self._backward = amp.step, amp.backward
+        vars(amp).update(step=self._recorded_step, backward=self._recorded_backward)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Hand out the batches of a loader, each noted before. Syncs: for batches on a device."""
+        for batch in loader:
+            self.note(batch)
+            yield batch
+
+    def note(self, batch: Any) -> None:
+        """Keep a batch of the step in the making, and the random state it meets.
+
+        Raises:
+            DataError: it holds something else than tensors, numbers, text, and mappings and sequences of them.
+
+        Syncs: for batches on a device.
+        """
+        if not self._batches and self.step % self._every == 0:
+            self._begin_segment()
+        self._batches.append(_Batch(as_data(batch, "a batch"), random_data()))
+
+    def _begin_segment(self) -> None:
+        self._read_results()
+        self._segment = self.folder / f"{self.step:08d}"
+        self._segment.mkdir(parents=True, exist_ok=True)
+        state = {"format": FORMAT, "step": self.step, "policy": str(self._amp.policy), "run": self._amp.state_dict()}
+        write_atomically(self._segment / START, lambda file: torch.save(state, file))
+        for _, old in segments(self.folder)[:-_SEGMENTS]:
+            shutil.rmtree(old)
+
+    def _recorded_backward(self, loss: Tensor, **options: Any) -> None:
+        self._backward(loss, **options)
+        self._losses.append(loss.detach())
+
+    def _recorded_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> StepResult:
+        if closure is not None or options.get("optimizer") is not None:
+            raise ConfigError(
+                "record was asked to keep a step with a closure, or of one optimizer of several, which it cannot run again. Write "
+                "amp.step() for all of them, or close the recorder before."
+            )
+        if self._batches:
+            self._write_step(options)
+        losses, self._losses, self._batches = self._losses, [], []
+        result = self._take(**options)
+        self._results.append((self.step, result, losses))
+        self.step += 1
+        if len(self._results) >= _WAITING:
+            self._read_results()
+        return result
+
+    def _write_step(self, options: dict[str, Any]) -> None:
+        """Write what the step will be made of; after a crash in it, it is there."""
+        made_of = {
+            "batches": [b.data for b in self._batches],
+            "random": [b.random for b in self._batches],
+            "options": as_data(options, "step"),
+            "groups": [
+                [{k: v for k, v in group.items() if isinstance(v, (bool, int, float))} for group in o.param_groups]
+                for o in self._amp.optimizers
+            ],
+        }
+        path = step_file(self._segment, self.step)
+        partial = path.with_suffix(".partial")
+        torch.save(made_of, partial)
+        partial.replace(path)
+
+    def _read_results(self) -> None:
+        """Write what came of the steps, beside them. Syncs: with the last of them."""
+        for step, result, losses in self._results:
+            folder = self.folder / f"{step - step % self._every:08d}"
+            if step_file(folder, step).is_file():
+                torch.save(outcome(result, losses), step_file(folder, step).with_suffix(".result"))
+        self._results.clear()
+
+    def close(self) -> None:
+        """Stop recording; what was recorded stays. Writes: `step` and `backward` of the stepper, as they were."""
+        self._read_results()
+        for name in ("step", "backward"):
+            vars(self._amp).pop(name, None)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def outcome(result: StepResult, losses: list[Tensor]) -> dict[str, Any]:
+    """Return what a step came to, as data. Syncs: with the end of the step."""
+    return {
+        "losses": [loss.float().cpu() for loss in losses],
+        "grad_norm": torch.tensor(result.grad_norm, dtype=torch.float32),
+        "scale": result.scale,
+        "applied": result.applied,
+    }
+
+
+def record(amp: Stepper, folder: str | Path, *, every: int = 100) -> Recorder:
+    """Keep what the last steps of a run were made of, so that any of them can be run again by `mezzo.replay`.
+
+    A segment begins with everything `amp.state_dict()` holds; each of its steps adds its batches, the random state each
+    met, learning rates, and then losses, gradient norm and loss scale. Two segments are kept: at least the last `every`
+    steps, in the space of two checkpoints and 2 `every` batches. A record is data, loaded with `weights_only`.
+
+    Args:
+        amp: what `mezzo.prepare` returned.
+        folder: made where it is missing.
+        every: steps in a segment. Fewer make a replay start nearer, and write more.
+
+    Returns:
+        The recorder, to be closed or used as a context. `recorder.batches(loader)` hands the batches out.
+
+    Raises:
+        ConfigError: `every` below 1, or something else to record.
+        DataError: the folder holds another record, or cannot be written.
+
+    Writes: the folder; `step` and `backward` of the stepper, until it is closed.
+    Syncs: once in 16 steps, with the last of them.
+    """
+    if not isinstance(amp, Stepper) or every < 1:
+        raise ConfigError(
+            f"record was asked to keep {type(amp).__name__} with every={every}; give what mezzo.prepare returned, and at least 1."
+        )
+    path = Path(folder)
+    if segments(path):
+        raise DataError(f"{str(path)!r} holds another record already; give a new folder, or remove that one.")
+    path.mkdir(parents=True, exist_ok=True)
+    return Recorder(amp, path, every)

@@ -1,0 +1,225 @@
+"""`replay`: runs one step of a record again: from the snapshot before it, with the batches and the draws it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ... import random_state
+from ...errors import DataError, StoppedRun
+from ...policy import PolicyLike, as_policy
+from ...random_state import RandomState
+from ...report import Document, Pairs, Report
+from ...step import Stepper
+from ...step.prepare import prepare
+from .recorder import FORMAT, START, outcome, segments, step_file
+
+Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
+Around = Callable[[nn.Module], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedStep(Report):
+    """One step that was run again.
+
+    Attributes:
+        step: its number.
+        policy: it ran under.
+        losses: of its micro-batches.
+        grad_norm: of its true gradients.
+        scale: loss scale that they carried.
+        applied: the step was taken.
+        error: what stopped the run here, in words; empty if nothing did.
+        first_different: first step up to this one whose losses, gradient norm or scale are not bit for bit those of the record:
+            hardware, or somebody changed weights; None if all are, or the record has no results of them.
+        compared: steps whose results were compared.
+    """
+
+    step: int
+    policy: str
+    losses: tuple[float, ...]
+    grad_norm: float
+    scale: float
+    applied: bool
+    error: str
+    first_different: int | None
+    compared: int
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the step was taken, and everything up to it came out as recorded."""
+        return self.applied and self.first_different is None
+
+    def document(self) -> Document:
+        """Return the layout."""
+        pairs = [
+            ("losses", ", ".join(f"{x:.9g}" for x in self.losses)),
+            ("gradient norm", f"{self.grad_norm:.9g}"),
+            ("loss scale", f"{self.scale:g}"),
+            ("taken", "yes" if self.applied else "no"),
+            *([("stopped by", self.error)] if self.error else []),
+        ]
+        return Document(
+            title=f"mezzo replay of step {self.step} under {self.policy}",
+            verdict=self._verdict(),
+            is_good=self.is_healthy,
+            blocks=(Pairs(pairs=tuple(pairs)),),
+        )
+
+    def _verdict(self) -> str:
+        if self.first_different is not None:
+            return (
+                f"Step {self.first_different} does not come out as recorded: hardware computed something else, or weights were changed "
+                "outside of the steps."
+            )
+        same = (
+            f"bit for bit as recorded, {self.compared} step{'s' * (self.compared != 1)} compared"
+            if self.compared
+            else "not compared"
+        )
+        return f"Run again: {same}."
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as failure:  # whatever a damaged file makes of the unpickler
+        raise DataError(f"{str(path)!r} cannot be read as a record: {failure}") from failure
+
+
+def _segment(folder: Path, step: int) -> tuple[int, Path]:
+    known = segments(folder)
+    found = [(first, path) for first, path in known if first <= step and step_file(path, step).is_file()]
+    if found:
+        return found[-1]
+    steps = sorted(int(p.stem) for _, path in known for p in path.glob("[0-9]*.pt"))
+    held = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no step"
+    raise DataError(f"step {step} was asked for, and {str(folder)!r} does not hold it: {held}.")
+
+
+def _prepared(parts: Parts, policy: PolicyLike) -> Stepper:
+    return prepare(parts[0], parts[1], policy)
+
+
+def _outcome_file(folder: Path, step: int) -> Path:
+    return step_file(folder, step).with_suffix(".result")
+
+
+class _Run:
+    """A model, its stepper and loss, and the segment whose steps it takes."""
+
+    def __init__(self, parts: Parts, policy: PolicyLike, folder: Path) -> None:
+        self.amp, self.loss_fn, self._folder = _prepared(parts, policy), parts[2], folder
+
+    def take(self, step: int) -> tuple[dict[str, Any], str]:
+        """Take one recorded step. Returns: what came of it, and the error that ended it. Writes: the model. Syncs: yes."""
+        made_of = _load(step_file(self._folder, step))
+        for optimizer, groups in zip(self.amp.optimizers, made_of["groups"], strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update({k: v for k, v in values.items() if k in group})
+        losses = []
+        for batch, random in zip(made_of["batches"], made_of["random"], strict=True):
+            random_state.set_(RandomState(random["cpu"], tuple(random["accelerators"])))
+            loss = self.loss_fn(self.amp.model, batch)
+            self.amp.backward(loss)
+            losses.append(loss.detach())
+        try:
+            result = self.amp.step(**made_of["options"])
+            found, error = outcome(result, losses), ""
+        except StoppedRun as stopped:
+            found = {
+                "losses": [x.float().cpu() for x in losses],
+                "grad_norm": torch.tensor(float("nan")),
+                "scale": self.amp.scale,
+                "applied": False,
+            }
+            error = str(stopped)
+        self.amp.zero_grad()
+        return found, error
+
+    def differs(self, step: int, found: dict[str, Any]) -> bool | None:
+        """Say whether a step came out otherwise than recorded; None where its result was not recorded."""
+        if not _outcome_file(self._folder, step).is_file():
+            return None
+        known = _load(_outcome_file(self._folder, step))
+        ours, theirs = ([*x["losses"], x["grad_norm"]] for x in (found, known))
+        same = len(ours) == len(theirs) and all(_bits(a) == _bits(b) for a, b in zip(ours, theirs, strict=True))
+        return not (same and (found["scale"], found["applied"]) == (known["scale"], known["applied"]))
+
+
+def _bits(value: Tensor) -> list[int]:
+    return value.detach().float().reshape(-1).view(torch.int32).tolist()
+
+
+def _none(model: nn.Module) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def replay(
+    folder: str | Path,
+    step: int,
+    build: Callable[[], Parts],
+    *,
+    policy: PolicyLike | None = None,
+    around: Around = _none,
+) -> ReplayedStep:
+    """Run one step of a record again, from the snapshot before it.
+
+    The steps between snapshot and step are taken as they were; the step itself under another policy where one is given. On
+    the same hardware and versions everything is bit for bit what it was, also in another process.
+
+    Args:
+        folder: that `mezzo.record` wrote.
+        step: number of the step.
+        build: returns (model, optimizer or list of them, loss_fn), not prepared, made as for the run; weights do not matter.
+            loss_fn(model, batch) computes what was given to `amp.backward` for a batch.
+        policy: for the step itself; None: that of the run.
+        around: given the model, returns a context for the step itself, such as `mezzo.diagnose.trace`.
+
+    Returns:
+        What came of the step, and whether it and those before it came out as recorded.
+
+    Raises:
+        DataError: the record does not hold the step, or cannot be read.
+        PolicyError, CheckpointError: policy or model do not fit what was recorded.
+
+    Writes: the models that `build` made; random state comes back. Syncs: yes.
+    """
+    first, path = _segment(Path(folder), step)
+    start = _load(path / START)
+    if not isinstance(start, dict) or start.get("format") != FORMAT:
+        raise DataError(f"{str(path / START)!r} is no snapshot of a record of this version.")
+    with random_state.kept():
+        run = _Run(build(), start["policy"], path)
+        run.amp.load_state_dict(start["run"])
+        different, compared = None, 0
+        for before in range(first, step):
+            differs = run.differs(before, run.take(before)[0])
+            compared += differs is not None
+            different = before if differs and different is None else different
+        if policy is not None:
+            state, run = run.amp.state_dict(), _Run(build(), policy, path)
+            run.amp.load_state_dict(state)
+        with around(run.amp.model):
+            found, error = run.take(step)
+        if policy is None and (differs := run.differs(step, found)) is not None:
+            compared += 1
+            different = step if differs and different is None else different
+    return ReplayedStep(
+        step=step,
+        policy=str(start["policy"] if policy is None else as_policy(policy)),
+        losses=tuple(float(x) for x in found["losses"]),
+        grad_norm=float(found["grad_norm"]),
+        scale=found["scale"],
+        applied=found["applied"],
+        error=error,
+        first_different=different,
+        compared=compared,
+    )

@@ -1,0 +1,212 @@
+"""What the recorder keeps runs again bit for bit, in this process and in a fresh one, and stays within bounds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.cli.main import main
+from mezzo.errors import ConfigError, DataError, StoppedRun
+
+Batch = dict[str, Tensor]
+POLICY = "fp16, guard.patience=50"
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """The training program, as a user writes it down for `--model`."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 4))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["x"] + 0.01 * torch.randn_like(batch["x"])), batch["y"])
+
+
+def batches(num: int, seed: int = 3) -> list[Batch]:
+    g = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randn(16, 8, generator=g), "y": torch.randint(4, (16,), generator=g)} for _ in range(num)]
+
+
+def train(
+    folder: Path, data: list[Batch], *, every: int = 4, policy: str = POLICY, accumulate: int = 1
+) -> list[mezzo.StepResult]:
+    torch.manual_seed(7)
+    model, optimizer, _ = build()
+    amp = mezzo.prepare(model, optimizer, policy=policy)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    results = []
+    with mezzo.record(amp, folder, every=every) as recorder:
+        for i, batch in enumerate(recorder.batches(data)):
+            amp.backward(loss_fn(model, batch))
+            if (i + 1) % accumulate == 0:
+                results.append(amp.step(max_norm=1.0))
+                amp.zero_grad()
+                schedule.step()
+    return results
+
+
+def planted(kind: str, at: int, num: int = 10) -> list[Batch]:
+    """Batches, one of which holds a NaN, a spike, or a number with one bit turned."""
+    data = batches(num)
+    x = data[at]["x"]
+    if kind == "nan":
+        x[3, 2] = float("nan")
+    elif kind == "spike":
+        x *= 3e4
+    else:
+        x.view(torch.int32)[5, 1] ^= 1 << 28
+    return data
+
+
+@pytest.mark.parametrize("kind", ["nan", "spike", "bit flip"])
+def test_a_planted_step_runs_again_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    results = train(tmp_path / "run", planted(kind, 6))
+    again = mezzo.replay(tmp_path / "run", 6, build)
+    assert (again.first_different, again.compared) == (None, 3)
+    assert again.applied == results[6].applied
+    assert again.scale == results[6].scale
+    assert str(again.grad_norm) == str(results[6].grad_norm)
+
+
+def test_micro_batches_and_every_step_of_two_segments(tmp_path: Path) -> None:
+    results = train(tmp_path / "run", batches(20), accumulate=2, every=3)
+    for step in range(6, 10):
+        again = mezzo.replay(tmp_path / "run", step, build)
+        assert again.is_healthy and len(again.losses) == 2 and again.grad_norm == results[step].grad_norm
+
+
+def test_disk_is_bounded(tmp_path: Path) -> None:
+    sizes = []
+    for num in (16, 40):
+        train(tmp_path / str(num), batches(num))
+        sizes.append(sum(f.stat().st_size for f in (tmp_path / str(num)).rglob("*")))
+    assert len(list((tmp_path / "40").iterdir())) == 2
+    assert sizes[1] <= 1.01 * sizes[0]
+
+
+def test_the_run_is_the_same_with_and_without_a_recorder(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model, optimizer, _ = build()
+    amp = mezzo.prepare(model, optimizer, policy=POLICY)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for batch in batches(8):
+        amp.backward(loss_fn(model, batch))
+        last = amp.step(max_norm=1.0)
+        amp.zero_grad()
+        schedule.step()
+    assert train(tmp_path / "run", batches(8))[-1].grad_norm == last.grad_norm
+
+
+def test_another_policy_for_the_step_itself(tmp_path: Path) -> None:
+    train(tmp_path / "run", planted("spike", 6))
+    narrow = mezzo.replay(tmp_path / "run", 6, build)
+    wide = mezzo.replay(tmp_path / "run", 6, build, policy="fp32")
+    assert not narrow.applied and wide.applied and wide.policy == "fp32"
+    assert wide.losses[0] == pytest.approx(narrow.losses[0], rel=0.05) or narrow.losses[0] != narrow.losses[0]
+
+
+def test_a_weight_that_changed_by_itself_is_noticed(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model, optimizer, _ = build()
+    amp = mezzo.prepare(model, optimizer, policy="fp32")
+    with mezzo.record(amp, tmp_path / "run", every=8) as recorder:
+        for i, batch in enumerate(recorder.batches(batches(8))):
+            if i == 5:
+                with torch.no_grad():
+                    model[0].weight.view(torch.int32)[0, 0] ^= 1 << 22
+            amp.backward(loss_fn(model, batch))
+            amp.step()
+            amp.zero_grad()
+    again = mezzo.replay(tmp_path / "run", 7, build)
+    assert again.first_different == 5 and not again.is_healthy
+    assert "Step 5 does not come out as recorded" in str(again)
+
+
+def test_a_step_that_stopped_the_run_is_there(tmp_path: Path) -> None:
+    with pytest.raises(StoppedRun):
+        train(tmp_path / "run", planted("nan", 6), policy="bf16, guard.patience=1")
+    with mezzo.diagnose.trace() as outer:
+        pass
+    assert outer.report.record.ops == 0
+    traces: list[mezzo.diagnose.Trace] = []
+
+    def traced(model: nn.Module) -> mezzo.diagnose.Trace:
+        traces.append(mezzo.diagnose.trace(model))
+        return traces[0]
+
+    again = mezzo.replay(tmp_path / "run", 6, build, around=traced)
+    assert not again.applied
+    assert traces[0].report.findings[0].verdict == "inherited"
+
+
+def test_a_fresh_process_replays_under_a_name(tmp_path: Path) -> None:
+    results = train(tmp_path / "run", planted("spike", 6))
+    words = ["replay", str(tmp_path / "run"), "--step", "6", "--model", f"{__file__}:build", "--json"]
+    done = subprocess.run([sys.executable, "-m", "mezzo", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if results[6].applied else 1), done.stderr
+    assert '"first_different": null' in done.stdout and '"compared": 3' in done.stdout
+    assert f'"scale": {results[6].scale}' in done.stdout
+
+
+@pytest.mark.slow
+def test_a_hundred_planted_steps_in_fresh_processes(tmp_path: Path) -> None:
+    code = (
+        "import sys, mezzo; sys.path.insert(0, sys.argv[1]); from test_flight import build\n"
+        "for a in sys.argv[2:]:\n"
+        "    folder, step = a.rsplit('@', 1); r = mezzo.replay(folder, int(step), build)\n"
+        "    print(r.first_different, r.compared, r.applied, repr(r.grad_norm), r.scale)\n"
+    )
+    wanted, asked = [], []
+    for i in range(100):
+        step, folder = 4 + i % 6, tmp_path / str(i)
+        results = train(folder, planted(("nan", "spike", "bit flip")[i % 3], step))
+        one = results[step]
+        wanted.append(f"None {1 + step % 4} {one.applied} {one.grad_norm!r} {one.scale}")
+        asked.append(f"{folder}@{step}")
+    words = [sys.executable, "-c", code, str(Path(__file__).parent), *asked]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == wanted
+
+
+def test_a_record_is_data_only(tmp_path: Path) -> None:
+    train(tmp_path / "run", batches(6))
+    files = [f for f in (tmp_path / "run").rglob("*") if f.is_file()]
+    assert files and all(torch.load(f, weights_only=True) is not None for f in files)
+    amp = mezzo.prepare(*build()[:2], policy="fp32")
+    with (
+        mezzo.record(amp, tmp_path / "other") as recorder,
+        pytest.raises(DataError, match="Path, and a record keeps data only"),
+    ):
+        recorder.note({"x": Path("x")})
+
+
+def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run", batches(12))
+    with pytest.raises(DataError, match="does not hold it: it holds steps 4 to 11"):
+        mezzo.replay(tmp_path / "run", 2, build)
+    with pytest.raises(DataError, match="another record already"):
+        train(tmp_path / "run", batches(2))
+    (tmp_path / "run" / "00000008" / "00000009.pt").write_bytes(b"no record")
+    with pytest.raises(DataError, match="cannot be read as a record"):
+        mezzo.replay(tmp_path / "run", 9, build)
+    assert main(["replay", str(tmp_path / "run"), "--step", "2", "--model", f"{__file__}:build"]) == 2
+    assert "step 2 was asked for" in capsys.readouterr().err
+    amp = mezzo.prepare(*build()[:2], policy="fp32")
+    with mezzo.record(amp, tmp_path / "closure"), pytest.raises(ConfigError, match="with a closure"):
+        amp.step(lambda: torch.zeros(()))
+    with pytest.raises(ConfigError, match="every=0"):
+        mezzo.record(amp, tmp_path / "more", every=0)
+
+
+def test_the_stepper_is_left_as_it_was(tmp_path: Path) -> None:
+    amp = mezzo.prepare(*build()[:2], policy="fp32")
+    with mezzo.record(amp, tmp_path / "run"):
+        assert {"step", "backward"} <= vars(amp).keys()
+    assert not {"step", "backward"} & vars(amp).keys()
