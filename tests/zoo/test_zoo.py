@@ -7,7 +7,16 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.zoo import faulty_backward, faulty_forward, faulty_state, healthy, lint_cases, public_faulty, scripts
+from tests.zoo import (
+    faulty_backward,
+    faulty_forward,
+    faulty_state,
+    healthy,
+    lint_cases,
+    public_faulty,
+    public_healthy,
+    scripts,
+)
 from tests.zoo.case import Case
 from tests.zoo.lint_cases import LintCase
 
@@ -20,7 +29,8 @@ FAULTY = [
 ]  # fmt: skip
 ROWS = [(case, dtype) for case in FAULTY for dtype in case.dtypes]
 LINTS = [(lint, dtype) for lint in lint_cases.LINTS for dtype in lint.dtypes]
-WELL = [(build, dtype) for build in [*healthy.HEALTHY, *scripts.HEALTHY] for dtype in healthy.dtypes_of(build)]
+PROGRAMS = [*healthy.HEALTHY, *scripts.HEALTHY, *public_healthy.HEALTHY]
+WELL = [(build, dtype) for build in PROGRAMS for dtype in healthy.dtypes_of(build)]
 
 pytestmark = [
     # the faulty programs themselves are warned about; the diagnosis adds none
@@ -65,12 +75,17 @@ def row(case: Case, dtype: torch.dtype) -> object:
     return pytest.param(case, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{case.name}-{name(dtype)}")
 
 
+def healthy_row(build, dtype: torch.dtype) -> object:
+    is_twin = build in public_healthy.HEALTHY and dtype is not torch.float16
+    return pytest.param(build, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{build.__name__}-{name(dtype)}")
+
+
 @pytest.mark.parametrize(("case", "dtype"), [row(*pair) for pair in ROWS])
 def test_faulty(case: Case, dtype: torch.dtype) -> None:
     assert complaints(case, diagnosis(case.build, dtype)) == []
 
 
-@pytest.mark.parametrize(("build", "dtype"), WELL, ids=[f"{b.__name__}-{name(d)}" for b, d in WELL])
+@pytest.mark.parametrize(("build", "dtype"), [healthy_row(*pair) for pair in WELL])
 def test_healthy(build, dtype: torch.dtype) -> None:
     report = diagnosis(build, dtype)
     assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in report.findings] == []
@@ -92,8 +107,8 @@ def test_every_rule_has_a_habit() -> None:
 
 
 def test_the_zoo_is_large_enough() -> None:
-    assert len({c.name for c in FAULTY}) == len(FAULTY) >= 40
-    assert len(healthy.HEALTHY) >= 10
+    assert len({c.name for c in FAULTY}) == len(FAULTY) >= 100
+    assert len(scripts.CASES) + len(public_faulty.CASES) >= 40 <= len(scripts.HEALTHY) + len(public_healthy.HEALTHY)
     assert {c.verdict for c in FAULTY} == {
         "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update",
     }  # fmt: skip

@@ -168,7 +168,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         ):
             return
         sink = Sink(kind="read", name=f"at {site.frame}" if site.frame else "by the host", causes=read.causes,
-                    step=self.context.step, after=len(self.events))  # fmt: skip
+                    step=self.context.step, after=len(self.events), is_loss=read.is_scalar and read.tracked)  # fmt: skip
         if read.is_scalar:
             self.reach(sink)
         else:

@@ -127,9 +127,10 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
         return sorted([*sources, *leaves], key=lambda e: e.index)
     if mixed:
         return mixed[:1]
-    # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not, and nothing holds NaN on purpose
-    is_lenient = sink.kind in ("output", "read", "exit")
-    return [e for e in constants if any(t.nan for t in e.outputs)] if is_lenient else constants
+    # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not
+    if sink.kind not in ("output", "read", "exit"):
+        return constants
+    return [e for e in constants if sink.is_loss and any(t.nan for t in e.outputs)]
 
 
 def _is_mask(leaf: Event) -> bool:

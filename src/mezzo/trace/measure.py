@@ -35,7 +35,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     """Return a tensor with its dimensions in the order they lie in memory, which reductions read thirty times faster."""
     if tensor.is_contiguous():
         return tensor
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -203,6 +203,7 @@ class Sink:
         causes: indices of the events it comes from.
         step: as in `Site`.
         after: number of events before it.
+        is_loss: one number that leads to gradients, which the host read.
     """
 
     kind: SinkKind
@@ -210,6 +211,7 @@ class Sink:
     causes: frozenset[int]
     step: int
     after: int
+    is_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
