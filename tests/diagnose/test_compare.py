@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 import mezzo.diagnose as diagnose
 from mezzo import Policy
-from mezzo.diagnose.compare.agreement import Agreement
+from mezzo.diagnose.compare.agreement import Agreement, Proposal
+from mezzo.diagnose.compare.proposals import DB_FOR_ALL_WORK, ranked
 from mezzo.errors import ConfigError, PolicyError
 
 
@@ -213,13 +214,30 @@ def test_a_planted_imprecise_module_is_named_first_and_mended() -> None:
     assert first is not None and second is not None and first.local < second.local - 20
     mending = [p for p in report.proposals if p.edit == "layers.2.inner=fp32"]
     assert len(mending) == 1 and mending[0].gain > 10
-    assert report.proposals[0].gain >= mending[0].gain
+    assert [worth(p) for p in report.proposals] == sorted((worth(p) for p in report.proposals), reverse=True)
     before = gradient_error(model, x, "bf16")
     for p in report.proposals:
         after = gradient_error(model, x, f"bf16, {p.edit}")
         assert after < before
         agrees(p.gradients or 0.0, after, TERMS)
         assert length(p.gain) == pytest.approx(after / before, rel=2 * relative(torch.float32, TERMS) / after)
+
+
+def worth(p: Proposal) -> float:
+    return p.gain - DB_FOR_ALL_WORK * p.cost
+
+
+def test_a_cheap_rule_comes_before_a_dear_one_that_gains_little_more() -> None:
+    def edit(name: str, gain: float, cost: float) -> Proposal:
+        return Proposal(edit=name, gain=gain, gradients=None, outputs=0.0, cost=cost)
+
+    found = [
+        edit("all layers", 12.5, 0.4),
+        edit("one norm", 12.0, 0.001),
+        edit("a softmax", 3.0, 0.0),
+        edit("inf", math.inf, 0.3),
+    ]
+    assert [p.edit for p in ranked(found)] == ["inf", "one norm", "all layers", "a softmax"]
 
 
 def test_layers_that_are_alike_get_one_rule() -> None:

@@ -172,3 +172,10 @@ def test_the_largest_value_of_a_line_is_never_missed() -> None:
     with diagnose.trace() as t:
         x.mul(2.0)
     assert max(r.highest for r in t.record.lines if r.highest is not None) == 41
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own() -> None:
+    with diagnose.trace() as t:
+        torch.zeros(2, requires_grad=True).log().sum().backward()
+    shown = t.report._repr_html_()
+    assert shown.startswith("<iframe srcdoc=") and "singularity" in shown and "<script" not in shown

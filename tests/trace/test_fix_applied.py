@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
@@ -78,3 +79,115 @@ def test_the_old_name_names_the_new_one() -> None:
         x.log().sum().backward()
     with pytest.raises(AttributeError, match="now called fix"):
         _ = t.report.findings[0].mend
+
+
+# --- five programs a cause: what is printed, applied, trains ----------------------------------------------------------
+
+OVERFLOWS: dict[str, Function] = {
+    "square of activations": lambda h: ((900 * h + 900) ** 2).mean(-1).add(1).log(),
+    "exp in fp16": lambda h: torch.exp(h.abs() + 12).add(1).log(),
+    "sum of many": lambda h: (2e4 * h.abs() + 2e4).sum(-1).add(1).log(),
+    "product by itself": lambda h: ((400 + h) @ (400 + h).T).add(1).abs().log(),
+    "division by a small number": lambda h: ((h.abs() + 1) / 1e-5).add(1).log(),
+}
+UNDERFLOWS: dict[str, Function] = {
+    "eps in a logarithm": lambda h: torch.log(h.softmax(-1) * 0 + 1e-9),
+    "eps in a quotient": lambda h: h / (h.abs().sum() * 0 + 1e-9),
+    "eps of a norm": lambda h: h * 1e-3 * torch.rsqrt((h * 0).square().mean(-1, keepdim=True) + 1e-12) * 1e-6,
+    "sigmoid that rounds to 1": lambda h: torch.log(1 - torch.sigmoid(h.abs() + 9)),
+    "tanh that rounds to 1": lambda h: torch.log(1 - torch.tanh(h.abs() + 5)),
+}
+Arguments = Callable[[Tensor], tuple[Tensor, ...]]
+SINGULARITIES: dict[str, tuple[Callable[..., Tensor], Arguments]] = {
+    "log of a probability of 0": (torch.log, lambda h: (h.relu(),)),
+    "quotient by an empty mask": (torch.div, lambda h: (h, torch.zeros(4))),
+    "quotient by a difference": (torch.div, lambda h: (h, torch.tensor([0.0, -2.0, 1.0, 0.5]))),
+    "root of a negative number": (torch.sqrt, lambda h: (h,)),
+    "angle of equal vectors": (torch.acos, lambda h: (F.pad(h[:, 1:].tanh(), (1, 0), value=1.0000002),)),
+    "inverse of nothing": (torch.reciprocal, lambda h: (h.relu(),)),
+    "logit of a certainty": (torch.logit, lambda h: (F.pad(h[:, 1:].sigmoid(), (1, 0), value=1.0),)),
+}
+
+
+def net() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+BATCH = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def trains(forward: Callable[[], Tensor], parameters: list[Tensor]) -> bool:
+    """Take five steps: every loss and gradient finite, and the weights move."""
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    before = [p.detach().clone() for p in parameters]
+    for _ in range(5):
+        loss = forward().float().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert loss.isfinite() and all(p.grad is not None and p.grad.isfinite().all() for p in parameters)
+        optimizer.step()
+    return any(bool((p != b).any()) for p, b in zip(parameters, before, strict=True))
+
+
+def traced_fix(model: nn.Module, verdict: str, dtype: torch.dtype | None = None) -> diagnose.Finding:
+    with diagnose.trace(model) as t:
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            y = model(BATCH)
+        y.float().mean().backward()
+    finding = t.report.findings[0]
+    assert finding.verdict == verdict
+    return finding
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_the_edit_against_an_overflow_trains(name: str) -> None:
+    model = Model(OVERFLOWS[name])
+    edit = traced_fix(model, "overflow", torch.float16).fix.edit
+    mezzo.prepare(model, None, f"fp16, {edit}")
+    assert trains(lambda: model(BATCH), list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", UNDERFLOWS)
+def test_the_edit_against_an_underflow_is_finite(name: str) -> None:
+    dtype = torch.bfloat16 if name.startswith("sigmoid") else torch.float16
+    model = Model(UNDERFLOWS[name])
+    edit = traced_fix(model, "underflow", dtype).fix.edit
+    mezzo.prepare(model, None, f"{'bf16' if dtype is torch.bfloat16 else 'fp16'}, {edit}")
+    assert model(BATCH).isfinite().all()
+
+
+@pytest.mark.parametrize("name", SINGULARITIES)
+def test_the_expression_against_a_singularity_trains(name: str) -> None:
+    op, arguments = SINGULARITIES[name]
+    layer = net()
+    finding = traced_fix(Model(lambda h: op(*arguments(h))), "singularity")
+    assert finding.fix.tried, finding.fix
+    expression = finding.fix.advice.removeprefix("write ").split(", or better")[0].split(";")[0].removesuffix(".")
+    names = {**vars(torch), "torch": torch}
+    args = lambda: dict(zip("xy", arguments(layer(BATCH)), strict=False))  # noqa: E731
+    assert trains(lambda: eval(expression, {**names, **args()}), list(layer.parameters()))
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-7, 1e-8])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_scale_against_flushed_gradients_keeps_them(size: float, depth: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(16, 16), nn.Tanh())])
+    x = torch.randn(8, 16)
+
+    def gradients(scale: float) -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = model(x)
+        (y.float().square().mean() * size * scale).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    with diagnose.trace(model) as t:
+        gradients(1.0)
+    finding = t.report.findings[0]
+    assert finding.verdict == "underflow" and "GradScaler" in finding.fix.advice
+    scale = float(finding.fix.advice.split("a loss scale of ")[1].split(" ")[0])
+    kept = gradients(scale)
+    assert all(g.isfinite().all() for g in kept)
+    assert sum(int((g == 0).sum()) for g in kept) <= 0.1 * sum(g.numel() for g in kept)

@@ -230,7 +230,7 @@ def angle_between_equal_vectors(dtype: torch.dtype) -> Run:
         cosine = (z * z).sum(-1) * (1 + 1e-6)
         return torch.acos(cosine).mean()  # FAULT
 
-    return scaler_loop(Classifier(), dtype, loss, guard=lambda value: not math.isnan(value))
+    return scaler_loop(Classifier(), dtype, loss, guard=lambda value: not math.isnan(value.item()))
 
 
 def focal_with_a_small_gamma(dtype: torch.dtype) -> Run:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ class Report:
         from .terminal import render
 
         return render(self.document(), full=full)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the page in a frame of its own, or the text where jinja2 is not installed."""
+        if not is_there("jinja2"):
+            return f"<pre>{escape(str(self))}</pre>"
+        from .html import render
+
+        return f'<iframe srcdoc="{escape(render(self.document()))}" style="width:100%;height:36em;border:0"></iframe>'
 
     def to_json(self) -> str:
         """Return the data as JSON text; inf and NaN are written as words."""

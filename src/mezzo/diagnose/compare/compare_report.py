@@ -23,7 +23,7 @@ class CompareReport(Report):
     Attributes:
         model: class name.
         measurement: the step under the policy, beside fp32.
-        proposals: edits that were tried and pay, the best first.
+        proposals: edits that were tried and pay, by what they gain for what they cost, the best first.
         tried: every edit that was tried by itself.
     """
 

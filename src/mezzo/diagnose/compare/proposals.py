@@ -17,6 +17,8 @@ WORTH_DB = 2.0
 """Gains below this come and go with the rounding of other ops: see decision 0066."""
 DEAR = 0.5
 """A rule that takes more of the work than this to fp32 is no rule but another policy."""
+DB_FOR_ALL_WORK = 20.0
+"""What taking all of a step to fp32 must gain to be worth it: 2 dB, the least that counts, for each tenth of the work."""
 _STANDS_OUT = 10.0
 """Times the mean error of the others, in energy."""
 _CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "double"})
@@ -158,6 +160,11 @@ def is_worth_it(found: Proposal) -> bool:
     return found.gain >= WORTH_DB
 
 
+def ranked(found: Iterable[Proposal]) -> list[Proposal]:
+    """Return proposals by what they gain for what they cost, the best first."""
+    return sorted(found, key=lambda p: (DB_FOR_ALL_WORK * p.cost - p.gain, p.cost))
+
+
 class Trials:
     """Runs the step again under edited policies.
 
@@ -168,7 +175,7 @@ class Trials:
 
     Attributes:
         tried: edits that were tried by themselves.
-        proposals: those that pay, and what they give together, the best first.
+        proposals: those that pay, and what they give together, by gain for cost, the best first.
     """
 
     def __init__(self, found: StepFidelity, again: Callable[[str], StepFidelity], tries: int) -> None:
@@ -186,7 +193,7 @@ class Trials:
             self._attempt(union.edit)
         if tries and found.figure == -math.inf and not self.proposals:
             self._follow_overflow(tries)
-        self.proposals.sort(key=lambda p: -p.gain)
+        self.proposals = ranked(self.proposals)
 
     def _attempt(self, edit: str) -> Proposal | None:
         result = proposal(edit, self._found, self._again(edit))
