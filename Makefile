@@ -2,6 +2,8 @@
 # make test       set-up and every test of the two-core budget
 # make test-all   the long tests too
 # make docs       the site in build/site; any broken link or name is an error
+# make wheel      a wheel in build/wheels with the CPU kernels compiled for several processors
+# make compat     the suite on another torch: make compat TORCH=2.15.0
 # make sanitize   the compiled kernels under AddressSanitizer and UBSan, 20,000 generated calls
 # make fuzz       generated programs beside plain torch, until one differs; N=2000 runs as many
 # make check      what CI checks: format, lint, types, import layers, documentation blocks, tests
@@ -12,7 +14,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test test-all check format lint types docs sanitize fuzz gpu offline clean
+.PHONY: setup demo test test-all check format lint types docs wheel compat sanitize fuzz gpu offline clean
 
 setup: $(READY)
 
@@ -43,6 +45,12 @@ types: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+wheel: setup
+	MEZZO_KERNELS=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheels .
+
+compat:
+	$(PYTHON) benchmarks/compat.py $(TORCH)
 
 sanitize: setup
 	PYTHONPATH=. $(BIN)/python -m tests.kernels.test_sanitizers

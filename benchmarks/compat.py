@@ -66,12 +66,17 @@ def counted(report: ET.Element) -> tuple[dict[str, int], list[str]]:
     return {"passed": len(cases) - len(bad) - skipped, "failed": len(bad), "skipped": skipped}, names
 
 
+def commit() -> str:
+    """Return the commit of the checkout; empty outside of one."""
+    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
+    return done.stdout.strip()
+
+
 def facts(python: Path) -> dict[str, str]:
     """Return what the result depends on."""
     code = "import platform, torch; print(torch.__version__, platform.python_version())"
     said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
-    return {"torch": said[0], "python": said[1], "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "commit": head.stdout.strip()}
+    return {"torch": said[0], "python": said[1], "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
 
 
 def store(torch: str, python: Path, chosen: list[str]) -> dict[str, Any]:
@@ -79,7 +84,8 @@ def store(torch: str, python: Path, chosen: list[str]) -> dict[str, Any]:
     path = STORE / f"torch-{torch}.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"parts": {}, "failed": {}}
     for part in chosen:
-        known["parts"][part], failed = run(python, part)
+        counts, failed = run(python, part)
+        known["parts"][part] = {**counts, "commit": commit()}
         known["failed"] = {**known["failed"], part: failed}
         known = {**facts(python), "parts": known["parts"], "failed": {p: names for p, names in known["failed"].items() if names}}
         path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -16,13 +16,10 @@ from pathlib import Path
 import torch
 
 from . import cache
+from .targets import FLAGS, HEADERS, file_name, is_sealed, levels, texts
 
-_FLAGS = (
-    "-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-march=native",
-    # no product and sum are joined, and no operation dropped or reordered, except where the source says so
-    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-)  # fmt: skip
-_HEADERS = Path(__file__).parent
+BUILT = HEADERS / "built"
+"""Where a wheel keeps kernels that were compiled with it."""
 _REMEDY = "Set CXX to a compiler that works, and XDG_CACHE_HOME to a folder of your own with 10 MB free."
 _log = logging.getLogger("mezzo.kernels")
 
@@ -75,7 +72,7 @@ def _machine() -> str:
 
 def _flags() -> list[str]:
     """Return the compiler's flags; MEZZO_CXXFLAGS adds some, as the sanitizer runs do."""
-    return [*_FLAGS, f"-DMEZZO_FMA={int(torch_fuses())}", *os.environ.get("MEZZO_CXXFLAGS", "").split()]
+    return [*FLAGS, "-march=native", f"-DMEZZO_FMA={int(torch_fuses())}", *os.environ.get("MEZZO_CXXFLAGS", "").split()]
 
 
 def library(source: Path) -> ctypes.CDLL:
@@ -98,12 +95,13 @@ def library(source: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
-    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(_HEADERS.glob("*.h")))]
-    parts = [os.environ.get("CXX", ""), _machine(), *_flags(), *texts]
+    parts = [os.environ.get("CXX", ""), _machine(), *_flags(), *texts(source)]
     name = f"{source.parent.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     for folder in cache.candidates():
         if (found := cache.load(folder, name)) is not None:
             return found
+    if (found := _carried(source)) is not None:
+        return found
     try:
         cxx = compiler()
     except NativeBuildError as error:
@@ -122,6 +120,18 @@ def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
     return NativeBuildError(complaints[0], _REMEDY)
 
 
+def _carried(source: Path) -> ctypes.CDLL | None:
+    """Return the best library for this processor that came with the wheel; None if none fits, or flags were asked for."""
+    if os.environ.get("MEZZO_CXXFLAGS") or not BUILT.is_dir() or not torch_fuses():
+        return None
+    flags = next((line.split() for line in _machine().splitlines() if line.startswith("flags")), [])
+    for path in (BUILT / file_name(source, level) for level in levels(flags)):
+        if path.is_file() and is_sealed(path.read_bytes()):
+            _log.debug("%s came with the package", path)
+            return ctypes.CDLL(str(path))
+    return None
+
+
 def _built(cxx: str, source: Path, folder: Path, name: str) -> ctypes.CDLL:
     """Compile into a folder and load from there."""
     with cache.opened(folder, make=True):
@@ -138,7 +148,7 @@ def _compiled(cxx: str, source: Path, folder: Path) -> bytes:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-", ignore_cleanup_errors=True) as scratch:
         target = Path(scratch) / "kernel.so"
         done = subprocess.run(
-            [cxx, *_flags(), f"-I{_HEADERS}", str(source), "-o", str(target)],
+            [cxx, *_flags(), f"-I{HEADERS}", str(source), "-o", str(target)],
             env={**os.environ, "LC_ALL": "C", "TMPDIR": scratch},
             stdin=subprocess.DEVNULL, capture_output=True, check=False,
         )  # fmt: skip

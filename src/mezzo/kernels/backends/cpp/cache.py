@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import hashlib
 import logging
 import os
 import secrets
@@ -16,8 +15,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from .targets import is_sealed, sealed
+
 _log = logging.getLogger("mezzo.kernels")
-_MARK = b"mezzo-sha256:"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -113,8 +113,7 @@ def _is_whole(folder: Path, name: str, descriptor: int) -> bool:
         if reason := objection(status):
             _warn_of(folder / name, reason)
             return False
-        code, mark, digest = file.read().rpartition(_MARK) if stat.S_ISREG(status.st_mode) else (b"", b"", b"")
-    return bool(mark) and hashlib.sha256(code).digest() == digest
+        return stat.S_ISREG(status.st_mode) and is_sealed(file.read())
 
 
 def _loaded(folder: Path, name: str, descriptor: int) -> ctypes.CDLL:
@@ -135,7 +134,7 @@ def store(folder: Path, name: str, code: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             with os.fdopen(os.open(partial, flags, 0o600, dir_fd=descriptor), "wb") as file:
-                file.write(code + _MARK + hashlib.sha256(code).digest())
+                file.write(sealed(code))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)

@@ -1,0 +1,33 @@
+"""The README's table of torch versions is that of the stored results."""
+
+from __future__ import annotations
+
+import runpy
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def program() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "benchmarks" / "compat.py"))
+
+
+def test_the_table_is_that_of_the_results() -> None:
+    assert program()["table"]() in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_report_is_counted() -> None:
+    report = """<testsuites><testsuite>
+      <testcase classname="a" name="fine"/><testcase classname="a" name="wrong"><failure/></testcase>
+      <testcase classname="b" name="broken"><error/></testcase><testcase classname="b" name="left"><skipped/></testcase>
+    </testsuite></testsuites>"""
+    counts, names = program()["counted"](ET.fromstring(report))
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1}
+    assert names == ["a::wrong", "b::broken"]
+
+
+def test_every_folder_of_tests_is_a_part() -> None:
+    parts = program()["parts"]()
+    assert {"policy", "step", "docs", "."} <= set(parts)
