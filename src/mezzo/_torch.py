@@ -194,6 +194,11 @@ def forward_ad_level() -> int:
     return torch.autograd.forward_ad._current_level
 
 
+def has_amx() -> bool:
+    """Whether this CPU multiplies 16-bit tiles."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward pass ends. Without it no scaler can tell which pass made a gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

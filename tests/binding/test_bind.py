@@ -347,12 +347,13 @@ class TestModuleRules:
         assert max(sizes) == 512 * 64 * 2
 
     @pytest.mark.parametrize("policy", ["bf16", "bf16, ops=mezzo"])
-    def test_layer_norm_is_the_same_without_gradients(self, policy: str) -> None:
+    @pytest.mark.parametrize("rows", [32, 512], ids=["small", "large"])
+    def test_layer_norm_is_the_same_without_gradients(self, policy: str, rows: int) -> None:
         """Both engines, and the three ways a norm runs: with its own backward, without, and as torch's kernel."""
         norm = nn.LayerNorm(64)
         nn.init.normal_(norm.weight)
         wide = twin(norm)
-        model, x = bound(f"{policy}, output=none", nn.Sequential(nn.Identity(), norm)), torch.randn(32, 64).to(BF16)
+        model, x = bound(f"{policy}, output=none", nn.Sequential(nn.Identity(), norm)), torch.randn(rows, 64).to(BF16)
         with torch.no_grad():
             plain = model(x)
         with torch.inference_mode():

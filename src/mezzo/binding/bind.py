@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._torch import dynamo_skip_frame, functorch_level, graph_task_id
-from ..casting import autocast, bind_frame, bind_reentrant
+from ..casting import WideAttention, autocast, bind_frame, bind_reentrant, is_attention, prefers_wide
 from ..errors import PolicyError, StepError
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import FUSED, Precision, cast_floating, run_ruled, run_unfused
@@ -53,6 +54,14 @@ class Binding:
 
     def __post_init__(self) -> None:
         self._op_rules = self.policy.replace(modules=())
+        self.widens_attention = self._widens_attention()
+
+    def _widens_attention(self) -> bool:
+        """Whether short attention is computed in fp32; `modules=none` is torch's autocast to the bit."""
+        policy = self.policy
+        if not (policy.is_low and policy.modules and prefers_wide(self.device_type)):
+            return False
+        return policy.why_engine("cpu", self.cache).engine == "dispatcher"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "before_forward": None, "owner": None}
@@ -104,6 +113,7 @@ class Bound:
         around: the precision of the nearest module above it that has a rule; None where none has.
         is_root: whether it is the module that was prepared.
         inner: a forward of its own that the module had in place of its class's.
+        attends: whether short attention inside it is computed in fp32.
         regular: the binding, if inside its region the module does nothing but run its class's forward.
     """
 
@@ -112,10 +122,12 @@ class Bound:
     around: Precision = None
     is_root: bool = False
     inner: Callable[..., Any] | None = None
+    attends: bool = False
     regular: Binding | Literal[False] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.regular = self.own is None and self.inner is None and self.binding
+        is_regular = self.own is None and self.inner is None and not self.attends
+        self.regular = is_regular and self.binding
 
 
 class _Here(threading.local):
@@ -189,7 +201,8 @@ def _run_inside(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
     if bound.own is None:
-        return forward(module, *args, **kwargs)
+        with WideAttention() if bound.attends and not traced and not is_compiling() else nullcontext():
+            return forward(module, *args, **kwargs)
     return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
 
 
@@ -409,7 +422,10 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     inner = _Own(forward) if forward is not None else None if before is None else before.inner
     if inner is None and isinstance(module, FUSED):
         inner = run_unfused
-    module.__dict__[RECORD] = Bound(binding=binding, own=own, around=around, is_root=is_root, inner=inner)
+    attends = binding.widens_attention and own is None and around not in FP32_RULES and _is_innermost_attention(module)
+    module.__dict__[RECORD] = Bound(
+        binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
+    )
     cls = type(module)
     if hasattr(cls, "_mezzo_class"):
         return
@@ -417,6 +433,11 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         cls.__bases__ = (bound_class(cls.__bases__[0]),)
     else:
         module.__class__ = bound_class(cls)
+
+
+def _is_innermost_attention(module: nn.Module) -> bool:
+    first, *inner = [is_attention(class_names(one)) for one in module.modules()]
+    return first and not any(inner)
 
 
 def remember(model: nn.Module) -> Callable[[], None]:

@@ -1,5 +1,8 @@
 """A region in which every op obeys the policy."""
 
+from .attention import WideAttention as WideAttention
+from .attention import is_attention as is_attention
+from .attention import prefers_wide as prefers_wide
 from .cache import weight_casts as weight_casts
 from .frame import bind_frame as bind_frame
 from .frame import bind_reentrant as bind_reentrant
