@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.device import sim
-from tests.device.names import CHECKS
-from tests.device.program import model, run
+from tests.device.names import CHECKS, LOOKED_AT, PRESETS
+from tests.device.program import OPTIMIZERS, declared, model, run
 from torch import Tensor, nn
 
 import mezzo
 from mezzo import formats, random_state
+from mezzo.errors import StepError
 from mezzo.step.replay import Replay
 from mezzo.trace.diagnosis import preserve_state
 from mezzo.train.batches import Batch
@@ -137,6 +143,78 @@ def random_state_of_every_device_is_given_back() -> None:
     seeded = draws()
     seed_rounding(1, 2)
     assert same(seeded, draws())
+
+
+def a_step_in_a_captured_graph_is_refused() -> None:
+    """By name, with nothing done; a GradScaler's loss may be captured, and reads the scale where it lies."""
+    net = model().to("sim")
+    amp = mezzo.prepare(net, mezzo.optim.AdamW(net.parameters()), "bf16")
+    loss = net(torch.randn(6, 8).to("sim")).square().mean()
+    scaler = mezzo.GradScaler("sim")
+    torch.sim.capturing = True
+    try:
+        for call in (lambda: amp.backward(loss), amp.step, lambda: amp.external_backward().__enter__()):
+            with pytest.raises(StepError, match=r"while a graph is captured on sim:0: .* outside of the graph"):
+                call()
+        scaled = scaler.scale(loss.detach())
+        scaler._scale.fill_(2.0)
+    finally:
+        torch.sim.capturing = False
+    assert scaled.item() == 65536 * loss.item() and scaler.get_scale() == 2.0
+    assert all(p.grad is None for p in net.parameters())
+    amp.backward(loss)
+    assert amp.step()
+
+
+MOST_LAUNCHES = {"fp32": 12, "bf16": 12, "bf16-master": 12, "fp16": 50, "fp16-master": 50}
+"""Of a healthy step that clips, beside its update and its norm pass; a loss scale that moves takes the rest."""
+
+
+def a_healthy_step_decides_in_few_launches() -> None:
+    for policy, optimizer in itertools.product(PRESETS, ("torch.AdamW", "mezzo.AdamW")):
+        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("sim")
+        amp = mezzo.prepare(net, OPTIMIZERS[optimizer](net.parameters(), policy), declared(policy, optimizer))
+        own: list[str] = []
+        for _ in range(LOOKED_AT + 2):
+            amp.zero_grad()
+            own.clear()
+            loss = net(torch.ones(6, 8, device="sim")).float().square().mean()
+            sim.native.observe(functools.partial(note_own, own))
+            amp.backward(loss)
+            amp.step(max_norm=0.5)
+            sim.native.observe(None)
+            sim.land()
+        assert 0 < len(own) <= MOST_LAUNCHES[policy], (policy, optimizer, own)
+
+
+def batch_norms_are_taken_back_at_once() -> None:
+    """Twelve of them choose between old and new in as many launches as one; a healthy step and a skipped one."""
+    chosen = []
+    for count in (1, 12):
+        net = nn.Sequential(nn.Linear(8, 8), *(nn.BatchNorm1d(8) for _ in range(count))).to("sim")
+        amp = mezzo.prepare(net, torch.optim.AdamW(net.parameters(), fused=True), "bf16, guard.check_every=0")
+        for factor in (1.0, 1.0, math.inf):
+            amp.zero_grad()
+            before = [buffer.cpu() for buffer in net.buffers()]
+            amp.backward(net(torch.randn(6, 8).to("sim")).square().mean() * factor)
+            with sim.watching() as seen:
+                amp.step()
+            same = [a.equal(b.cpu()) for a, b in zip(before, net.buffers(), strict=True)]
+            assert all(same) if factor == math.inf else not any(same)
+        chosen.append(seen.launches["aten::where"])
+    assert chosen[0] == chosen[1] == 2, chosen
+
+
+def note_own(own: list[str], what: str, name: str, device: int) -> None:
+    """Note a launch if it is mezzo's, and neither of an optimizer's step nor of the norm pass."""
+    frame, names = sys._getframe(), set()
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        names |= {(path.parent.name, frame.f_code.co_name), *(("", part) for part in path.parts)}
+        frame = frame.f_back
+    others = {("gradients", "tensor_norms"), ("optim", "step"), ("autograd", "backward")}
+    if what == "launch" and name != "aten::linalg_vector_norm" and ("", "mezzo") in names and not names & others:
+        own.append(name)
 
 
 def replay_knows_the_dropout_of_the_batch() -> None:

@@ -1,9 +1,19 @@
 """What the programs of this folder run, by name; without torch, for the tests that start them."""
 
 PRESETS = ("fp32", "bf16", "fp16", "bf16-master", "fp16-master")
-OPTIMIZERS = ("torch.AdamW", "mezzo.AdamW", "mezzo.SGD")
+OPTIMIZERS = ("torch.AdamW", "mezzo.AdamW", "mezzo.SGD", "torch.SGD", "torch.Muon")
 WAYS = ("plain", "clip", "accumulation")
 STEPS = 8
+
+
+def reads_once(policy: str, optimizer: str) -> bool:
+    """Whether an optimizer cannot leave a step out by itself, so that the host waits for the flags of each.
+
+    torch's SGD is stepped by mezzo's kernels where weights are 16 bit.
+    """
+    return optimizer == "torch.Muon" or (optimizer == "torch.SGD" and not policy.endswith("master"))
+
+
 LOOKED_AT = 3
 """The first steps, which mezzo looks at closely, with reads."""
 CHECKS = (
@@ -14,6 +24,9 @@ CHECKS = (
     "a_batch_does_not_wait",
     "a_trace_does_not_look_at_what_has_not_landed",
     "a_device_without_fp64_runs",
+    "a_healthy_step_decides_in_few_launches",
+    "batch_norms_are_taken_back_at_once",
+    "a_step_in_a_captured_graph_is_refused",
     "random_state_of_every_device_is_given_back",
     "replay_knows_the_dropout_of_the_batch",
     "a_checkpoint_goes_on_where_it_was",

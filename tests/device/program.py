@@ -31,18 +31,33 @@ def mezzo_sgd(params: Any, policy: str) -> Any:
     return mezzo.optim.SGD(params, lr=1e-2, momentum=0.9, master=_master(policy), backend="reference")
 
 
+def torch_sgd(params: Any, policy: str) -> Any:
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+
+
+def torch_muon(params: Any, policy: str) -> Any:
+    """Muon for matrices, and for the rest what it is used with."""
+    every = list(params)
+    inner = torch.optim.Muon([p for p in every if p.dim() == 2], lr=1e-2)
+    muon = mezzo.optim.MasterWeights(inner) if policy.endswith("master") else inner
+    return [muon, torch_adamw([p for p in every if p.dim() != 2], policy)]
+
+
 def _master(policy: str) -> str:
     return {"bf16-master": "split", "fp16-master": "fp32"}.get(policy, "none")
 
 
-def _declared(policy: str, optimizer: str) -> str:
-    return "bf16-master, master=fp32" if (policy, optimizer) == ("bf16-master", "torch.AdamW") else policy
+def declared(policy: str, optimizer: str) -> str:
+    wrapped = optimizer in ("torch.AdamW", "torch.Muon")
+    return "bf16-master, master=fp32" if policy == "bf16-master" and wrapped else policy
 
 
 OPTIMIZERS: dict[str, Callable[[Any, str], Any]] = {
     "torch.AdamW": torch_adamw,
     "mezzo.AdamW": mezzo_adamw,
     "mezzo.SGD": mezzo_sgd,
+    "torch.SGD": torch_sgd,
+    "torch.Muon": torch_muon,
 }
 
 
@@ -62,7 +77,7 @@ def model() -> nn.Sequential:
 def run(device: str, policy: str, optimizer: str, way: str, *, lands: bool = True) -> tuple[list[float], sim.Seen]:
     """Take steps and return their losses, and what ran in those after the first."""
     net = model().to(device)
-    amp = mezzo.prepare(net, OPTIMIZERS[optimizer](net.parameters(), policy), _declared(policy, optimizer))
+    amp = mezzo.prepare(net, OPTIMIZERS[optimizer](net.parameters(), policy), declared(policy, optimizer))
     data = torch.randn(STEPS, 2, 6, 8, generator=torch.Generator().manual_seed(1)).to(device)
     losses, seen = [], sim.Seen()
     for index in range(STEPS):

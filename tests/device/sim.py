@@ -60,6 +60,11 @@ class _DeviceModule(ModuleType):
     """What torch looks for at torch.sim."""
 
     DEVICES = 2
+    capturing = False
+    """What torch.cuda says while a graph is captured."""
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
 
     def is_available(self) -> bool:
         return True

@@ -1,4 +1,7 @@
-"""What the models of generated programs are made of: blocks that take and give a tensor of shape (batch, WIDTH)."""
+"""What the models of generated programs are made of: blocks that take and give a tensor of shape (batch, WIDTH).
+
+Keys of attention, and what goes into a batch norm, have no bias: its true gradient is zero, and rounding alone would move it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Convolution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)
+        self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x.view(-1, 2, 2, 2))).relu().flatten(1)
@@ -50,7 +53,7 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(2, 12), nn.Linear(4, 2)
+        self.qkv, self.out = nn.Linear(2, 12, bias=False), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x.view(-1, 4, 2)).chunk(3, dim=-1)
@@ -120,7 +123,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "transformer": lambda: nn.Sequential(
         nn.Unflatten(1, (1, WIDTH)),
-        nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, norm_first=True),
+        nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, norm_first=True, bias=False),
         nn.Flatten(),
     ),
     "embedding": Tokens,

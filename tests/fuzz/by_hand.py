@@ -103,6 +103,10 @@ class ByHand:
         """Whether every gradient is."""
         return all(bool(p.grad.isfinite().all()) for p in self.params() if p.grad is not None)
 
+    def is_sound(self) -> bool:
+        """Whether every weight and buffer is finite."""
+        return all(bool(t.isfinite().all()) for t in (*self.model.parameters(), *self.model.buffers()))
+
     # -- the step
 
     def clamp(self, value: float) -> None:
@@ -157,7 +161,7 @@ class ByHand:
                 p.grad.detach_().zero_()
         for p in self.params():
             p.grad = None if set_to_none else p.grad
-        if self.is_open and not all(bool(b.isfinite().all()) for b in self.model.buffers()):
+        if self.is_open and not self.is_sound():
             self.restore()
         self.before, self.is_open = None, False
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.errors import StepError
+from mezzo.errors import NonFiniteStep, StepError
 
 from .blocks import WIDTH, network
 from .by_hand import ByHand, norm_of
@@ -55,7 +55,7 @@ class Run:
         self.saved: tuple[Any, ...] | None = None
         self.draws = self.applied = self.skipped = 0
         self.path = 0.0
-        self.is_altered = self.is_diverged = False
+        self.is_altered = self.is_incomparable = False
         self.follow()
 
     def prepare(self, optimizer: Any) -> None:
@@ -89,6 +89,10 @@ class Run:
             try:
                 self.train(event) if isinstance(event, Train) else getattr(self, event.replace(" ", "_"))()
                 self.compare()
+            except NonFiniteStep:
+                if self.twin.is_sound():
+                    raise
+                return  # a forward that was nobody's step left inf or NaN in the model
             except Difference as found:
                 raise Difference(f"event {index}, {event}: {found}") from None
 
@@ -112,6 +116,7 @@ class Run:
         """Take a step of the training loop."""
         for side in self.sides:
             side.open()
+        self.is_incomparable |= event.fault == "large input"  # it saturates what gradients are differences of
         loss_is_finite = True
         for index, size in enumerate(event.sizes):
             fault = event.fault if index == len(event.sizes) - 1 else ""
@@ -164,7 +169,8 @@ class Run:
     def step(self, event: Train, *, loss_is_finite: bool, was_finite: bool) -> None:
         """Take the step on each side, and compare what was decided."""
         is_bad = not (was_finite and self.twin.is_finite())
-        expected = not is_bad and loss_is_finite and all(bool(b.isfinite().all()) for b in self.twin.model.buffers())
+        buffers_are_finite = self.twin.is_sound()
+        expected = not is_bad and loss_is_finite and buffers_are_finite
         norm = norm_of(list(self.twin.true_grads().values()))
         how = {"norm": {"max_norm": MAX_NORM}, "value": {"clip_value": CLIP_VALUE}}.get(event.clip, {})
         scale = self.amp.scale
@@ -183,7 +189,7 @@ class Run:
             if event.clip == "value":
                 side.clamp(CLIP_VALUE)
             side.step(skips=not result.applied, coefficient=None if norm_found is None else coefficient(norm_found))
-        if loss_is_finite:
+        if loss_is_finite and (is_bad or buffers_are_finite):
             self.twin.move_scale(is_bad=is_bad)
 
     def count(self, result: mezzo.StepResult) -> None:
@@ -372,7 +378,8 @@ class Run:
         if self.recipe.output and mine.dtype is not torch.float32:
             raise Difference(f"the output is {mine.dtype}")
         self.check("output", mine, twin)
-        self.check_oracle("output", mine, oracle)
+        amplified = 8 if any("norm" in block for block in self.program.blocks) else 1  # divided by a small spread
+        self.check_oracle("output", mine, oracle, amplified)
 
     def compare(self) -> None:
         """Compare weights, masters, buffers and state.
@@ -397,10 +404,10 @@ class Run:
         way = norm_of([want[name] - self.start[name] for name in want])
         off = norm_of([masters[name] - want[name] for name in want])
         self.path = max(self.path, way)
-        self.is_diverged |= way > 10 * norm_of(list(self.start.values()))
+        self.is_incomparable |= way > 10 * norm_of(list(self.start.values()))
         rounding = 0.0 if not self.stores_low else norm_of(list(want.values()))
         rounding *= torch.finfo(self.recipe.compute or torch.float32).eps
-        if not (self.is_diverged or off <= self.share() * self.path + rounding + 1e-5):
+        if not (self.is_incomparable or off <= self.share() * self.path + rounding + 1e-5):
             raise Difference(f"the weights are {off:.3g} off those of fp32, which went {self.path:.3g}")
 
     def check(self, what: str, got: Any, want: Any) -> None:
@@ -416,10 +423,10 @@ class Run:
         if not same:
             raise Difference(f"{what} is {brief(got)}, by hand {brief(want)}")
 
-    def check_oracle(self, what: str, got: Any, want: Any) -> None:
+    def check_oracle(self, what: str, got: Any, want: Any, amplified: float = 1.0) -> None:
         """Compare with fp32, within the rounding of the compute dtype."""
         got, want = torch.as_tensor(got).detach(), torch.as_tensor(want).detach()
-        if not (self.is_diverged or near(got.float(), want.float(), self.share())):
+        if not (self.is_incomparable or near(got.float(), want.float(), amplified * self.share())):
             raise Difference(f"{what} is {brief(got)}, in fp32 {brief(want)}")
 
     def share(self) -> float:
@@ -428,7 +435,9 @@ class Run:
         Where each step has the same size, gradients of `tolerance` and less may decide its direction.
         """
         clips = any(isinstance(event, Train) and event.clip == "value" for event in self.program.events)
-        return 4 * math.sqrt(self.tolerance()) if self.maker.is_adaptive or clips else self.tolerance()
+        without_gradient = 2 if "batch norm" in self.program.blocks else 1  # what goes into it may have a bias
+        share = 4 * math.sqrt(self.tolerance()) * without_gradient
+        return share if self.maker.is_adaptive or clips else self.tolerance()
 
     def tolerance(self) -> float:
         """Return how far two runs may differ that round in the compute dtype."""

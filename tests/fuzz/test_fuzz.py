@@ -42,7 +42,7 @@ def planted_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planted_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mezzo.step.buffers.Slot, "restore", lambda *args: None)
+    monkeypatch.setattr(mezzo.step.buffers, "restore_", lambda *args: None)
 
 
 @pytest.mark.parametrize(

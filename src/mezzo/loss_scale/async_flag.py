@@ -1,9 +1,17 @@
-"""Reading a flag from a device without waiting for it."""
+"""Reading a flag from a device without waiting for it, and telling when nothing can be read at all."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device goes into a graph that is captured, instead of running. Syncs: no."""
+    if device.type in ("cpu", "meta"):
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
 
 
 class AsyncFlag:
@@ -22,7 +30,7 @@ class AsyncFlag:
 
         Syncs: no on CUDA and XPU; elsewhere one read every `interval` calls.
         """
-        if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(flag.device):
             return False  # a captured graph has no host to tell
         if flag.device.type not in ("cuda", "xpu"):
             self._count += 1

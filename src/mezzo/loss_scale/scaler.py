@@ -16,7 +16,7 @@ from .._torch import ScalerStage, is_fused, new_optimizer_state, tree_map
 from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError
 from ..policy import ScalingConfig
 from . import grad_checks, messages
-from .async_flag import AsyncFlag
+from .async_flag import AsyncFlag, is_capturing
 from .fused import StepScaling, parameters, step_scaled
 from .grad_tracker import GradTracker, Mark, gradients
 from .saved import Saved, floor_under, given_scale, pack, unpack
@@ -151,7 +151,7 @@ class GradScaler(TorchNames):
             )
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
-        if output.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(output.device):
             self._tracker.is_off = True  # replays change gradients unseen, and must read the scale of their own time
             return self._live.state.multiply(output)
         captured = self._live.captured()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ _log = logging.getLogger("mezzo.step")
 Skip = Literal["together", "independent"]
 """What several optimizers do when one has bad gradients: all skip, or that one."""
 Flag = Tensor | bool
-"""A finding: known to the host, or shape (), bool, on a device that the host does not wait for."""
+"""A finding: known to the host, or shape (), not 0 if so, on a device that the host does not wait for.
+
+On accelerators it is fp32 from the start, so that packing a step's findings casts nothing."""
 
 
 def host_decides(device: torch.device) -> bool:
@@ -63,16 +66,31 @@ def is_bad(number: Tensor, home: torch.device) -> Flag:
     """Return whether a tensor of one element is inf or NaN. Syncs: only where the host decides."""
     if host_decides(home):
         return not math.isfinite(number.item())
-    return move(number * 0 != 0, home).reshape(())  # inf and NaN times 0 are NaN
+    return move((number * 0).nan_to_num(nan=1.0), home).reshape(()).to(torch.float32)  # inf and NaN times 0 are NaN
 
 
 def either(*flags: Flag) -> Flag:
     """Return whether any of several flags is set: a bool where the host knows all of them. Syncs: no."""
     found: Flag = False
     for flag in flags:
-        if flag is not False:
+        if isinstance(found, Tensor) and isinstance(flag, Tensor):
+            found = torch.maximum(found, flag)
+        elif flag is not False:
             found = flag if found is False else found | flag
     return found
+
+
+def without(flag: Flag, other: Flag) -> Flag:
+    """Return whether a flag is set and another is not. Syncs: no."""
+    if isinstance(flag, Tensor):
+        return flag * (other == 0)
+    return flag and other == 0
+
+
+@functools.lru_cache(maxsize=64)
+def constant(number: float, device: torch.device) -> Tensor:
+    """Return a number on a device: shape (), fp32, one tensor for good, so that no step makes it. Syncs: no."""
+    return torch.full((), number, dtype=torch.float32, device=device)
 
 
 _PROBE = 2.0**24

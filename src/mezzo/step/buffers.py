@@ -97,16 +97,38 @@ class Slot:
         buffer = self.buffer
         if buffer is not None and before.value is not None and is_alike(before.value, buffer):
             where = void.to(buffer.device) if isinstance(void, Tensor) else torch.full((), void, device=buffer.device)
-            value = torch.where(where, before.value, buffer.detach())
-            if before.stamp is not None and before.stamp.is_of(buffer):
-                buffer.copy_(value)
-            else:
-                own_buffers(self.module)[self.key] = value
+            own_buffers(self.module)[self.key] = torch.where(where, before.value, buffer.detach())
         elif bool(void):
             if before.is_registered:
                 own_buffers(self.module)[self.key] = None if before.value is None else before.value.clone()
             else:
                 delattr(self.module, self.key)
+
+
+@torch.no_grad()
+def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
+    """Give buffers back what they were, where `void` is true: those of a dtype and device that stayed in place at once.
+
+    Writes: the buffers. Syncs: only if shape or dtype of one are others now, or `void` lies on the host.
+    """
+    if isinstance(void, Tensor):
+        void = bool(void) if void.device.type == "cpu" else void != 0
+    if void is False:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    for slot, before in slots:
+        buffer, value = slot.buffer, before.value
+        is_in_place = buffer is not None and before.stamp is not None and before.stamp.is_of(buffer)
+        if buffer is not None and value is not None and is_in_place and is_alike(value, buffer):
+            kinds.setdefault((buffer.dtype, buffer.device), []).append((value, buffer.detach()))
+        else:
+            slot.restore(before, void)
+    for (_, device), pairs in kinds.items():
+        was, now = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*pairs, strict=True))
+        chosen = torch.where(void.to(device), was, now) if isinstance(void, Tensor) else was
+        values = torch.split(chosen, [buffer.numel() for _, buffer in pairs])
+        buffers = [buffer for _, buffer in pairs]
+        foreach_copy_(buffers, [value.view(buffer.shape) for value, buffer in zip(values, buffers, strict=True)])
 
 
 @torch.no_grad()
@@ -250,16 +272,14 @@ class Buffers:
         """Close the transaction: give the buffers that the step wrote their old values if it is void.
 
         Args:
-            void: shape (), bool, any device, or a bool where the host knows: the step was skipped.
+            void: shape (), any device, not 0 if the step was skipped; or a bool where the host knows.
 
         Writes: the buffers. Syncs: only where one has another shape or dtype than before.
         """
         moved = self._moved()
         self._exempt |= {slot.name for slot, before in moved if not is_alike(before.value, slot.buffer)}
-        if void is not False:
-            with torch.no_grad():
-                for slot, before in moved:
-                    slot.restore(before, void)
+        if moved:
+            restore_(moved, void)
         self._close()
 
     def abandon(self) -> None:

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from ..binding import AfterForward, BeforeForward, Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
-from ..errors import StoppedRun
+from ..errors import StepError, StoppedRun
 from ..formats import LOW_DTYPES
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
-from ..loss_scale import LossScale, NoScaling
+from ..loss_scale import LossScale, NoScaling, is_capturing
 from ..policy import Policy
 from .accumulation import OptimizerGrads, Skip, is_bad
 from .buffers import Buffers
@@ -169,6 +169,19 @@ class Engine:
         self.names.refresh()
         buffers = self.buffers.dtypes()
         return make_report(self._root, self.optimizers, self.policy, self.names, buffers, self._loaded)
+
+    def refuse_capture(self, call: str) -> None:
+        """Refuse a call while a graph is captured, which no host could follow when it is replayed. Syncs: no.
+
+        Raises:
+            StepError: one is.
+        """
+        home = self.gradients.home
+        if home.type != "cpu" and is_capturing(home):
+            raise StepError(
+                f"amp.{call} was called while a graph is captured on {home}: a step is decided by what the host reads of the "
+                "step before, and a replay would not. Leave amp.backward(loss) and amp.step() outside of the graph."
+            )
 
     def check(self) -> None:
         """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.

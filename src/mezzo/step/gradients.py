@@ -25,6 +25,7 @@ from .accumulation import (
     measure_flush,
     move,
     multiply_,
+    without,
 )
 from .foreign_scaler import refuse_scaled
 
@@ -270,7 +271,7 @@ class Gradients:
 
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
         """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""
-        bad = self._are_bad(found) & (is_bad(outputs.detach(), self.home) == 0)
+        bad = without(self._are_bad(found), is_bad(outputs.detach(), self.home))
         if self._pending is not None:
             self._pending.penalty_bad = either(bad, self._pending.penalty_bad)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from html import escape
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
@@ -14,7 +15,18 @@ from torch import Tensor
 from ..distributed import RankConsensus
 from ..kernels import any_dtensor, local, norm_and_finite
 from ..stamp import Stamp
-from .accumulation import AccumulationState, Flag, OptimizerGrads, Skip, either, host_decides, is_bad, move
+from .accumulation import (
+    AccumulationState,
+    Flag,
+    OptimizerGrads,
+    Skip,
+    constant,
+    either,
+    host_decides,
+    is_bad,
+    move,
+    without,
+)
 from .combine import Findings, combine
 
 Reason = Literal["gradients", "loss", "buffers"]
@@ -67,7 +79,8 @@ class StepFlags(Generic[T]):
     @property
     def void(self) -> Flag:
         """Whether any optimizer skips. Syncs: no."""
-        return either(*[skip != 0 for skip in self.skipped])
+        distinct = {id(skip): skip for skip in self.skipped}.values()
+        return either(*[skip if isinstance(skip, Tensor) else skip != 0 for skip in distinct])
 
     @property
     def applied(self: StepFlags[float]) -> bool:
@@ -113,7 +126,7 @@ def check_grads(
     own = Findings(
         early=either(pending.gradients_bad, pending.penalty_bad, unusable),
         # A loss made of a penalty that was not finite is no witness.
-        loss=pending.loss_bad if pending.penalty_bad is False else pending.loss_bad & (pending.penalty_bad == 0),
+        loss=pending.loss_bad if pending.penalty_bad is False else without(pending.loss_bad, pending.penalty_bad),
         buffers=is_bad(norm_and_finite(written).norm, home) if written else False,
         optimizers=[is_bad(one.check.norm, home) for one in grads],
     )
@@ -122,12 +135,12 @@ def check_grads(
     else:
         bad, norms = combine(own, grads, home, consensus, num_optimizers)
     gradients = either(*bad.optimizers, bad.elsewhere, bad.early)
-    number = float if host_decides(home) else _Numbers(home)
+    number = float if host_decides(home) else partial(_on_device, home)
     if skip == "together":
         skipped = (number(either(gradients, bad.loss, bad.buffers)),) * len(grads)
     else:
         # A bad loss belongs to the optimizers whose gradients it spoilt; if it spoilt none, to all.
-        unexplained = bad.loss & (gradients == 0)
+        unexplained = without(bad.loss, gradients)
         skipped = tuple(number(either(one, bad.early, bad.buffers, unexplained)) for one in bad.optimizers)
     return StepFlags(
         gradients_bad=number(gradients),
@@ -141,20 +154,9 @@ def check_grads(
     )
 
 
-class _Numbers:
-    """Makes 0-d tensors of fp32 on a device, each number once. Syncs: no."""
-
-    def __init__(self, home: torch.device) -> None:
-        self._home = home
-        self._made: dict[float, Tensor] = {}
-
-    def __call__(self, value: Tensor | float) -> Tensor:
-        """Return a number or a flag as a tensor."""
-        if isinstance(value, Tensor):
-            return value.to(torch.float32)
-        if value not in self._made:
-            self._made[value] = torch.full((), value, device=self._home)
-        return self._made[value]
+def _on_device(home: torch.device, value: Tensor | float) -> Tensor:
+    """Return a number or a flag as a 0-d tensor of fp32. Syncs: no."""
+    return value.to(torch.float32) if isinstance(value, Tensor) else constant(value, home)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -106,12 +106,13 @@ class Stepper:
             inputs: as in torch: accumulate into these leaves only.
 
         Raises:
-            StepError: a loss without graph or in a narrow dtype, gradients of the last step not dropped, or gradients
-                that somebody else changed since the last `backward`.
+            StepError: a loss without graph or in a narrow dtype, gradients of the last step not dropped, gradients that
+                somebody else changed since the last `backward`, or a CUDA graph that is being captured.
             DistributedError: a rank ended or did not answer while gradients were averaged.
 
         Writes: gradients. Syncs: no.
         """
+        self._engine.refuse_capture("backward(loss)")
         self._engine.backward(loss, retain_graph, create_graph, inputs)
 
     def grad(
@@ -165,6 +166,7 @@ class Stepper:
         Syncs: no.
         """
         engine = self._engine
+        engine.refuse_capture("external_backward()")
         engine.find_ranks()
         return engine.gradients.external(engine.scale)
 
@@ -234,7 +236,8 @@ class Stepper:
             What happened, read from the device when asked.
 
         Raises:
-            StepError: called in the wrong order, gradients changed by somebody else, or none at all.
+            StepError: called in the wrong order or inside a CUDA graph's capture, gradients changed by somebody else, or
+                none at all.
             NonFiniteStep: an earlier step, or this one if the host decided it, showed inf or NaN that no loss
                 scale mends.
             LossScaleExhausted: likewise, the scale is at its floor, or too many steps in a row were skipped.
@@ -252,6 +255,7 @@ class Stepper:
     def _step(
         self, closure: Callable[[], Tensor | float] | None, clip: Clip, optimizer: Optimizer | None
     ) -> StepResult:
+        self._engine.refuse_capture("step()")
         self._engine.check_before_step()
         if closure is not None:
             return step_by_closure(self._engine, closure, optimizer, clip)
