@@ -195,8 +195,11 @@ def update_(
             found_inf = flags.skipped[i] if skipped is None else None
             scaling = StepScaling(grad_scale=scale, clip_coef=clip.coefficient(norm), found_inf=found_inf)
             try:
-                with true_grads_for(one.optimizer, one.grads, scaling):
+                if scaling.is_empty and getattr(one.optimizer, "grad_scale", None) is None:
                     one.optimizer.step()
+                else:
+                    with true_grads_for(one.optimizer, one.grads, scaling):
+                        one.optimizer.step()
             except BaseException as failure:
                 pending.broken = _CHANGED if is_changed else ""
                 if taken:

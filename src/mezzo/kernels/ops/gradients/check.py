@@ -73,39 +73,30 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     >>> check.norm.item(), check.found_nonfinite.item()
     (5.0, 0.0)
     """
-    with torch.no_grad():
-        aux = tuple([part.detach() if part.requires_grad else part for part in local_tensors(grads)])
-        home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
-        norms = _in_range(_gather(aux, home), aux)
-        if inv_scale is not None:
-            norms = norms * inv_scale.to(home)
-        norm = torch.linalg.vector_norm(norms)
-        if _host_looks(norm) and not _SMALL < float(norm.numpy()) < _LARGE:
-            norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
-        return GradientCheck(
-            norm=norm,
-            tensor_norms=norms,
-            grads=aux,
-        )
+    aux = tuple([part.detach() if part.requires_grad else part for part in local_tensors(grads)])
+    home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
+    host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
+    norms = _gather(aux, home)
+    if host_looks:
+        _bring_in_range_(norms, aux)
+    if inv_scale is not None:
+        norms = norms * inv_scale.to(home)
+    norm = torch.linalg.vector_norm(norms)
+    if host_looks and not _SMALL < float(norm.numpy()) < _LARGE:
+        norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
+    return GradientCheck(norm=norm, tensor_norms=norms, grads=aux)
 
 
 _SMALL, _LARGE = 1e-12, 1e18
 """Norms between these are sums of squares that fp32 holds with all their digits, but for terms that do not count."""
 
 
-def _host_looks(norms: Tensor) -> bool:
-    return norms.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _in_range(norms: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    """Return norms of gradients with those out of fp32's range computed again in fp64. Syncs: no; CPU only."""
-    if not _host_looks(norms):
-        return norms
+def _bring_in_range_(norms: Tensor, grads: Sequence[Tensor]) -> None:
+    """Compute norms that are out of fp32's range again in fp64. Writes: `norms`. Syncs: no; CPU only."""
     for index in [k for k, norm in enumerate(norms.numpy().tolist()) if not _SMALL < norm < _LARGE]:
         parts = torch.split(values(grads[index]).flatten(), reference.CHUNK)
         squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts])
         norms[index] = squares.sum().sqrt()
-    return norms
 
 
 def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
@@ -114,11 +105,12 @@ def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
         return torch.zeros(0, dtype=torch.float32, device=home)
     is_plain = all([grad.layout is torch.strided and not grad.dtype.is_complex for grad in grads])
     dense = grads if is_plain else [values(grad) for grad in grads]
+    distinct = {(grad.device, grad.dtype) for grad in dense}
+    if len(distinct) == 1:
+        return _norms(dense, *distinct.pop()).to(home)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, kind in enumerate([(grad.device, grad.dtype) for grad in dense]):
-        kinds.setdefault(kind, []).append(index)
-    if len(kinds) == 1:
-        return _norms(dense, *kinds.popitem()[0]).to(home)
+    for index, grad in enumerate(dense):
+        kinds.setdefault((grad.device, grad.dtype), []).append(index)
     found = [_norms([dense[i] for i in indices], *kind).to(home) for kind, indices in kinds.items()]
     return torch.cat(found).index_select(0, _indices_of(tuple(i for indices in kinds.values() for i in indices), home))
 
