@@ -436,8 +436,9 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:
-    first, *inner = [is_attention(class_names(one)) for one in module.modules()]
-    return first and not any(inner)
+    if not is_attention(class_names(module)):
+        return False
+    return not any(is_attention(class_names(inner)) for inner in module.modules() if inner is not module)
 
 
 def remember(model: nn.Module) -> Callable[[], None]:
