@@ -29,6 +29,11 @@ def test_every_field_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--amp, --no-amp" in shown
 
 
+@pytest.mark.parametrize("words", ["--max-norm none", "--max-norm NONE", "--max_norm None", "--max-norm=none"])
+def test_none_is_taken_in_any_case(words: str) -> None:
+    assert parse([*words.split(), "--data", "none"])[0] == TrainConfig(max_norm=None, data="none")
+
+
 def test_options_become_the_config() -> None:
     line = (
         "--data a.tsv --no-amp --lr 2e-5 --policy bf16 --max-length 64 --out here --overwrite --dev-data d.csv --json"

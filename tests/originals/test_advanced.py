@@ -9,6 +9,8 @@ import torch
 from tests.originals.libraries import PRECISIONS, Library, batches, check_same, make_model, weights
 from torch import Tensor, nn
 
+import mezzo
+
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
@@ -127,6 +129,20 @@ def test_custom_functions(precision: str) -> None:
         return middle, loss, a.grad, b.grad
 
     check_same(program, precision)
+
+
+def test_data_parallel_around_a_prepared_model_passes_through() -> None:
+    """Without devices it calls the model itself: the same output, gradients and step as without it."""
+    found = []
+    for wrap in (lambda model: model, nn.DataParallel):
+        torch.manual_seed(0)
+        model = make_model(16, 16, 2)
+        amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16")
+        output = wrap(model)(batches()[0][0])
+        amp.backward(output.square().mean())
+        assert amp.step()
+        found.append([output.detach(), *(p.detach() for p in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

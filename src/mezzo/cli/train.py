@@ -51,6 +51,22 @@ def _options(default: TrainConfig) -> Any:
     return made
 
 
+def _with_none_as_python(argv: Sequence[str]) -> list[str]:
+    """Return the words with `none` of any case written as tyro reads it, after the options that take a number or none."""
+    kinds = {f"--{name.replace('_', '-')}": kind for name, kind in get_type_hints(TrainConfig).items()}
+    numbers = {option for option, kind in kinds.items() if kind in (float | None, int | None)}
+    words = list(argv)
+    for i, word in enumerate(words):
+        option, is_joined, value = word.partition("=")
+        if option.replace("_", "-") not in numbers:
+            continue
+        if is_joined and value.lower() == "none":
+            words[i] = f"{option}=None"
+        elif i + 1 < len(words) and words[i + 1].lower() == "none":
+            words[i + 1] = "None"
+    return words
+
+
 def _launch_options(argv: Sequence[str]) -> tuple[int, int, list[str]]:
     """Return how many processes to start, how often again, and the words for each of them."""
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -71,13 +87,12 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
     """
     if any(word.partition("=")[0] == "--parts" for word in argv):
         raise ConfigError("--parts is now called --micro-batches: write --micro-batches N.")
-    if any(word.partition("=")[0] == "--parts" for word in argv):
-        raise ConfigError("--parts is now called --micro-batches.")
     resumed = _resumed_folder(argv)
     default = TrainConfig()
     if resumed is not None and RunFolder(path=resumed).config.exists():
         default = TrainConfig.load(RunFolder(path=resumed).config).replace(overwrite=False)
-    options = tyro.cli(_options(default), prog="mezzo train", description=DESCRIPTION, args=list(argv))
+    words = _with_none_as_python(argv)
+    options = tyro.cli(_options(default), prog="mezzo train", description=DESCRIPTION, args=words)
     return TrainConfig(**{f.name: getattr(options, f.name) for f in dataclasses.fields(default)}), options.json
 
 
