@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from tests.step.replay_models import FeedForward, LogOfZero, fail
 from tests.step.step_models import batch, mse, prepared, twin
-from tests.step.test_replay import FeedForward, LogOfZero, fail
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

@@ -4,71 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.step import replay_models
+from tests.step.replay_models import FeedForward, LogOfZero, Root, fail
 from tests.step.step_models import Net, assert_same, batch, everything, mse, prepared
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import mezzo
 from mezzo.diagnose import TraceReport
 from mezzo.errors import LossScaleExhausted, NonFiniteStep
-
-
-class FeedForward(nn.Module):
-    """Its `down` overflows fp16 in forward, whatever the loss scale; dropout and a counter stand in the way."""
-
-    def __init__(self, factor: float = 1000.0) -> None:
-        super().__init__()
-        self.stats, self.up, self.down = nn.BatchNorm1d(4), nn.Linear(4, 32), nn.Linear(32, 8)
-        self.drop, self.norm, self.head = nn.Dropout(0.1), nn.LayerNorm(8), nn.Linear(8, 1)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        with torch.no_grad():
-            self.up.weight.mul_(400)
-            self.down.weight.mul_(factor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        h = self.drop(self.up(self.stats(x)).relu())
-        return self.head(self.norm(self.down(h)))
-
-
-class Root(nn.Module):
-    """A square root whose derivative at 0 is infinite: the loss is finite, its gradient is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lin(x).float().sqrt()
-
-
-class LogOfZero(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.lin(x).float().relu() * 0).log()
-
-
-def fail(amp: mezzo.Stepper, x: Tensor, y: Tensor, steps: int = 40) -> BaseException:
-    with pytest.raises((NonFiniteStep, LossScaleExhausted)) as caught:
-        for _ in range(steps):
-            amp.zero_grad()
-            amp.backward(mse(amp.model(x), y))
-            amp.step()
-    return caught.value
 
 
 @pytest.mark.parametrize("name", ["adamw", "fused-adamw", "mezzo-adamw"])
@@ -79,13 +29,13 @@ def test_the_error_names_op_module_line_verdict_and_edit(name: str, patience: in
     assert isinstance(error.report, TraceReport)
     first = error.report.faults[0]
     assert (first.verdict, first.op, first.phase, first.module) == ("overflow", "addmm", "forward", "down")
-    assert first.frame is not None and first.frame.file == __file__
+    assert first.frame is not None and first.frame.file == replay_models.__file__
     text = str(error)
     row = f"{patience} steps in a row were skipped" if patience > 1 else "the step was skipped"
     assert text.startswith(f"{row} (guard.patience={patience}): ")
     for part in (
         "overflow in addmm, forward, module down",
-        f"{__file__}:{first.frame.line}",
+        f"{replay_models.__file__}:{first.frame.line}",
         "Add 'module:down=fp32' to the",
     ):
         assert part in text, text
@@ -117,7 +67,7 @@ def test_a_loss_that_is_not_finite_twice_in_a_row_is_explained_long_before_the_e
     assert len(said) == 1
     assert said[0].startswith("step 2: the loss is inf or NaN again; why: ")
     assert "singularity in log, forward" in said[0]
-    assert f"{__file__}:" in said[0]
+    assert f"{replay_models.__file__}:" in said[0]
     assert amp.counters().skipped_in_a_row == 6
 
 
@@ -194,115 +144,6 @@ def test_a_bad_batch_is_the_inputs_fault() -> None:
     x[3, 1] = float("nan")
     first = fail(amp, x, y).report.faults[0]
     assert first.verdict == "inherited" and "input" in first.why
-
-
-class TestALossOutsideTheModel:
-    def run(self, amp: mezzo.Stepper, loss: Callable[[Tensor], Tensor], steps: int = 40) -> BaseException:
-        x, _ = batch()
-        with pytest.raises((NonFiniteStep, LossScaleExhausted)) as caught:
-            for _ in range(steps):
-                amp.zero_grad()
-                amp.backward(loss(amp.model(x)))
-                amp.step()
-        assert _get_current_dispatch_mode() is None and not _get_current_function_mode_stack()
-        assert not _global_forward_hooks and not amp._engine.replay.is_following
-        return caught.value
-
-    @pytest.mark.parametrize("name", ["adamw", "fused-adamw", "mezzo-adamw"])
-    @pytest.mark.parametrize("patience", [2, 3, 6])
-    def test_its_op_and_line_are_named(self, name: str, patience: int) -> None:
-        _, amp = prepared(f"fp32, guard.patience={patience}, guard.check_every=0", name)
-        error = self.run(amp, lambda out: (out * 0).log().mean())
-        first = error.report.faults[0]
-        assert (first.verdict, first.op, first.phase) == ("singularity", "log", "forward")
-        assert f"{__file__}:{first.frame.line} (error = self.run(amp, lambda out: (out * 0).log().mean()))" in str(
-            error
-        )
-        assert "log(x.clamp(min=" in str(error)
-
-    def test_an_overflow_of_it_is_mended_by_the_outputs_dtype(self) -> None:
-        _, amp = prepared("fp16, output=none, guard.patience=3", "adamw", nn.Linear(4, 1))
-        error = self.run(amp, lambda out: ((out + 300.0) * 300.0).float().mean())
-        assert error.report.faults[0].verdict == "overflow"
-        assert str(error).endswith("Add 'output=fp32' to the policy, or write output.float() before the loss.")
-        _, amp = prepared("fp16, scaling.init_scale=16", "adamw", nn.Linear(4, 1))
-        amp.backward(((amp.model(batch()[0]) + 300.0) * 300.0).float().mean())
-        assert amp.step()
-
-    def test_gradients_dropped_between_forward_and_backward(self) -> None:
-        _, amp = prepared("fp32, guard.patience=3", "adamw")
-        x, _ = batch()
-        with pytest.raises(NonFiniteStep) as caught:
-            for _ in range(4):
-                loss = (amp.model(x) * 0).log().mean()
-                amp.zero_grad()
-                amp.backward(loss)
-                amp.step()
-        assert (caught.value.report.faults[0].op, amp._engine.replay.is_following) == ("log", False)
-
-    def test_a_gradient_of_it(self) -> None:
-        _, amp = prepared("fp16, scaling.init_scale=8", "adamw")
-        error = self.run(amp, lambda out: (out * 0).float().sqrt().mean())
-        assert isinstance(error, LossScaleExhausted)
-        first = error.report.faults[0]
-        assert (first.verdict, first.op, first.phase) == ("singularity", "sqrt", "backward")
-
-    def test_without_a_chance_it_is_said_to_lie_there(self) -> None:
-        _, amp = prepared("fp32, guard.patience=1", "adamw")
-        error = self.run(amp, lambda out: (out * 0).log().mean())
-        assert "finite outputs: the inf or NaN is made after them, between the model and" in str(error)
-
-    def test_what_it_computes_is_what_it_was(self) -> None:
-        """Following the loss moves no bit: the same run with a patience that never runs out."""
-        found = []
-        for patience in (3, 1000):
-            torch.manual_seed(3)
-            _, amp = prepared(f"fp16, guard.patience={patience}, scaling.init_scale=4096", "adamw", FeedForward(1.0))
-            x, y = batch()
-            for size in (1e38, 1e38, 1.0, 1.0):
-                amp.zero_grad()
-                amp.backward(F.dropout(mse(amp.model(x).float(), y), 0.5) * size)
-                amp.step()
-            found.append(everything(amp))
-        assert_same(*found)
-
-    def test_an_error_in_the_loss_leaves_no_mode_for_long(self) -> None:
-        _, amp = prepared("fp32, guard.patience=2", "adamw")
-        x, y = batch()
-        amp.backward(mse(amp.model(x), y) * torch.inf)
-        amp.step()
-        amp.zero_grad()
-        with pytest.raises(KeyError):
-            raise KeyError(str(amp.model(x).shape))
-        assert amp._engine.replay.is_following
-        amp.zero_grad()
-        amp.backward(mse(amp.model(x), y))
-        assert _get_current_dispatch_mode() is None and not _get_current_function_mode_stack()
-
-    def test_a_side_thread_is_left_alone(self) -> None:
-        _, amp = prepared("fp32, guard.patience=2", "adamw")
-        x, y = batch()
-        amp.backward(mse(amp.model(x), y) * torch.inf)
-        amp.step()
-        amp.zero_grad()
-        with ThreadPoolExecutor(1) as pool:
-            out = pool.submit(amp.model, x).result()
-        assert not amp._engine.replay.is_following and not _global_forward_hooks
-        amp.backward(mse(out, y))
-        assert amp.step()
-
-    def test_a_mode_of_the_users_is_left_alone(self) -> None:
-        _, amp = prepared("fp32, guard.patience=2", "adamw")
-        x, y = batch()
-        amp.backward(mse(amp.model(x), y) * torch.inf)
-        amp.step()
-        amp.zero_grad()
-        with torch.device("cpu"):
-            out = amp.model(x)
-            assert not amp._engine.replay.is_following
-        amp.backward(mse(out, y))
-        assert amp.step()
-        assert not _get_current_function_mode_stack()
 
 
 def test_a_closure_is_run_again_whole() -> None:

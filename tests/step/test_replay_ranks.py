@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.distributed.ranks import run
+from tests.step.replay_models import FeedForward
 from tests.step.step_models import batch, mse
-from tests.step.test_replay import FeedForward
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
