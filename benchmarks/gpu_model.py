@@ -7,7 +7,8 @@ products, bytes of its operands, views left out. Both grow in a straight line wi
 WORKLOAD --device cuda` follows without running it. The optimizer's pass is arithmetic: bytes a parameter, as `mezzo bench step` has
 them. An op takes what the slower of its products and its bytes take at the GPU's published peak; the step takes what the slower of
 device and host take, where the host needs the same time for each launch. It is a floor with an assumption about the host: fused kernels
-of CUDA (attention, LSTM, cross entropy) launch less than the CPU's, and no kernel reaches its peak.
+of CUDA (attention, LSTM, cross entropy) launch less than the CPU's, no kernel reaches its peak, and the steps of an LSTM wait for
+each other.
 """
 
 from __future__ import annotations
@@ -70,6 +71,15 @@ class Op:
         return max(self.flops / gpu.flops[2 if self.width == 2 else 4], self.moved_bytes / gpu.bandwidth)
 
 
+def products(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the operations of an op's products, as torch counts them; it does not count the CPU's recurrent layers."""
+    if func.__name__.startswith("mkldnn_rnn_layer"):
+        rows, passes = args[0].shape[0] * args[0].shape[1], 2 if "backward" in func.__name__ else 1
+        return float(passes * 2 * rows * (args[1].numel() + args[2].numel()))
+    count = flop_registry.get(func.overloadpacket)
+    return float(count(*args, **kwargs, out_val=out)) if count else 0.0
+
+
 class Recorder(TorchDispatchMode):
     """Writes down every op that computes something: its output has memory that none of its operands had, or it writes one."""
 
@@ -86,12 +96,11 @@ class Recorder(TorchDispatchMode):
         held = {x.untyped_storage().data_ptr() for x in operands}
         is_view = results and all(x.untyped_storage().data_ptr() in held for x in results)
         if (results and not is_view and operands) or func.__name__.split(".")[0].endswith("_"):
-            count = flop_registry.get(func.overloadpacket)
             moved = {(x.data_ptr(), x.nbytes) for x in (*operands, *results)}
             self.ops.append(
                 Op(
                     name=func.__name__,
-                    flops=float(count(*args, **kwargs, out_val=out)) if count else 0.0,
+                    flops=products(func, args, kwargs, out),
                     moved_bytes=float(sum(nbytes for _, nbytes in moved)),
                     width=operands[0].element_size() if operands else 4,
                 )

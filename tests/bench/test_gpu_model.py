@@ -36,6 +36,15 @@ def test_products_are_counted_and_grow_in_a_line(script: ModuleType, variant: st
     assert sum(op.flops for op in two) == sum(phase.flops for phase in SMALL.roofline("bf16"))
 
 
+def test_products_of_an_lstm_are_counted(script: ModuleType) -> None:
+    small = find_workload("lstm")().quick()
+    (ops,) = script.trace(small, "torch-autocast", (2,))
+    forward, backward, _ = small.roofline("bf16")
+    # The kernel of the CPU computes the gradient of the first state too, which nobody asked for.
+    unasked = small.layers * 2 * small.batch_size * 4 * small.width**2
+    assert sum(op.flops for op in ops) == forward.flops + backward.flops + unasked
+
+
 def test_views_are_no_launches_and_writes_are(script: ModuleType) -> None:
     x, y = torch.ones(4, 4), torch.ones(4, 4)
     with script.Recorder() as recorder:

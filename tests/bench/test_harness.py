@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.bench import Plan, Result, measure
-from mezzo.bench.harness import Worker, schedule
+from mezzo.bench.harness import Worker, environment_of, schedule
 from mezzo.bench.measurement import from_json
 from mezzo.bench.run_plan import PEAK_RATES
 from mezzo.bench.workloads.recipe import Recipe
@@ -89,29 +88,16 @@ def test_the_loss_is_that_of_the_last_round(timed: tuple[Result, list[tuple[str,
     assert result.at(SMALL.points()[0].label)["fp32"].loss == session.run().item()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's setting")
 def test_memory_is_kept_as_each_library_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the environment for those that know no call for it, by mezzo's call for mezzo, and not at all unasked."""
-    for name in list(os.environ):
-        if name.startswith("MALLOC_"):
-            monkeypatch.delenv(name)
-    kept = {}
-    for variant in ("torch-amp+keep", "prepare+keep", "prepare"):
-        with Worker(job(variant, batch_size=8, in_size=16, out_size=4, num_batches=1, epochs=1)) as worker:
-            worker.receive()
-            environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
-            kept[variant] = b"MALLOC_MMAP_MAX_=0" in environment
-    assert kept == {"torch-amp+keep": True, "prepare+keep": False, "prepare": False}
-
-
-def test_memory_that_cannot_be_kept_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
-    with (
-        Worker(job("prepare+keep")) as worker,
-        pytest.raises(BenchError, match=r"cannot be kept here: .*Leave the variants with \+keep out"),
-    ):
-        worker.receive()
-    worker.log.unlink()
+    """By the environment for those that know no call for it; mezzo's processes call mezzo."""
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    names = ("torch-amp+keep", "fabric+keep+compile", "torch-amp", "prepare+keep", "mezzo-amp+keep", PEAK_RATES)
+    assert [name for name in names if environment_of(name) != dict(os.environ)] == [
+        "torch-amp+keep", "fabric+keep+compile",
+    ]  # fmt: skip
+    assert environment_of("torch-amp+keep")["MALLOC_MMAP_MAX_"] == "0"
+    assert environment_of("fp32", Path("/elsewhere/src"))["PYTHONPATH"] == "/elsewhere/src"
 
 
 def test_an_error_in_a_variant_is_one_sentence_with_its_log() -> None:

@@ -120,6 +120,22 @@ def test_a_job_for_the_machine_measures_it() -> None:
     assert list(found["matmul"]) == ["bf16"]
 
 
+def test_memory_that_cannot_be_kept_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    job = {"plan": {"variants": ["prepare+keep"]}, "variant": "prepare+keep", "workload": "recipe", "config": {}}
+    with pytest.raises(BenchError, match=r"^memory cannot be kept here: .*\. Leave the variants with \+keep out\.$"):
+        worker_of(job)
+
+
+def test_mezzo_keeps_memory_by_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr("mezzo.bench.worker._keep_memory", lambda: called.append("kept"))
+    for variant in ("prepare", "torch-amp+keep", "prepare-master+keep"):
+        called.append(variant)
+        worker_of({"plan": {"variants": [variant]}, "variant": variant, "workload": "recipe", "config": {}})
+    assert called == ["prepare", "torch-amp+keep", "prepare-master+keep", "kept"]
+
+
 def test_what_libraries_print_does_not_reach_the_channel() -> None:
     code = (
         "import os, sys; from mezzo.bench.worker import _take_standard_output; channel = _take_standard_output();"

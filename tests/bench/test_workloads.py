@@ -111,7 +111,9 @@ def test_mezzos_drop_in_is_torchs_bit_for_bit(point: Point) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_default_variants_run(name: str) -> None:
     small = SMALL[name]
-    for variant in (name for name in small.default_variants(CPU) if not VARIANTS[name].keeps):
+    for variant in small.default_variants(CPU):
+        if VARIANTS[variant].keeps or (VARIANTS[variant].wrapper != "none" and name != "gpt2"):
+            continue  # the same training in another process; the same wrapper around another model
         assert math.isfinite(loss(small.points()[0].workload, VARIANTS[variant], rounds=1))
 
 

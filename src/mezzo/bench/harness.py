@@ -34,9 +34,16 @@ KEEP_BY_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "42949
 """How glibc keeps freed memory for programs that do not call `mezzo.keep_memory()`."""
 
 
-def _is_rival_that_keeps(variant: str) -> bool:
+def environment_of(variant: str, source: Path | None = None) -> dict[str, str]:
+    """Return the environment of a variant's process.
+
+    Args:
+        variant: its name.
+        source: the `src` of another checkout, whose code is to run; this one's when left out.
+    """
     found = VARIANTS.get(variant)
-    return found is not None and found.keeps and not found.is_mezzo
+    keeps = found is not None and found.keeps and not found.is_mezzo
+    return os.environ | (KEEP_BY_ENVIRONMENT if keeps else {}) | ({"PYTHONPATH": str(source)} if source else {})
 
 
 def schedule(points: Sequence[str], variants: Sequence[str], rounds: int) -> Iterator[tuple[str, int, str]]:
@@ -70,8 +77,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mezzo.bench.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if talks else self._file, text=True,
-            env=os.environ | (KEEP_BY_ENVIRONMENT if _is_rival_that_keeps(self.variant) else {})
-            | ({"PYTHONPATH": str(source)} if source else {}),
+            env=environment_of(self.variant, source),
         )  # fmt: skip
         self.pid, self.log = self._process.pid, Path(self._file.name)
         self._talks = talks

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import torch
 
+from .. import prepare
 from ..formats import dtype_name
-from ..optim import SGD
-from ..policy import Policy
-from ..step import prepare
 
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
@@ -54,9 +52,9 @@ def load_code(device: torch.device, dtype: torch.dtype) -> None:
         with torch.autocast(device.type, dtype=dtype, enabled=enabled):
             loss = torch.nn.functional.mse_loss(model(batch), batch)
         torch.autograd.backward(loss)
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
-    policy = Policy.parse(f"{dtype_name(dtype)}-master")
-    amp = prepare(model, SGD(model.parameters(), lr=0.0, master=policy.master), policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    optimizer.step()
+    amp = prepare(model, optimizer, f"{dtype_name(dtype)}-master")
     amp.zero_grad()
     amp.backward(torch.nn.functional.mse_loss(model(batch).float(), batch))
     amp.step()
