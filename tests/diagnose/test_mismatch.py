@@ -359,6 +359,7 @@ def test_rounding_is_no_finding(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own
 def test_inductor_is_no_finding() -> None:
     model = lm().eval()
     assert mismatch(model, torch.compile(model), IDS).finding is None
