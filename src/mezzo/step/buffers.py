@@ -109,10 +109,10 @@ class Slot:
 def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
     """Give buffers back what they were, where `void` is true: those of a dtype and device that stayed in place at once.
 
-    Writes: the buffers. Syncs: only if shape or dtype of one are others now, or `void` lies on the host.
+    Writes: the buffers. Syncs: only if shape or dtype of one are others now.
     """
     if isinstance(void, Tensor):
-        void = bool(void) if void.device.type == "cpu" else void != 0
+        void = void != 0
     if void is False:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
