@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,16 @@ def test_a_norm_of_zero_is_no_count() -> None:
         h = x * 1.0
         (h / h.norm(dim=-1, keepdim=True)).sum().backward()
     assert t.report.findings[0].fix.advice == "write x / y.clamp(min=1e-06)."
+
+
+def test_a_value_that_the_program_narrowed_is_named_where_it_did() -> None:
+    x = torch.full((4,), 1e-5, requires_grad=True)
+    with diagnose.trace() as t:
+        kept = (1 - x).bfloat16()  # HERE
+        (1 / (1 - kept[torch.tensor([0, 1])])).float().sum().backward()
+    fix = t.report.findings[0].fix
+    here = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith("# HERE"))
+    assert fix.edit == "" and f"test_fix_applied.py:{here}:" in fix.advice
 
 
 def test_what_could_not_be_tried_is_an_idea() -> None:

@@ -131,6 +131,10 @@ def _fix_overflow(event: Event) -> Fix:
 def _fix_underflow(event: Event) -> Fix:
     """Fix a loss of precision where it happened, and in the op that failed on it."""
     flush = event.flush
+    cast = next((site for site in flush.made_by if site.op == "to"), None) if flush else None
+    if flush is not None and cast is not None:
+        return Fix(edit="", advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
+                    f"value in fp32 there, or bound the result of {flush.site.op} away from 0.")  # fmt: skip
     sites = [event.site] if flush is None else [*flush.made_by, flush.site, event.site]
     edit = ", ".join(dict.fromkeys(e for site in sites if (e := edit_of(site))))
     advice = f"or bound the argument of {event.site.op} away from where it has no value."

@@ -15,6 +15,11 @@ from .ops import Call
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, WideValues
 
+_MOVES = ("index", "gather", "index_select", "take", "cat", "stack", "clone", "flip", "roll", "repeat", "embedding")
+"""Ops that round nothing: what they hand on was made before."""
+_CASTS = ("to", "bfloat16", "half", "type", "type_as")
+"""Calls by which a program itself narrows a value."""
+
 
 def vanishing_constant(call: Call, dtype: torch.dtype) -> float | None:
     """Return the first number among an op's arguments that is not 0 and rounds to 0 in a format."""
@@ -121,8 +126,8 @@ class ReferencePath:
             elif not call.facts.writes:
                 self._flushes.forget(tensor)
             self._wide.put(tensor, value)
-            if tensor.dtype in LOW_DTYPES and call.facts.name != "to":
-                self._makers.note(tensor, site)
+            if tensor.dtype in LOW_DTYPES:
+                self._note_maker(call, site, tensor)
         return wide
 
     def _forget(self, call: Call) -> None:
@@ -149,6 +154,12 @@ class ReferencePath:
             is_cancellation=not is_here,
             made_by=() if is_here else self._made_by(call),
         )
+
+    def _note_maker(self, call: Call, site: Site, tensor: Tensor) -> None:
+        """Note the op that rounded a value: not one that moved it, nor a cast that a region made for the op behind it."""
+        makers = self._made_by(call) if call.facts.name in _MOVES else (site,)
+        if makers and (site.op != "to" or site.called in _CASTS):
+            self._makers.note(tensor, makers[0])
 
     def _made_by(self, call: Call) -> tuple[Site, ...]:
         found = [self._makers.get(call.original(t)) for _, t in call.inputs]
