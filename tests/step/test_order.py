@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -190,8 +193,13 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
 }
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, scaling.init_scale=256"])
-@pytest.mark.parametrize("mistake", SENTENCES, ids=lambda mistake: mistake.__name__)
+SCALED = "fp16, scaling.init_scale=256"
+EDITS = (plain_backward_after, clipped_by_hand, edited_between_micro_batches)
+"""Mistakes only while gradients carry a loss scale: without one they are what torch would have applied."""
+MISTAKES = [(m, p) for m in SENTENCES for p in ((SCALED,) if m in EDITS else ("fp32", "bf16", SCALED))]
+
+
+@pytest.mark.parametrize(("mistake", "policy"), MISTAKES, ids=lambda of: getattr(of, "__name__", of))
 def test_sentence(mistake: Callable[[mezzo.Stepper], None], policy: str) -> None:
     _, amp = prepared(policy)
     with pytest.raises(StepError) as error:
@@ -201,12 +209,48 @@ def test_sentence(mistake: Callable[[mezzo.Stepper], None], policy: str) -> None
 
 @pytest.mark.parametrize("mistake", [m for m in SENTENCES if m is not stepped_directly], ids=lambda m: m.__name__)
 def test_zero_grad_mends_every_mistake(mistake: Callable[[mezzo.Stepper], None]) -> None:
-    _, amp = prepared("fp32")
+    _, amp = prepared(SCALED)
     with pytest.raises(StepError):
         mistake(amp)
     amp.zero_grad()
     amp.backward(loss_of(amp))
     assert amp.step()
+
+
+def test_true_gradients_may_be_edited_and_added_to_as_in_torch() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    plain = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    amp = mezzo.prepare(model, ours, "fp32")
+    for backward, m, step in ((amp.backward, model, amp.step), (torch.Tensor.backward, plain, theirs.step)):
+        x = torch.arange(24.0).view(3, 8) / 24
+        backward(m(x).square().mean())
+        m.weight.grad.mul_(2)
+        backward(m(x).mean())
+        m(x).sum().backward()
+        step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master"])
+@pytest.mark.parametrize(
+    "clip", [partial(nn.utils.clip_grad_norm_, max_norm=0.1), partial(nn.utils.clip_grad_value_, clip_value=0.01)]
+)
+def test_clipping_by_hand_is_clipping_true_gradients(policy: str, clip: Callable[..., object]) -> None:
+    runs = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), policy)
+        for _ in range(4):
+            amp.backward(nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,))))
+            with amp.unscaled_grads() if inside else nullcontext():
+                clip(model.parameters())
+            assert amp.step()
+            amp.zero_grad()
+        runs.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
 
 
 def test_a_backward_that_fails_halfway() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import is_pipeline_dry_run
+from ..distributed import is_summed_apart
 from ..errors import StepError, listed
 from ..kernels import norm_and_finite
 from ..loss_scale import GradVersions, parameters
@@ -107,7 +108,7 @@ class Gradients:
             self._pending = pending
         else:
             self._refuse_broken(pending, call)
-            self._refuse_edits(params)
+            self._accept_edits(pending, params)
         return pending
 
     @contextmanager
@@ -162,7 +163,7 @@ class Gradients:
         self._refuse_while_shown("unscaled_grads()")
         pending = self.require("unscaled_grads()")
         params = self.parameters()
-        self._refuse_edits(params)
+        self._accept_edits(pending, params)
         seen = self._are_bad([p.grad for p in params if p.grad is not None])
         pending.gradients_bad = either(seen, pending.gradients_bad)
         self._is_shown = True
@@ -232,7 +233,7 @@ class Gradients:
             StepError: no gradients, or gradients that somebody else changed.
         """
         pending = self.require("step()")
-        self._refuse_edits(self.parameters())
+        self._accept_edits(pending, self.parameters())
         if optimizer is not None and all(optimizer is not known for known in self._optimizers):
             raise StepError("step(optimizer=...) was given an optimizer that prepare(model, optimizer) was not given.")
         chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
@@ -311,6 +312,16 @@ class Gradients:
                 f"{listed(foreign)} have gradients that amp.backward did not make, so they carry no loss scale. "
                 "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
             )
+
+    def _accept_edits(self, pending: AccumulationState, params: Sequence[Tensor]) -> None:
+        """Take true gradients as user code left them, and refuse edits of scaled ones.
+
+        Gradients of a policy without loss scale are true between calls, but where earlier micro-batches are summed beside them.
+        """
+        if pending.scale is not None or any(map(is_summed_apart, params)):
+            self._refuse_edits(params)
+        elif self._versions.changed(params):
+            self._versions.note(params)
 
     def _refuse_edits(self, params: Sequence[Tensor]) -> None:
         edited = self._versions.edited(params)
