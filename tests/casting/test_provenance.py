@@ -61,6 +61,17 @@ def test_the_dispatcher_engine_reads_them_from_the_traceback() -> None:
     assert ("op:dot=promote" if sys.version_info >= (3, 11) else "x.to(other.dtype)") in message
 
 
+@pytest.mark.parametrize("ops", ["", ", ops=mezzo"])
+def test_a_number_that_fp16_cannot_hold_names_what_to_write(ops: str) -> None:
+    class Scores(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).masked_fill(x > 0, -9e15)
+
+    with pytest.raises(CastError, match=r"torch\.finfo\(x\.dtype\)\.min") as caught, autocast("cpu", policy="fp16" + ops):
+        Scores(4, 4)(torch.randn(2, 4))
+    assert "masked_fill" in str(caught.value) and "65504" in str(caught.value)
+
+
 def test_the_suggested_rule_mends_it() -> None:
     mended = Policy(compute=BF16, ops=OpRules(edits=(("dot", Rule.PROMOTE),)))
     with autocast("cpu", policy=mended):

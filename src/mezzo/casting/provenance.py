@@ -28,6 +28,7 @@ _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Low precision dtypes not supported|Unsupported dtype (Half|BFloat16)"
     r"|could not create a primitive|but got (Half|BFloat16)\b|tensor with .* dimensions of float"
 )
+_TOO_LARGE = re.compile(r"cannot be converted to type .*Half.* without overflow")
 _DTYPE = re.compile(r"dtype|data type|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
 _INTEGER = re.compile(r"\b(Long|Int|Byte|Bool)\b")  # an index or a class that is no integer, whatever a region casts
 _OPERATORS = {
@@ -37,15 +38,17 @@ _OPERATORS = {
 
 
 def is_mismatch(error: BaseException) -> TypeGuard[RuntimeError]:
-    """Whether an error of torch is about dtypes that do not fit, or that no kernel takes."""
+    """Whether an error of torch is about dtypes that do not fit, or that no kernel takes, or a number too large for one."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _DTYPE.search(text) is None or _INTEGER.search(text):
         return False
-    return (_MISMATCH.search(text) or _NO_KERNEL.search(text)) is not None
+    return any(words.search(text) for words in (_MISMATCH, _NO_KERNEL, _TOO_LARGE))
 
 
 def _fix(error: RuntimeError, op: str | None) -> str:
     """Return what to write instead."""
+    if _TOO_LARGE.search(str(error)):
+        return "The number does not fit fp16, which holds at most 65504: write torch.finfo(x.dtype).min or .max, or x.float()."
     if op is not None and (op.endswith("_") or op == "__setitem__"):
         return "An op in place keeps the dtype of what it writes into: cast what is written, source.to(target.dtype)."
     is_missing = _NO_KERNEL.search(str(error)) is not None
