@@ -69,3 +69,21 @@ def test_another_allocator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(allocator._OTHERS, "gnu_get_libc_version", "an allocator put before")
     assert "put before is loaded in place of glibc's" in allocator.keep_memory().why_not
+
+
+OFFER = """
+import logging, sys, torch, mezzo
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+def prepare(policy):
+    model = torch.nn.Linear(4, 4)
+    mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+KEEP
+for policy in ("fp32", "bf16"):
+    prepare(policy)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
+@pytest.mark.parametrize(("keep", "times"), [("", 1), ("kept = mezzo.keep_memory()", 0)])
+def test_prepare_offers_it_once_where_nothing_is_kept(keep: str, times: int) -> None:
+    assert sum("mezzo.keep_memory()" in line for line in run(OFFER.replace("KEEP", keep))) == times

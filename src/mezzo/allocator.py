@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Mapping
+from functools import cache
 from types import TracebackType
+from typing import ClassVar
 
+_log = logging.getLogger(__name__)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # parameters of mallopt, from malloc.h
 _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
 _UNDO = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
@@ -29,10 +33,14 @@ class KeptMemory:
 
     Attributes:
         why_not: as given.
+        in_force: how many calls keep the memory of this process now.
     """
+
+    in_force: ClassVar[int] = 0
 
     def __init__(self, library: ctypes.CDLL | None, why_not: str = "") -> None:
         self._library, self.why_not = library, why_not
+        KeptMemory.in_force += library is not None
 
     @property
     def is_kept(self) -> bool:
@@ -43,6 +51,7 @@ class KeptMemory:
         """Give back what lies free, and let the C library return memory as before. Writes: settings of the process."""
         library, self._library = self._library, None
         if library is not None:
+            KeptMemory.in_force -= 1
             _set(library, _UNDO)
             library.malloc_trim(0)
 
@@ -82,6 +91,15 @@ def keep_memory() -> KeptMemory:
         _set(library, _UNDO)
         return KeptMemory(None, "glibc refused the settings")
     return KeptMemory(library)
+
+
+@cache
+def offer() -> None:
+    """Say once in the log of a process that its memory can be kept, where it can be and is not yet. Syncs: no."""
+    if not KeptMemory.in_force and not _why_not():
+        _log.info(
+            "glibc returns the memory of each step and maps it anew; mezzo.keep_memory() keeps it (docs/memory.md)"
+        )
 
 
 def _why_not() -> str:

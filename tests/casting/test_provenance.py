@@ -67,7 +67,10 @@ def test_a_number_that_fp16_cannot_hold_names_what_to_write(ops: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).masked_fill(x > 0, -9e15)
 
-    with pytest.raises(CastError, match=r"torch\.finfo\(x\.dtype\)\.min") as caught, autocast("cpu", policy="fp16" + ops):
+    with (
+        pytest.raises(CastError, match=r"torch\.finfo\(x\.dtype\)\.min") as caught,
+        autocast("cpu", policy="fp16" + ops),
+    ):
         Scores(4, 4)(torch.randn(2, 4))
     assert "masked_fill" in str(caught.value) and "65504" in str(caught.value)
 

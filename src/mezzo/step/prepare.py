@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch import has_step_hooks
+from ..allocator import offer
 from ..binding import (
     check_floats,
     check_optimizers,
@@ -106,6 +107,8 @@ def prepare(
         stepper = Stepper(model, optimizers, resolved, binding, was, follow, skip=skip)
         undo.pop_all()
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
+    if optimizers and device.type == "cpu":
+        offer()
     return stepper
 
 
