@@ -205,12 +205,15 @@ def batch_norms_are_taken_back_at_once() -> None:
     assert chosen[0] == chosen[1] == 2, chosen
 
 
+LIBRARY = Path(mezzo.__file__).parent
+
+
 def note_own(own: list[str], what: str, name: str, device: int) -> None:
     """Note a launch if it is mezzo's, and neither of an optimizer's step nor of the norm pass."""
     frame, names = sys._getframe(), set()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        names |= {(path.parent.name, frame.f_code.co_name), *(("", part) for part in path.parts)}
+        names |= {(path.parent.name, frame.f_code.co_name), ("", "mezzo" if path.is_relative_to(LIBRARY) else "")}
         frame = frame.f_back
     others = {("gradients", "tensor_norms"), ("optim", "step"), ("autograd", "backward")}
     if what == "launch" and name != "aten::linalg_vector_norm" and ("", "mezzo") in names and not names & others:
