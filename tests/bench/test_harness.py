@@ -88,6 +88,7 @@ def test_the_loss_is_that_of_the_last_round(timed: tuple[Result, list[tuple[str,
     assert result.at(SMALL.points()[0].label)["fp32"].loss == session.run().item()
 
 
+@pytest.mark.slow  # what cannot be kept, and the settings of each variant, are in the quick suite
 def test_memory_is_kept_as_each_library_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the environment for those that know no call for it; mezzo's processes call mezzo."""
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:

@@ -194,6 +194,7 @@ class TestTheScale:
             result = amp.step()
             assert result.grad_norm == 3.0 and result.scale == 65536.0 * 2**k
 
+    @pytest.mark.slow  # tests/laws has its twins
     def test_200_overflows_change_nothing(self) -> None:
         for name in ("adamw", "fused-adamw", "mezzo-adamw"):
             _, amp = prepared("fp16, guard.patience=1000, scaling.min_scale=1", name)
