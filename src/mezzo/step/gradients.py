@@ -318,14 +318,11 @@ class Gradients:
 
         Gradients of a policy without loss scale are true between calls, but where earlier micro-batches are summed beside them.
         """
-        if pending.scale is not None or any(map(is_summed_apart, params)):
-            self._refuse_edits(params)
-        elif self._versions.changed(params):
+        if not self._versions.changed(params):
+            return
+        if pending.scale is None and not any(map(is_summed_apart, params)):
             self._versions.note(params)
-
-    def _refuse_edits(self, params: Sequence[Tensor]) -> None:
-        edited = self._versions.edited(params)
-        if edited:
+        elif edited := self._versions.edited(params):
             raise StepError(
                 f"the gradients of {listed([self._name(p) for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
