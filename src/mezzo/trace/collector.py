@@ -98,17 +98,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._reached_step = -1
         self._has_scaled_grads = False
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[Any, Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and judge its results."""
-        kwargs = kwargs or {}
-        if self._is_aside:
-            return func(*args, **kwargs)
         if self._stop_with is not None:
             self._stops_left -= 1
             if self._stops_left >= 0:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import DispatchMode, autograd_node, is_compiler_loaded, next_node_number, node_number, storage_id
+from .._torch import (
+    DispatchMode,
+    OpOverload,
+    autograd_node,
+    is_compiler_loaded,
+    next_node_number,
+    node_number,
+    storage_id,
+)
 from .frames import locate
 from .modules import ModuleStack, Place
 from .ops import node_op
@@ -254,6 +263,21 @@ class OpMode(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.context = context
         self._is_aside = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[Any, Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand one op to `run_op`, or run it unseen if it is the tool's own."""
+        kwargs = kwargs or {}
+        return func(*args, **kwargs) if self._is_aside else self.run_op(func, args, kwargs)
+
+    @abstractmethod
+    def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op, take in what it reads and makes, and return its results."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,18 +94,9 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.unseen: Counter[str] = Counter()
         self.outputs = Tally()
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[Any, Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and compare it."""
-        kwargs = kwargs or {}
         facts = op_facts(func)
-        if self._is_aside:
-            return func(*args, **kwargs)
         site = self.context.site(facts.name)
         if facts.makes_nothing:
             return func(*args, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,15 +67,8 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._weights = {storage_id(p) for p in model.parameters()}
         self.counts: dict[str, Counts] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[Any, Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and count it."""
-        kwargs = kwargs or {}
         out = func(*args, **kwargs)
         facts = op_facts(func)
         result = out[0] if isinstance(out, (tuple, list)) and out else out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,17 +174,10 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._calls: dict[str, int] = {}
         self._random = torch.Generator().manual_seed(0)
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[Any, Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and record it."""
-        kwargs = kwargs or {}
         facts = op_facts(func)
-        if self._is_aside or facts.makes_nothing:
+        if facts.makes_nothing:
             return func(*args, **kwargs)
         site, call = self.context.site(facts.name), Call(func, facts, args, kwargs)
         with self.aside():
