@@ -245,17 +245,11 @@ def _accelerated(
     accelerator = Accelerator(mixed_precision=name, cpu=setting.device.type == "cpu")
     wrapped, stepped = accelerator.prepare(model, optimizer)
 
-    def step(batch: Batch) -> Tensor:
-        with accelerator.autocast():
-            loss = loss_of(wrapped, batch)
-        accelerator.backward(loss)
+    def clip() -> None:
         if max_norm is not None:
             accelerator.clip_grad_norm_(wrapped.parameters(), max_norm)
-        stepped.step()
-        stepped.zero_grad()
-        return loss.detach()
 
-    return step
+    return _step_of(accelerator, wrapped, stepped, loss_of, clip)
 
 
 def _fabricated(
@@ -272,14 +266,23 @@ def _fabricated(
     fabric = Fabric(accelerator=setting.device.type, devices=1, precision=name)
     wrapped, stepped = fabric.setup(model, optimizer)
 
-    def step(batch: Batch) -> Tensor:
-        with fabric.autocast():
-            loss = loss_of(wrapped, batch)
-        fabric.backward(loss)
+    def clip() -> None:
         if max_norm is not None:
             fabric.clip_gradients(wrapped, stepped, max_norm=max_norm)
-        stepped.step()
-        stepped.zero_grad()
+
+    return _step_of(fabric, wrapped, stepped, loss_of, clip)
+
+
+def _step_of(
+    library: Any, model: nn.Module, optimizer: Any, loss_of: LossOf[Batch], clip: Callable[[], None]
+) -> StepOf[Batch]:
+    def step(batch: Batch) -> Tensor:
+        with library.autocast():
+            loss = loss_of(model, batch)
+        library.backward(loss)
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
     return step
