@@ -66,6 +66,16 @@ ON_DEVICE = ("fused-adamw", "fused-adagrad", "mezzo-adamw", "mezzo-sgd", "master
 """Optimizers that leave out a step without the host."""
 
 
+CALM = "fp16, scaling.init_scale=256"
+"""fp16 with a scale at which the small models here do not overflow."""
+
+
+def run(amp: mezzo.Stepper, x: Tensor, y: Tensor, **options: Any) -> mezzo.StepResult:
+    amp.zero_grad()
+    amp.backward(mse(amp.model(x), y))
+    return amp.step(**options)
+
+
 def prepared(
     policy: str = "fp32", optimizer: str = "sgd", model: nn.Module | None = None, **options: Any
 ) -> tuple[nn.Module, mezzo.Stepper]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.step.step_models import (
+    CALM,
     INF,
     NAN,
     OPTIMIZERS,
@@ -17,21 +18,13 @@ from tests.step.step_models import (
     everything,
     mse,
     prepared,
+    run,
     twin,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import mezzo
 from mezzo.errors import LossScaleExhausted, NonFiniteStep
-
-CALM = "fp16, scaling.init_scale=256"
-"""fp16 with a scale at which the small models here do not overflow."""
-
-
-def run(amp: mezzo.Stepper, x: Tensor, y: Tensor, **options: Any) -> mezzo.StepResult:
-    amp.zero_grad()
-    amp.backward(mse(amp.model(x), y))
-    return amp.step(**options)
 
 
 class TestTheReference:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.step.step_models import (
+    CALM,
     ON_DEVICE,
     OPTIMIZERS,
     Net,
@@ -15,6 +16,7 @@ from tests.step.step_models import (
     everything,
     mse,
     prepared,
+    run,
     twin,
     wait_for_nothing,
 )
@@ -22,15 +24,6 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.errors import MasterError, PolicyError, StepError
-
-CALM = "fp16, scaling.init_scale=256"
-"""fp16 with a scale at which the small models here do not overflow."""
-
-
-def run(amp: mezzo.Stepper, x: Tensor, y: Tensor, **options: Any) -> mezzo.StepResult:
-    amp.zero_grad()
-    amp.backward(mse(amp.model(x), y))
-    return amp.step(**options)
 
 
 class HostReads:
