@@ -18,6 +18,13 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def move_into_place(partial: Path, path: Path) -> None:
+    """Give what was written, a file or a folder, its name in one move. Raises: OSError."""
+    flush_to_disk(partial)
+    os.replace(partial, path)
+    flush_to_disk(path.parent)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Return the path of a file to write inside the block; when the block ends it takes the place of another in one move.
@@ -33,9 +40,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.partial")
     try:
         yield partial
-        flush_to_disk(partial)
-        os.replace(partial, path)
-        flush_to_disk(path.parent)
+        move_into_place(partial, path)
     except BaseException:
         if not partial.is_dir():
             partial.unlink(missing_ok=True)

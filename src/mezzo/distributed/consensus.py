@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .group import TIMEOUT, Group
-from .handshake import RankSetup, handshake
-from .rank_consistency import Number, audit
+from .rank_consistency import Number, RankSetup, audit, handshake
 from .wrapper import Wrapper
 
 _ALWAYS = 3
@@ -136,7 +135,7 @@ class RankConsensus:
 
     def any(self, is_found: bool) -> bool:
         """Return whether any rank found something; called on all of them. Raises: DistributedError. Syncs: yes."""
-        return bool(self.group.max_(self.group.to_device(torch.tensor([float(is_found)]))))
+        return self.group.any(is_found)
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a block in which the error of a lost rank becomes a DistributedError that names it."""

@@ -14,9 +14,8 @@ from .._torch import active_ddp, comm_hooks, is_joining
 from ..errors import ConfigError, DistributedError, PolicyError, listed
 from ..formats import dtype_name
 from ..policy import Policy
-from .accumulate import Accumulator
 from .group import Group
-from .reducer import CommStats, GradientReducer, hook
+from .reducer import Accumulator, CommStats, GradientReducer, hook
 from .wrapper import UNKNOWN, Wrapper
 
 _connected: weakref.WeakKeyDictionary[DistributedDataParallel, ReplicaWrapper] = weakref.WeakKeyDictionary()

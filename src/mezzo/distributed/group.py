@@ -86,6 +86,10 @@ class Group:
         """
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
 
+    def any(self, is_found: bool) -> bool:
+        """Return whether any rank found something; called on all of them. Raises: DistributedError. Syncs: yes."""
+        return bool(self.max_(self.to_device(torch.tensor([float(is_found)]))))
+
     def differing(self, values: Tensor) -> list[bool]:
         """Return for each whole number whether the ranks hold different ones; the same answer on all.
 
@@ -97,7 +101,7 @@ class Group:
 
         Syncs: yes.
         """
-        # The largest and, negated, the smallest: they agree only if all consensus.
+        # The largest and, negated, the smallest: they agree only if all values do.
         extremes = self.max_(self.to_device(torch.cat([values, -values]))).cpu()
         found: list[bool] = (extremes[: len(values)] != -extremes[len(values) :]).tolist()
         return found
@@ -196,9 +200,8 @@ class Group:
                 f"rank {own} lost the others of {spell(self.ranks)}, and the store they meet at is gone too: the process "
                 "that kept it has ended. Its output says why; start again from the last checkpoint."
             )
-        told = re.search(
-            r"timed out waiting (\d+)ms", text
-        )  # which is exact: before it waited, a rank may have computed
+        # torch's own figure is exact: before it waited, a rank may have computed.
+        told = re.search(r"timed out waiting (\d+)ms", text)
         seconds = seconds if told is None else int(told[1]) / 1000
         waited = f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1f} s"
         if not missing:

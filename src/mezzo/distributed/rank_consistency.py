@@ -1,8 +1,15 @@
-"""Comparing what must be equal on all ranks: two numbers a quantity in the healthy case, a table when they differ."""
+"""Comparing what must be equal on all ranks: when they meet what they were prepared with, later their numbers and weights.
+
+Two numbers a quantity in the healthy case, a table when they differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NoReturn
 
 import torch
@@ -11,6 +18,9 @@ from torch import Tensor
 from ..errors import DistributedError
 from ..kernels.chunks import chunks
 from .group import Group, spell
+from .wrapper import Wrapper
+
+_log = logging.getLogger("mezzo.distributed")
 
 Number = Tensor | float | int
 """A host number or a tensor of shape ()."""
@@ -48,10 +58,8 @@ def audit(
 
     Syncs: yes.
     """
-    sums = _checksums(params)
-    # Odd factors are invertible modulo 2^64, so a change in one tensor always shows.
-    whole = (sums * (2 * torch.arange(len(sums)) + 1)).sum()
-    values = torch.stack([*map(_bits_of, numbers.values()), torch.tensor(step), torch.tensor(len(sums)), whole])
+    sums = _checksums(params.values())
+    values = torch.stack([*map(_bits_of, numbers.values()), torch.tensor(step), torch.tensor(len(sums)), _total(sums)])
     differing = group.differing(values)
     if not any(differing):
         return
@@ -75,11 +83,14 @@ def audit(
     _refuse(group, step, what, [f"{row & 0xFFFFFFFF:08x}" for row in rows[:, first].tolist()], why_apart())
 
 
-def _checksums(params: Mapping[str, Tensor]) -> Tensor:
-    sums = [checksum(tensor) for tensor in params.values()]
-    return (
-        torch.stack([total.to(sums[0].device) for total in sums]).cpu() if sums else torch.zeros(0, dtype=torch.int64)
-    )
+def _checksums(tensors: Iterable[Tensor]) -> Tensor:
+    sums = [checksum(tensor) for tensor in tensors]
+    return torch.stack([s.to(sums[0].device) for s in sums]).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def _total(sums: Tensor) -> Tensor:
+    """Return one number for many: odd factors are invertible modulo 2^64, so a change in one always shows."""
+    return (sums * (2 * torch.arange(len(sums)) + 1)).sum()
 
 
 def _bits_of(number: Number) -> Tensor:
@@ -101,3 +112,72 @@ def sides(group: Group, shown: Sequence[str]) -> str:
     for rank, value in zip(group.ranks, shown, strict=True):
         found.setdefault(value, []).append(rank)
     return "; ".join(f"{value} on {spell(ranks)}" for value, ranks in found.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankSetup:
+    """What one rank was prepared with.
+
+    Attributes:
+        policy: its text, the compute dtype decided.
+        model: a line for each module and parameter.
+        optimizers: a line for each optimizer.
+        masters: of 16-bit parameters, what lies beside them.
+        moments: tensors in the optimizers' state that are equal on all ranks, in one order.
+    """
+
+    policy: str
+    model: Sequence[str]
+    optimizers: Sequence[str]
+    masters: Mapping[Tensor, Tensor]
+    moments: Sequence[Tensor]
+
+
+def handshake(group: Group, own: RankSetup, wrapper: Wrapper) -> bool:
+    """Compare declarations, and write the first rank's masters over those of the others where its weights were.
+
+    Returns:
+        Whether the ranks hold different models.
+
+    Raises:
+        DistributedError: ranks were prepared differently. Raised on all of them.
+
+    Writes: masters beside parameters that the wrapper copied from the first rank. Syncs: yes.
+    """
+    masters = wrapper.copied(own.masters)
+    texts = {"policy": [own.policy], "optimizer": own.optimizers, "model": own.model}
+    sums = [_total(_checksums(each)) for each in (masters, own.moments if wrapper.compares_models else ())]
+    values = torch.stack([*(_digest(lines) for lines in texts.values()), torch.tensor(len(masters)), *sums])
+    policy, optimizer, model, count, master, moment = group.differing(values)
+    if policy:
+        _refuse_setup(group, "the policy is", [f"'{own.policy}'"], "Prepare with one policy on all ranks.")
+    if wrapper.compares_models:
+        if model:
+            _refuse_setup(group, "the model has", own.model, "Build the same model on all ranks.")
+        if optimizer or count:
+            _refuse_setup(group, "the optimizer is", own.optimizers, "Make the same optimizers on all ranks.")
+        if moment:
+            raise DistributedError(
+                "ranks cannot train together: what their optimizers know of earlier steps differs. Load the same checkpoint on "
+                "all ranks, not on the first alone."
+            )
+        if master:
+            for tensor in masters:
+                group.broadcast_(tensor)
+            _log.info(
+                "the ranks started with different masters; all have the first rank's now, as they have its weights"
+            )
+    return bool(model)
+
+
+def _digest(lines: Iterable[str]) -> Tensor:
+    found = hashlib.sha256("\0".join(lines).encode("utf-8", "surrogatepass")).digest()
+    return torch.tensor(int.from_bytes(found[:7], "big"))  # one bit of eight is the sign's
+
+
+def _refuse_setup(group: Group, what: str, lines: Sequence[str], hint: str) -> None:
+    """Raise what tells the ranks apart: the first line that is not the same on all."""
+    found = [text.split("\n") for text in group.gather_text("\n".join(lines))]
+    apart = next((row for row in zip_longest(*found, fillvalue="nothing more") if len(set(row)) > 1), None)
+    if apart is not None:
+        raise DistributedError(f"ranks cannot train together: {what} {sides(group, apart)}. {hint}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, MezzoError
+from ..files import move_into_place
 from ..kernels import is_dtensor, like_dtensor, local
 from .group import Group, is_running
 
@@ -74,7 +75,7 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
         tensors[_PLAIN] = _packed(plain)
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         save(tensors, checkpoint_id=aside, planner=planner, no_dist=not is_running())
-        _on_first_rank(lambda: os.replace(aside, path))
+        _on_first_rank(lambda: move_into_place(aside, path))
 
 
 def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -224,11 +225,7 @@ def _on_first_rank(action: Callable[[], object]) -> None:
             action()
         except OSError as error:
             failure = error
-    failed = failure is not None
-    if is_running():
-        group = Group()
-        failed = bool(group.max_(group.to_device(torch.tensor([float(failed)]))))
+    if is_running() and Group().any(failure is not None) and failure is None:
+        raise OSError("rank 0 could not move it into its place")
     if failure is not None:
         raise failure
-    if failed:
-        raise OSError("rank 0 could not move it into its place")
