@@ -24,7 +24,9 @@ HEAD = "| torch | Python | passed | failed | skipped | taken |\n|---|---|---:|--
 
 def parts() -> list[str]:
     """Return the folders of the suite that hold tests, and "." for the files beside them."""
-    folders = sorted({path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")})
+    folders = sorted(
+        {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    )
     return [folder for folder in folders if folder.split("/")[0] == folder]
 
 
@@ -37,7 +39,9 @@ def environment(torch: str) -> Path:
         subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={torch}"], check=True)
         lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         kept = home / "constraints.txt"
-        kept.write_text("\n".join(line for line in lines if not line.startswith(("torch==", "triton=="))), encoding="utf-8")
+        kept.write_text(
+            "\n".join(line for line in lines if not line.startswith(("torch==", "triton=="))), encoding="utf-8"
+        )
         subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", kept, "-e", f"{ROOT}[dev]"], check=True)
         (home / "ready").touch()
     return python
@@ -68,7 +72,9 @@ def counted(report: ET.Element) -> tuple[dict[str, int], list[str]]:
 
 def commit() -> str:
     """Return the commit of the checkout; empty outside of one."""
-    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     return done.stdout.strip()
 
 
@@ -87,7 +93,11 @@ def store(torch: str, python: Path, chosen: list[str]) -> dict[str, Any]:
         counts, failed = run(python, part)
         known["parts"][part] = {**counts, "commit": commit()}
         known["failed"] = {**known["failed"], part: failed}
-        known = {**facts(python), "parts": known["parts"], "failed": {p: names for p, names in known["failed"].items() if names}}
+        known = {
+            **facts(python),
+            "parts": known["parts"],
+            "failed": {p: names for p, names in known["failed"].items() if names},
+        }
         path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return known
 

@@ -146,7 +146,9 @@ def recipe(rounds: int) -> dict[str, dict[str, float]]:
         row = medians(ways | {"products": products(size)}, rounds, time.perf_counter)
         again = measure_peak_rates(CPU, ("bf16",), 6.0)
         peak_rates = peak_rates.best(again)
-        found[f"recipe 512 x {width} x 3"] = row | {"roofline": 1e3 * roofline_seconds(size.roofline("bf16"), peak_rates, "bf16")}
+        found[f"recipe 512 x {width} x 3"] = row | {
+            "roofline": 1e3 * roofline_seconds(size.roofline("bf16"), peak_rates, "bf16")
+        }
     return found
 
 

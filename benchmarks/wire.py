@@ -1,12 +1,14 @@
-"""Bytes a training step sends, counted by the hook and by the network interface.
+"""Bytes a training step sends, counted by the hook and by the network interface; and what 16-bit sums cost.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/wire.py
+    python benchmarks/wire.py                                     # the errors of sums over many ranks, simulated
 
 The interface is the loopback of a Linux machine, so leave nothing else that talks over it running.
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -48,7 +50,24 @@ def measure(reduce: str) -> None:
         print(f"reduce={reduce}  ranks {sent.num_ranks}  payload {payload}  ring {ring}  interface {wire:.0f}")
 
 
-if __name__ == "__main__":
+def errors(dtype: torch.dtype, num_ranks: int) -> tuple[float, float]:
+    """Return the error of a mean over ranks against fp64, relative to its size: rounded at each rank, and summed in fp32."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    common = torch.randn(4096, generator=generator, dtype=torch.float64)
+    grads = common + 0.5 * torch.randn(num_ranks, 4096, generator=generator, dtype=torch.float64)
+    shares, exact = (grads.float() / num_ranks).to(dtype), grads.mean(0)
+    ring = shares[0]
+    for share in shares[1:]:
+        ring = ring + share
+    wide = shares.sum(0, dtype=torch.float32).to(dtype)
+    return tuple(((mean.double() - exact).norm() / exact.norm()).item() for mean in (ring, wide))
+
+
+if __name__ == "__main__" and not dist.is_torchelastic_launched():
+    for dtype, num_ranks in itertools.product((torch.bfloat16, torch.float16), (4, 64, 256, 1024)):
+        ring, wide = errors(dtype, num_ranks)
+        print(f"{dtype}  ranks {num_ranks:4}  ring {ring:.2g}  fp32 sums {wide:.2g}")
+elif __name__ == "__main__":
     dist.init_process_group("gloo")
     for reduce in ("fp32", "bf16", "fp16"):
         measure(reduce)

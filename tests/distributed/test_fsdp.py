@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.distributed.models import Language
 from tests.distributed.ranks import run
+from tests.tolerance import relative
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -15,7 +16,7 @@ import mezzo
 from mezzo import Policy
 from mezzo.distributed import fully_shard
 from mezzo.distributed.fsdp import check_sharded
-from mezzo.errors import PolicyError
+from mezzo.errors import ConfigError, PolicyError
 
 pytestmark = pytest.mark.distributed
 
@@ -43,6 +44,49 @@ def test_two_ranks_have_the_gradients_of_one_bit_for_bit(policy: str, tied: bool
     for grads in run(2, _gradients, policy, tied, with_units):
         assert grads.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(grads[name], wanted[name])] == []
+
+
+def _local(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(7, 5)
+    model(torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _reduced(rank: int, world: int, policy: str, divides: bool) -> dict[str, Tensor] | str:
+    torch.manual_seed(0)
+    model = nn.Linear(7, 5)
+    fully_shard(model, policy)
+    if divides:
+        model.set_gradient_divide_factor(7.0)
+    try:
+        model(torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    except ConfigError as error:
+        return str(error)
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reduce", ["bf16", "fp16"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_16_bit_traffic_is_summed_in_fp32_and_rounded_once(world: int, reduce: str) -> None:
+    dtype = torch.bfloat16 if reduce == "bf16" else torch.float16
+    parts = [_local(rank) for rank in range(world)]
+    for grads in run(world, _reduced, f"fp32, reduce={reduce}", False):
+        for name, grad in grads.items():
+            sent = torch.stack([part[name].to(dtype) for part in parts]).double()
+            if reduce == "bf16" or world == 2:
+                assert torch.equal(grad, (sent.sum(0).float() / world).to(dtype).float())
+            else:  # torch divides fp16 in two steps, of which one is rounded before the sum
+                bound = relative(dtype, 3) * sent.abs().sum(0) / world + torch.finfo(dtype).smallest_normal
+                assert bool(((grad - sent.mean(0)).abs() <= bound).all())
+
+
+def test_a_factor_of_the_callers_own_is_refused() -> None:
+    for said in run(2, _reduced, "fp32, reduce=bf16", True):
+        assert said == (
+            "sharded gradients in bf16 are summed in fp32 by mezzo, and set_gradient_divide_factor has torch multiply before "
+            "it adds. Call set_force_sum_reduction_for_comms(True) too, which has it divide behind."
+        )
 
 
 def _check(rank: int, world: int, policy: str, casts: dict[str, object], apart: bool) -> str:

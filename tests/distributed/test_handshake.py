@@ -213,8 +213,8 @@ def test_a_rank_whose_batches_ran_out_is_not_called_stuck() -> None:
     )
 
 
-def _sleeps_in_backward(rank: int, world: int) -> tuple[str, float]:
-    amp = _prepared(Net(0), "fp32")
+def _sleeps_in_backward(rank: int, world: int, policy: str) -> tuple[str, float]:
+    amp = _prepared(Net(0), policy)
     assert amp.consensus is not None  # before the wrapper's first forward
     amp.consensus.group.timeout = timedelta(seconds=2)
     ddp = DistributedDataParallel(amp.model)
@@ -226,8 +226,11 @@ def _sleeps_in_backward(rank: int, world: int) -> tuple[str, float]:
     return _sentence(amp, ddp, rank), time.monotonic() - started
 
 
-def test_the_limit_holds_in_backward_and_the_time_printed_is_the_time_waited() -> None:
-    sentence, seconds = outcomes(2, _sleeps_in_backward)[0].value
+@pytest.mark.parametrize(
+    ("world", "policy"), [(2, "fp32"), pytest.param(3, "fp32, reduce=bf16", marks=pytest.mark.slow)]
+)
+def test_the_limit_holds_in_backward_and_the_time_printed_is_the_time_waited(world: int, policy: str) -> None:
+    sentence, seconds = outcomes(world, _sleeps_in_backward, policy)[0].value
     assert sentence == (
         "DistributedError: rank 1 did not answer rank 0 in 2 s: ended, or stuck. The output of rank 1 says why; start again from "
         "the last checkpoint."

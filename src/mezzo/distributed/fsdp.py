@@ -13,6 +13,7 @@ from ..errors import DistributedError, PolicyError
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import Policy, PolicyLike, as_policy
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
+from .wide_sum import WideReduceScatter
 from .wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def fully_shard(
             mp_policy=_mixed_precision(group.param_dtypes, plan.reduce),
             offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
         )
+        if plan.reduce in LOW_DTYPES:
+            members[0].set_custom_reduce_scatter(WideReduceScatter())
     return plan
 
 

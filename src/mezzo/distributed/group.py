@@ -28,6 +28,10 @@ _LOSS_MARKS = (
 _EVEN = "give each rank as many batches (DistributedSampler, drop_last=True)"
 
 
+# torch 2.13 has another name for it, and warns at the old one.
+_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Group:
     """Ranks that take decisions together.
 
@@ -124,7 +128,7 @@ class Group:
         """
         sent = self.to_device(tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8))
         with self.watching():
-            self._wait(dist.broadcast(sent, src=self.ranks[0], group=self.handle, async_op=True), sent)
+            self.wait(dist.broadcast(sent, src=self.ranks[0], group=self.handle, async_op=True), sent)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
 
@@ -140,7 +144,7 @@ class Group:
 
     def _all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         with self.watching():
-            self._wait(dist.all_reduce(tensor, op=op, group=self.handle, async_op=True), tensor)
+            self.wait(dist.all_reduce(tensor, op=op, group=self.handle, async_op=True), tensor)
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -156,10 +160,28 @@ class Group:
         """
         found = [torch.empty_like(tensor) for _ in self.ranks]
         with self.watching():
-            self._wait(dist.all_gather(found, tensor, group=self.handle, async_op=True), tensor)
+            self.wait(dist.all_gather(found, tensor, group=self.handle, async_op=True), tensor)
         return found
 
-    def _wait(self, work: dist.Work | None, tensor: Tensor) -> None:
+    def exchange(self, received: Tensor, rows: Tensor) -> dist.Work:
+        """Begin to send one row to each rank, and to receive one from each.
+
+        Args:
+            received: shape (N, P): takes the row that each rank has for this one, in the order of `ranks`.
+            rows: likewise: what each rank is sent.
+
+        Writes: `received`. Syncs: no.
+        """
+        work: dist.Work = dist.all_to_all_single(received, rows, group=self.handle, async_op=True)
+        return work
+
+    def gather_rows(self, rows: Tensor, row: Tensor) -> dist.Work:
+        """Begin to send a row to all ranks: shape (P,), into `rows`, shape (N, P). Writes: `rows`. Syncs: no."""
+        work: dist.Work = _gather_rows(rows.view(-1), row, group=self.handle, async_op=True)
+        return work
+
+    def wait(self, work: dist.Work | None, tensor: Tensor) -> None:
+        """Wait for a transfer of a tensor, within the limit on the CPU. Syncs: on the CPU, with the slowest rank; else no."""
         assert work is not None  # it is None outside the group only
         if tensor.device.type == "cpu":
             work.wait(self.timeout)

@@ -15,6 +15,7 @@ from ..errors import DistributedError
 from ..formats import LOW_DTYPES
 from ..stamp import Stamp, version_of
 from .group import Group
+from .wide_sum import WideSum
 
 if TYPE_CHECKING:
     from .._torch import GradBucket
@@ -143,20 +144,33 @@ class GradientReducer:
         self.dtype = dtype
         self.accumulator = accumulator
         self.comm_stats = CommStats(num_ranks=group.size)
+        self._wide_sum = WideSum()
         self.averaged: set[int] = set()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket of gradients. Writes: the bucket. Syncs: no."""
+        """Average a bucket of gradients: sent as `dtype`, summed in fp32.
+
+        Writes: the bucket. Syncs: on the CPU, with the slowest rank; else no.
+        """
         buffer: Tensor = bucket.buffer()
         total = self._with_earlier(bucket).div_(self.group.size)
         sent = total.to(self.dtype) if total.dtype is torch.float32 or total.dtype in LOW_DTYPES else total
         self.comm_stats.num_by_dtype[sent.dtype] += 1
         self.comm_stats.payload_bytes += sent.numel() * sent.element_size()
         self.averaged.update(map(id, bucket.parameters()))
+        if bucket.index() == 0:
+            self._wide_sum.drop()
+        # Of two ranks' 16-bit gradients any sum is rounded once.
+        is_wide = sent.dtype in LOW_DTYPES and self.group.size > 2
+        mean = self._wide_sum.start(self.group, sent, buffer) if is_wide else self._average(sent, buffer)
+        if bucket.is_last():
+            self._wide_sum.finish(self.group)
+        return mean
 
+    def _average(self, sent: Tensor, target: Tensor) -> torch.futures.Future[Tensor]:
         def finish(done: torch.futures.Future[list[Tensor]]) -> Tensor:
             mean: Tensor = done.value()[0]
-            return buffer if mean.data_ptr() == buffer.data_ptr() else buffer.copy_(mean)
+            return target if mean.data_ptr() == target.data_ptr() else target.copy_(mean)
 
         averaged: torch.futures.Future[Tensor] = self.group.average(sent).then(finish)
         return averaged

@@ -1,0 +1,157 @@
+"""Gradients that are sent in 16 bit and summed in fp32: each rank receives one part of all others', adds up, rounds once.
+
+That is a reduce-scatter; where every rank needs the whole sum, the parts are gathered behind it. A ring sends as many bytes, and
+rounds after each addition.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..formats import dtype_name
+from .group import Group
+
+
+def split(values: Tensor, num_ranks: int) -> Tensor:
+    """Return values in one row for each rank, zeros behind the last. Shape (num_ranks, P). Syncs: no."""
+    missing = -values.numel() % num_ranks
+    flat = torch.nn.functional.pad(values, (0, missing)) if missing else values
+    return flat.view(num_ranks, -1)
+
+
+def add_up(rows: Tensor) -> Tensor:
+    """Return the sum over ranks of what each sent: shape (N, P), 16 bit, to shape (P,), fp32. Syncs: no."""
+    return torch.sum(rows, dim=0, dtype=torch.float32)
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Gradients on their way.
+
+    Attributes:
+        rows: shape (N, P): what is sent, one row to each rank; then the sums, one row from each.
+        received: shape (N, P): the others' rows for this rank.
+        target: shape (n,): takes the mean.
+        work: the transfer under way.
+        done: of the target.
+    """
+
+    rows: Tensor
+    received: Tensor
+    target: Tensor
+    work: dist.Work
+    done: torch.futures.Future[Tensor]
+
+
+class WideSum:
+    """Adds up buckets of gradients in fp32 while backward goes on.
+
+    All ranks begin and end transfers in one order, which only the order of buckets decides: a bucket's second half begins when
+    the next bucket comes, and ends when the one after that does.
+    """
+
+    def __init__(self) -> None:
+        self._sent: deque[_Bucket] = deque()
+        self._summed: deque[_Bucket] = deque()
+
+    def start(self, group: Group, sent: Tensor, target: Tensor) -> torch.futures.Future[Tensor]:
+        """Begin to add a bucket up, and go on with those before it.
+
+        Args:
+            group: the ranks; its limit holds on the CPU.
+            sent: shape (n,), 16 bit: this rank's share of the mean.
+            target: shape (n,): takes the mean.
+
+        Returns:
+            What the target will be.
+
+        Raises:
+            RuntimeError: torch's, of a rank that is lost.
+
+        Writes: `target`, and those of buckets before it. Syncs: on the CPU, with the slowest rank for these; else no.
+        """
+        rows = split(sent, group.size)
+        received = torch.empty_like(rows)
+        work = group.exchange(received, rows)
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(target))
+        self._sent.append(_Bucket(rows, received, target, work, done))
+        self._go_on(group, in_flight=1)
+        return done
+
+    def finish(self, group: Group) -> None:
+        """End all transfers; called behind the last bucket of a backward pass. In all else as `start`."""
+        self._go_on(group, in_flight=0)
+
+    def drop(self) -> None:
+        """Forget what a backward pass that failed left on its way."""
+        self._sent.clear()
+        self._summed.clear()
+
+    def _go_on(self, group: Group, *, in_flight: int) -> None:
+        while len(self._sent) > in_flight:
+            self._summed.append(_summed(group, self._sent.popleft()))
+        while len(self._summed) > in_flight:
+            _finish(group, self._summed.popleft())
+
+
+def _summed(group: Group, bucket: _Bucket) -> _Bucket:
+    group.wait(bucket.work, bucket.received)
+    bucket.work = group.gather_rows(bucket.rows, add_up(bucket.received).to(bucket.rows.dtype))
+    return bucket
+
+
+def _finish(group: Group, bucket: _Bucket) -> None:
+    group.wait(bucket.work, bucket.rows)
+    bucket.target.copy_(bucket.rows.view(-1)[: bucket.target.numel()])
+    bucket.done.set_result(bucket.target)
+
+
+def _devices(tensor: Tensor) -> list[int | str | torch.device]:
+    return [] if tensor.device.type == "cpu" else [tensor.device]
+
+
+class WideReduceScatter:
+    """What torch's `fully_shard` calls in place of its reduce-scatter of 16-bit gradients."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what is sent, or for the sum. Syncs: no."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Add up one part of all ranks' gradients.
+
+        Args:
+            output_tensor: shape (P,), 16 bit: takes the sum or the mean.
+            input_tensor: shape (N P,), likewise: one part for each of N ranks.
+            group: the ranks.
+            op: SUM or AVG.
+            async_op: of torch's interface; nothing is left under way.
+
+        Raises:
+            ConfigError: torch was told to multiply by a number of the caller's first.
+
+        Writes: `output_tensor`. Syncs: on the CPU, with the slowest rank; else no.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ConfigError(
+                f"sharded gradients in {dtype_name(input_tensor.dtype)} are summed in fp32 by mezzo, and set_gradient_divide_factor "
+                "has torch multiply before it adds. Call set_force_sum_reduction_for_comms(True) too, which has it divide behind."
+            )
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = add_up(received.view(group.size(), -1))
+        output_tensor.copy_(total.div_(group.size()) if op == dist.ReduceOp.AVG else total)
