@@ -20,7 +20,7 @@ _HOMES = {
     "prepare": "step",
     "record": "diagnose",
     "replay": "diagnose",
-    "monitor": "integrations.trackers",
+    "monitor": "integrations.monitor",
 }
 _RENAMED = {"dist": "distributed", "scaling": "loss_scale"}
 
@@ -38,7 +38,7 @@ if _TYPE_CHECKING:
     from .casting import custom_fwd as custom_fwd
     from .diagnose import record as record
     from .diagnose import replay as replay
-    from .integrations.trackers import monitor as monitor
+    from .integrations.monitor import monitor as monitor
     from .loss_scale import GradScaler as GradScaler
     from .policy import Policy as Policy
     from .policy import Rule as Rule

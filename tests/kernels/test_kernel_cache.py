@@ -17,7 +17,7 @@ import torch
 
 from mezzo.errors import ConfigError
 from mezzo.kernels import registry
-from mezzo.kernels.backends.cpp import build, cache
+from mezzo.kernels.backends.cpp import build, kernel_cache
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 
 SEVEN = 'extern "C" int answer() { return 7; }'
@@ -28,9 +28,9 @@ IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(kernel_cache.tempfile, "tempdir", str(tmp_path))
     yield
-    for cached in (build._library, cache.fresh, cache._warn_of, registry._choose):
+    for cached in (build._library, kernel_cache.fresh, kernel_cache._warn_of, registry._choose):
         cached.cache_clear()
     registry._warned.clear()
 
@@ -62,7 +62,7 @@ def plant(path: Path) -> None:
     code = path.with_suffix(".evil")
     subprocess.run(["g++", "-shared", "-fPIC", "-xc++", "-", "-o", code], input=EVIL.encode(), check=True)
     path.unlink(missing_ok=True)
-    cache.store(path.parent, path.name, code.read_bytes())
+    kernel_cache.store(path.parent, path.name, code.read_bytes())
     code.unlink()
 
 
@@ -163,7 +163,7 @@ def test_a_full_disk_is_a_reason_and_no_error(
     source: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, name = {
-        "write": (cache.os, "fdopen"), "fsync": (cache.os, "fsync"), "rename": (cache.os, "replace"),
+        "write": (kernel_cache.os, "fdopen"), "fsync": (kernel_cache.os, "fsync"), "rename": (kernel_cache.os, "replace"),
         "scratch": (build.tempfile, "TemporaryDirectory"),
     }[where]  # fmt: skip
     monkeypatch.setattr(target, name, no_room)
@@ -229,7 +229,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 BREAKAGES: list[Callable[[pytest.MonkeyPatch, Path], None]] = [
     broken,
-    lambda monkeypatch, tmp_path: monkeypatch.setattr(cache.os, "open", no_room),
+    lambda monkeypatch, tmp_path: monkeypatch.setattr(kernel_cache.os, "open", no_room),
     lambda monkeypatch, tmp_path: monkeypatch.setenv("CXX", script(tmp_path, "exit 3")),
 ]
 

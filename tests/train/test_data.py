@@ -10,7 +10,7 @@ from tests.train.small import emotion_rows, tiny, write_tsv
 from mezzo.errors import DataError
 from mezzo.train import TrainConfig
 from mezzo.train.data import clean, load_corpus
-from mezzo.train.files import Row, read_reviews
+from mezzo.train.text_files import Row, read_reviews
 
 ROWS = st.lists(
     st.builds(Row, st.sampled_from(["", " ", "a", "a ", " b", "c"]), st.sampled_from(["x", "y"])), max_size=12

@@ -18,7 +18,7 @@ from tests.train.test_checkpoint import full_disk
 from mezzo.cli import main
 from mezzo.train import TrainConfig, run
 from mezzo.train.checkpoint import load_checkpoint
-from mezzo.train.files import read_reviews
+from mezzo.train.text_files import read_reviews
 
 POLICY = "fp16, scaling.growth_interval=7, scaling.init_scale=1024"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

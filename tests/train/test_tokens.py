@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mezzo.errors import ConfigError
-from mezzo.train.files import read_reviews
+from mezzo.train.text_files import read_reviews
 from mezzo.train.tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 
 TEXTS = [row.text.strip() for row in read_reviews()[:3000:10]] + [

@@ -14,7 +14,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 from mezzo.casting import autocast
-from mezzo.casting.cache import RegionCache
+from mezzo.casting.cast_cache import RegionCache
 from mezzo.casting.mode import CastMode
 from mezzo.casting.op_rule_table import op_rule_table
 from mezzo.policy import OpRules, Policy, Rule

@@ -36,7 +36,7 @@ WORKLOADS = {
     "scaling": ("recipe.Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
     "reviews": ("reviews.Reviews", "a whole training of the text classifier, with its accuracy"),
 }
-REGION_TESTS = ("tests/casting/test_region.py", "tests/casting/test_cache.py")
+REGION_TESTS = ("tests/casting/test_region.py", "tests/casting/test_cast_cache.py")
 """What must be green before a region is timed."""
 TRAINING_TESTS = (*REGION_TESTS, "tests/loss_scale/test_grad_scaler.py", "tests/step/test_stepper.py")
 """What must be green before a training step is timed."""

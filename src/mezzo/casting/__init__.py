@@ -3,7 +3,7 @@
 from .attention import WideAttention as WideAttention
 from .attention import is_attention as is_attention
 from .attention import prefers_wide as prefers_wide
-from .cache import weight_casts as weight_casts
+from .cast_cache import weight_casts as weight_casts
 from .frame import bind_frame as bind_frame
 from .frame import bind_reentrant as bind_reentrant
 from .function import custom_bwd as custom_bwd

@@ -15,7 +15,7 @@ from .._torch import constant_when_compiled
 from ..errors import RegionError, RegionTypeError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name, parse_dtype
 from ..policy import CacheName, Policy, PolicyLike, as_policy, why_engine
-from .cache import RegionCache, WeightCastCache, weight_casts
+from .cast_cache import RegionCache, WeightCastCache, weight_casts
 from .mode import CastMode
 from .op_rule_table import OpRuleTable, op_rule_table
 
@@ -37,7 +37,7 @@ def current_switch(device_type: str) -> Switch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class CastPlan:
     """What a region does when it is entered."""
 
     switches: tuple[Switch, ...]
@@ -179,7 +179,7 @@ def _make_plan(
     live = tuple(switch.device_type for switch in switches if switch.enabled)
     by_mode = any(why_engine(rules, device, cache).engine == "mode" for device in live)
     name = f"plan_{next(_numbers)}"
-    plan = Plan(
+    plan = CastPlan(
         switches=switches,
         book=op_rule_table(rules.op_rules, live) if by_mode else None,
         caches=cache_enabled is not False,
@@ -215,9 +215,9 @@ def _as_dtype(dtype: object) -> torch.dtype | None:
     )
 
 
-def plan_of(*key: Any) -> Plan:
+def plan_of(*key: Any) -> CastPlan:
     """Return the plan for what `autocast` was given; made once for each way of asking."""
-    plan: Plan = getattr(_plans, _name_of(*key))
+    plan: CastPlan = getattr(_plans, _name_of(*key))
     return plan
 
 

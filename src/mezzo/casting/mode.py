@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode
 from ..errors import CastError, ForbiddenOpError
-from ..policy import Row, Rule
-from .cache import RegionCache
+from ..policy import OpRow, Rule
+from .cast_cache import RegionCache
 from .frame import bind_frame, bind_reentrant
 from .op_rule_table import OpRuleTable
 from .provenance import mismatch_message
@@ -122,7 +122,7 @@ class CastMode(TorchFunctionMode):
             self._explain(error, func, None, args, kwargs)
             raise
 
-    def _run(self, func: Any, row: Row, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, row: OpRow, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.current is not None and self.has_grad and not torch.compiler.is_compiling():
             (bind_frame if torch.is_grad_enabled() else bind_reentrant)(functools.partial(self.current, self))
         low = self.standalone or torch.get_autocast_dtype(device)
@@ -176,7 +176,7 @@ class CastMode(TorchFunctionMode):
             torch.set_autocast_enabled(device, True)
 
     def _explain(
-        self, error: RuntimeError, func: Any, row: Row | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, error: RuntimeError, func: Any, row: OpRow | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         message = mismatch_message(error, getattr(func, "__name__", str(func)), row, (*args, *kwargs.values()))
         if message is not None:

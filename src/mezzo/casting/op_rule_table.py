@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import get_overridable_functions
 
 from .._torch import LOWRANK, OP_NAMESPACES
-from ..policy import ALIASES, OpRules, Row, op_table
+from ..policy import ALIASES, OpRow, OpRules, op_table
 
 AnyCallable = Callable[..., Any]
 
@@ -91,7 +91,7 @@ def decomposed_composites() -> dict[AnyCallable, FunctionType]:
 
 
 @lru_cache
-def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, Row]:
+def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, OpRow]:
     """Return callable to row: the table with its edits, for one device.
 
     Args:
@@ -103,7 +103,7 @@ def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, Row]:
     rows = dict(op_table(ops.table, device_type))
     for op, rule in ops.edits:
         name = ALIASES.get(op, op)
-        rows[name] = Row(
+        rows[name] = OpRow(
             op=name, rule=rule, reason="edited in the policy", instead="another op, or another rule for it"
         )
     names = callables_by_name()
@@ -120,7 +120,7 @@ class OpRuleTable:
         opened: Python composite to the copy that shows its parts.
     """
 
-    rows: dict[str, dict[AnyCallable, Row]]
+    rows: dict[str, dict[AnyCallable, OpRow]]
     opened: dict[AnyCallable, FunctionType]
 
 

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from .._torch import own_buffers, own_parameters
 from ..formats import describe
-from ..policy import Row, known_ops
+from ..policy import OpRow, known_ops
 
 _MISMATCH = re.compile(
     r"(expected|expect) .*(scalar type|m1 and m2|mat1 and mat2|self and mat2|same dtype|dtype|(Half|BFloat16|Float|Double)\b)"
@@ -135,7 +135,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def mismatch_message(error: RuntimeError, op: str, row: Row | None, values: Iterable[object]) -> str | None:
+def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: Iterable[object]) -> str | None:
     """Return the sentence for a mismatch met by a ruled or unruled op, None where the error is another.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, num_function_modes
 from ..errors import CastError, RegionError, RegionTypeError
 from ..policy import CacheName, PolicyLike
-from .cast_plan import Plan, current_switch, device_types, plan_of
+from .cast_plan import CastPlan, current_switch, device_types, plan_of
 from .mode import CastMode, drop_mode
 from .provenance import traceback_message
 from .tracing import record_entry, record_exit
@@ -298,7 +298,7 @@ def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
     )
     book = mode.book if acting and mode is not None else None
     region = autocast.__new__(autocast)
-    region._plan = Plan(
+    region._plan = CastPlan(
         switches=switches,
         book=book,
         caches=mode is not None and mode.cache is not None,

@@ -46,7 +46,7 @@ USAGE = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class BenchOptions:
     """Options of every benchmark.
 
     Attributes:
@@ -96,7 +96,7 @@ def _device_asked(argv: Sequence[str]) -> torch.device:
     return parse_device(ahead.parse_known_args(argv)[0].device)
 
 
-def parse(name: str, argv: Sequence[str]) -> tuple[Options, Workload]:
+def parse(name: str, argv: Sequence[str]) -> tuple[BenchOptions, Workload]:
     """Return the options and the workload that a command line asks for.
 
     Raises:
@@ -106,9 +106,9 @@ def parse(name: str, argv: Sequence[str]) -> tuple[Options, Workload]:
     import tyro
 
     kind, device = find_workload(name), _device_asked(argv)
-    options = Options(variants=kind.default_variants(device), device=str(device))
+    options = BenchOptions(variants=kind.default_variants(device), device=str(device))
     fields: list[tuple[str, Any, Any]] = [
-        ("bench", tyro.conf.OmitArgPrefixes[Options], dataclasses.field(default=options)),
+        ("bench", tyro.conf.OmitArgPrefixes[BenchOptions], dataclasses.field(default=options)),
         (name, tyro.conf.OmitArgPrefixes[kind], dataclasses.field(default=kind.for_device(device))),  # type: ignore[misc,valid-type]  # a class found by name
     ]
     both: Any = tyro.cli(

@@ -34,7 +34,7 @@ COLUMNS = ("time", "faster than fp32", "peak memory", "of fp32's", "loss")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class DemoOptions:
     """Options of `mezzo demo`.
 
     Attributes:
@@ -62,7 +62,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure_both(options: Options) -> tuple[Result, Result]:
+def measure_both(options: DemoOptions) -> tuple[Result, Result]:
     """Return the recipe and the whole training, fp32 beside mixed precision. Writes: `options.out`, standard error."""
     device = parse_device(options.device)
     plan = Plan(
@@ -121,7 +121,7 @@ def run(argv: Sequence[str]) -> int:
     """
     import tyro
 
-    options = tyro.cli(Options, prog="mezzo demo", args=list(argv), default=Options(device=default_device()))
+    options = tyro.cli(DemoOptions, prog="mezzo demo", args=list(argv), default=DemoOptions(device=default_device()))
     results = measure_both(options)
     pictures = [save(result, options.out)[1] for result in results]
     pictures += [options.out / "reviews" / name / "curves.png" for name in VARIANTS]

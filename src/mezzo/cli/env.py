@@ -14,7 +14,7 @@ from ..policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class EnvOptions:
     """Options of `mezzo env`.
 
     Attributes:
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
     """
     import tyro
 
-    options = tyro.cli(Options, prog="mezzo env", args=list(argv), default=Options(device=default_device()))
+    options = tyro.cli(EnvOptions, prog="mezzo env", args=list(argv), default=EnvOptions(device=default_device()))
     if not options.budget_s > 0:
         raise ConfigError(f"--budget-s {options.budget_s} leaves no time to measure; write a positive number.")
     device = parse_device(options.device)

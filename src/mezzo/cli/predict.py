@@ -17,7 +17,7 @@ from ..train import Prediction, Predictor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class PredictOptions:
     """Print the label of each line and its probability, tab-separated; an empty line gives an empty line.
 
     Attributes:
@@ -80,7 +80,7 @@ def _in_a_column(label: str) -> str:
     return label.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
 
 
-def _print_all(options: Options) -> None:
+def _print_all(options: PredictOptions) -> None:
     predict = Predictor(options.model, policy=options.policy, device=options.device, max_length=options.max_length)
     with _decomposed(options.file) as stream:
         for batch in _batches(stream, options.file, options.batch_size):
@@ -91,7 +91,7 @@ def _print_all(options: Options) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run `mezzo predict` with the words after it. Returns: 0 done. Writes: standard output."""
-    options = tyro.cli(Options, prog="mezzo predict", args=list(argv))
+    options = tyro.cli(PredictOptions, prog="mezzo predict", args=list(argv))
     if options.batch_size < 1:
         raise ConfigError(f"batch_size={options.batch_size} must be at least 1.")
     if options.max_length < 0:

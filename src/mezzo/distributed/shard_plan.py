@@ -134,7 +134,7 @@ def plan_shards(model: nn.Module, policy: Policy, units: Iterable[nn.Module] = (
     modules = dict(model.named_modules())
     fqns = {module: fqn for fqn, module in modules.items()}
     names = [fqns[unit] for unit in units if unit in fqns]
-    homes: dict[str, list[_Owner]] = {name: [] for name in (*names, "")}
+    homes: dict[str, list[_OwningModule]] = {name: [] for name in (*names, "")}
     owners = _owners(policy, modules)
     for owner in owners:
         homes[_home(owner.name, names)].append(owner)
@@ -154,7 +154,7 @@ def _home(fqn: str, units: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Owner:
+class _OwningModule:
     """A module that holds weights of its own.
 
     Attributes:
@@ -174,7 +174,7 @@ class _Owner:
     shares_with: frozenset[str]
 
 
-def _owners(policy: Policy, modules: Mapping[str, nn.Module]) -> list[_Owner]:
+def _owners(policy: Policy, modules: Mapping[str, nn.Module]) -> list[_OwningModule]:
     holders: dict[Tensor, list[str]] = {}
     for fqn, module in modules.items():
         for param in module.parameters(recurse=False):
@@ -191,7 +191,7 @@ def _owners(policy: Policy, modules: Mapping[str, nn.Module]) -> list[_Owner]:
         # Attention reads the weights of its projection without calling it.
         is_read = "MultiheadAttention" in class_names(modules[fqn.rpartition(".")[0]])
         owners.append(
-            _Owner(
+            _OwningModule(
                 name=fqn,
                 param_dtypes=_common(fqn, ways),
                 num_parameters=sum(param.numel() for param in own if holders[param][0] == fqn),
@@ -216,9 +216,9 @@ def _common(what: str, ways: Iterable[ParamDtypes]) -> ParamDtypes:
     return found[0] if len({way.unsharded for way in found}) == 1 else found[0].as_stored
 
 
-def _groups(unit: str, owners: Sequence[_Owner]) -> list[ShardGroup]:
+def _groups(unit: str, owners: Sequence[_OwningModule]) -> list[ShardGroup]:
     rest = _way_of_unit(unit, owners)
-    lists: dict[ParamDtypes, list[_Owner]] = {}
+    lists: dict[ParamDtypes, list[_OwningModule]] = {}
     for owner in owners:
         joins = (
             owner.is_pinned or owner.param_dtypes == rest or (owner.is_product and owner.param_dtypes.as_stored == rest)
@@ -237,7 +237,7 @@ def _groups(unit: str, owners: Sequence[_Owner]) -> list[ShardGroup]:
     return [*groups, ShardGroup(modules=(unit,), param_dtypes=rest, num_parameters=left)]
 
 
-def _way_of_unit(unit: str, owners: Sequence[_Owner]) -> ParamDtypes:
+def _way_of_unit(unit: str, owners: Sequence[_OwningModule]) -> ParamDtypes:
     """Choose how the weights are gathered that the unit itself gathers.
 
     Those that have to be gathered by the unit come first. Then products: their output is a view, which torch does not

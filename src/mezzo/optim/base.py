@@ -42,7 +42,7 @@ from .optimizer_state import (
     seal_loaded,
     take_master_,
 )
-from .param_batches import Active, GroupStep, ParamBatch, Plan, batches_of
+from .param_batches import Active, GroupStep, KeptBatches, ParamBatch, batches_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -73,7 +73,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, KeptBatches] = {}
         self._entries: list[dict[str, Any]] = []
 
     @abstractmethod
@@ -234,7 +234,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         }
         plans = {number: plan for number, plan in self._plans.items() if number not in stale}
         for number, active in stale.items():
-            plans[number] = Plan(self._made(steps[number], active), steps[number], active)
+            plans[number] = KeptBatches(self._made(steps[number], active), steps[number], active)
         if stale:
             check_apart([batch.layout for plan in plans.values() for batch in plan.batches if batch.layout is not None])
         self._plans = plans

@@ -157,7 +157,7 @@ def _seed(rounding_seed: int, number: int) -> int:
     return mix((mix(rounding_seed) + number) & 0xFFFFFFFF)
 
 
-class Plan:
+class KeptBatches:
     """The batches of a group, and what they were made of.
 
     Args:

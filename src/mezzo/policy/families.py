@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .rule import Rule
+from .op_rule import Rule
 
 LOW, FP32, LOW_OUT = Rule.LOW, Rule.FP32, Rule.FP32_LOW_OUT
 PROMOTE, AS_IS, FORBID = Rule.PROMOTE, Rule.AS_IS, Rule.FORBID

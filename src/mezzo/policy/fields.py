@@ -13,7 +13,7 @@ import torch
 from ..errors import PolicyError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name, native_support
 from .kinds import check_kinds
-from .rule import Rule
+from .op_rule import Rule
 from .table import TableName, known_ops
 
 Master = Literal["none", "split", "fp32", "kahan", "stochastic"]

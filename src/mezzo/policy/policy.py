@@ -14,7 +14,7 @@ from ..errors import PolicyError
 from ..formats import dtype_name
 from .answer import EngineChoice, PolicyDiff, Why
 from .diff import diff
-from .engine import why_engine
+from .engine_choice import why_engine
 from .fields import CacheName, PolicyFields
 from .presets import PRESET_FIELDS
 from .settings import to_html
@@ -129,7 +129,7 @@ class Policy(PolicyFields):
                 )
 
     def why_engine(self, device_type: str, cache: CacheName = "region") -> EngineChoice:
-        """Return which engine a region of this policy runs on, and why: see `policy.engine.why_engine`. Syncs: no."""
+        """Return which engine a region of this policy runs on, and why: see `policy.engine_choice.why_engine`. Syncs: no."""
         return why_engine(self, device_type, cache)
 
     def why(

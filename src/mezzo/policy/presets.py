@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from .fields import ModuleRule, PolicyFields, ScalingConfig
-from .rule import Rule
+from .op_rule import Rule
 
 # Norm layers compute in fp32 and hand on 16 bit. Not "*LayerNorm": whole encoders have names that end so.
 NORM_PATTERNS = ("LayerNorm", "GroupNorm", "*RMSNorm", "*T5LayerNorm")

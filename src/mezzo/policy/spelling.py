@@ -14,7 +14,7 @@ from ..errors import FormatError, PolicyError, did_you_mean
 from ..formats import dtype_name, parse_dtype
 from .fields import MODULE_RULES, GuardConfig, ModuleRule, PolicyFields, ScalingConfig, check, check_op
 from .kinds import DTYPES, NOUNS, is_word, kinds, options
-from .rule import Rule
+from .op_rule import Rule
 
 Plain = str | int | float | bool
 """What a text or a TOML file can hold in one place."""

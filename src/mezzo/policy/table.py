@@ -12,7 +12,7 @@ import torch
 
 from .._torch import ops_with_kernel
 from .families import FAMILIES, Family
-from .rule import Rule
+from .op_rule import Rule
 
 TableName = Literal["torch", "mezzo"]
 DISPATCH_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
@@ -32,7 +32,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class OpRow:
     """One op of a table.
 
     Attributes:
@@ -104,20 +104,20 @@ def drift(device_type: str) -> Drift:
 _REFUSES_DTYPE = frozenset({"norm", "linalg_matrix_norm"})  # for the nuclear norm, if the input is 16 bit
 
 
-def _mezzo_row(family: Family, op: str) -> Row | None:
+def _mezzo_row(family: Family, op: str) -> OpRow | None:
     if family.mezzo is None:
         return None
     reason = f"{family.reason}; {family.repair}" if family.repair else family.reason
     by_dtype = family.by_dtype and family.mezzo is Rule.FP32 and op not in _REFUSES_DTYPE
-    return Row(op=op, rule=family.mezzo, reason=reason, by_dtype=by_dtype, instead=family.instead)
+    return OpRow(op=op, rule=family.mezzo, reason=reason, by_dtype=by_dtype, instead=family.instead)
 
 
-def _torch_row(family: Family, op: str, device_type: str) -> Row | None:
+def _torch_row(family: Family, op: str, device_type: str) -> OpRow | None:
     rule = _torch_rule(family, device_type)
     if rule is None or op not in registered(device_type):
         return None
     by_dtype = family.by_dtype and device_type in ("cuda", "xpu")
-    return Row(op=op, rule=rule, reason=family.reason, by_dtype=by_dtype, instead=family.instead)
+    return OpRow(op=op, rule=rule, reason=family.reason, by_dtype=by_dtype, instead=family.instead)
 
 
 # Composites that torch's CPU list reaches through their parts. A matrix product of cast inputs is what their parts do.
@@ -128,7 +128,7 @@ _CPU_PARTS = {
 
 
 @lru_cache
-def op_table(name: TableName, device_type: str) -> Mapping[str, Row]:
+def op_table(name: TableName, device_type: str) -> Mapping[str, OpRow]:
     """Return an op table: ATen name to row. An op without a row runs as it is.
 
     Args:
@@ -143,7 +143,7 @@ def op_table(name: TableName, device_type: str) -> Mapping[str, Row]:
         readable = device_type if device_type in DISPATCH_KEYS else "cuda"
         rows = [_torch_row(family, op, readable) for family in FAMILIES for op in family.ops]
         if readable == "cpu":
-            rows += [Row(op=op, rule=Rule.LOW, reason=reason) for op, reason in _CPU_PARTS.items()]
+            rows += [OpRow(op=op, rule=Rule.LOW, reason=reason) for op, reason in _CPU_PARTS.items()]
     return MappingProxyType({row.op: row for row in rows if row is not None})
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ..errors import PolicyError
 from .fields import GuardConfig, ModuleRule, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import is_word, kinds, options
-from .rule import Rule
+from .op_rule import Rule
 from .spelling import (
     CONFIGS,
     FIELDS,

@@ -15,9 +15,9 @@ import torch
 from ..formats import dtype_name
 from .answer import Reason, Why
 from .fields import ModuleRule, PolicyFields, check_op
-from .rule import FP32_RULES, Rule
+from .op_rule import FP32_RULES, Rule
 from .spelling import spell, write_module_rule, write_op_rule
-from .table import ALIASES, Row, op_table
+from .table import ALIASES, OpRow, op_table
 from .text import Written, written
 
 
@@ -124,7 +124,7 @@ def _op_reasons(scope: _Scope, op: str, device: torch.device) -> tuple[list[Reas
 _AS_IS = "the dtype of its inputs"
 
 
-def _op_precision(rule: Rule, low: str, row: Row | None) -> str:
+def _op_precision(rule: Rule, low: str, row: OpRow | None) -> str:
     if rule is Rule.FORBID:
         return f"refused; write {row.instead}" if row is not None and row.instead else "refused"
     return {

@@ -29,7 +29,7 @@ from .names import ParameterNames
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
-from .report import Report, make_report
+from .report import StateReport, make_report
 from .result import GradStats, StepFlags, StepResult, check_grads
 from .update import Clip, decides_on_device, move_scale_, update_
 
@@ -164,7 +164,7 @@ class Engine:
         if self.consensus is not None:
             self.consensus.handshake(lambda: setup_of(self._root, self.optimizers, self.policy))
 
-    def report(self) -> Report:
+    def report(self) -> StateReport:
         """Return what is declared beside what is; see `Stepper.report`."""
         self.names.refresh()
         buffers = self.buffers.dtypes()

@@ -18,7 +18,7 @@ from ..kernels import AUX_STATE, CHUNK, is_dtensor, local, read_master, values
 from ..kernels.chunks import chunks
 from ..optim import keeps_masters
 from .accumulation import OptimizerGrads
-from .report import Report, refuse_differing
+from .report import StateReport, refuse_differing
 from .result import StepFlags
 
 _log = logging.getLogger("mezzo.step")
@@ -86,7 +86,7 @@ class Invariants:
     """
 
     def __init__(
-        self, names: Mapping[Tensor, str], report: Callable[[], Report], buffers: Callable[[], Mapping[str, int]]
+        self, names: Mapping[Tensor, str], report: Callable[[], StateReport], buffers: Callable[[], Mapping[str, int]]
     ) -> None:
         self._names = names
         self._report = report

@@ -31,7 +31,7 @@ def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class StateRow:
     """One kind of tensor; "reductions" are the sums of gradients over ranks.
 
     Attributes:
@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class StateReport:
     """What a run keeps, row by row; readable when printed.
 
     Attributes:
@@ -67,12 +67,12 @@ class Report:
     """
 
     policy: str
-    rows: tuple[Row, ...]
+    rows: tuple[StateRow, ...]
     num_parameters: int
     bytes_per_parameter: float
 
     @property
-    def differing(self) -> tuple[Row, ...]:
+    def differing(self) -> tuple[StateRow, ...]:
         """The rows that are not as declared."""
         return tuple(row for row in self.rows if not row.is_as_declared)
 
@@ -112,7 +112,7 @@ def make_report(
     names: Mapping[Tensor, str],
     buffers: Mapping[str, torch.dtype],
     loaded: Dtypes,
-) -> Report:
+) -> StateReport:
     """Look at everything a run keeps.
 
     Args:
@@ -134,7 +134,7 @@ def make_report(
     ]
     total, count = sum(row.nbytes for row in rows), sum(p.numel() for p in names)
     floating = [(name, b, buffers.get(name)) for name, b in model.named_buffers() if b.is_floating_point()]
-    return Report(
+    return StateReport(
         policy=str(policy),
         rows=(*rows, *_row("buffers", floating), *_reduction_row(model, policy)),
         num_parameters=count,
@@ -144,7 +144,7 @@ def make_report(
 
 def _weight_rows(
     model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str], loaded: Dtypes
-) -> list[Row]:
+) -> list[StateRow]:
     targets, in_model = storage_targets(model, policy, optimizers), set(model.parameters())
     stored: list[Found] = []
     others: list[Found] = []
@@ -197,7 +197,7 @@ def _state(
     return moments, kept
 
 
-def _master_row(optimizers: Sequence[Optimizer], policy: Policy, kept: Sequence[Tensor]) -> list[Row]:
+def _master_row(optimizers: Sequence[Optimizer], policy: Policy, kept: Sequence[Tensor]) -> list[StateRow]:
     modes: Counter[str] = Counter()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -208,10 +208,10 @@ def _master_row(optimizers: Sequence[Optimizer], policy: Policy, kept: Sequence[
         return []
     differing = tuple(f"master={mode}" for mode, _ in observed if mode != policy.master)
     nbytes = sum(tensor.nbytes for tensor in kept)
-    return [Row(what="masters", declared=policy.master, observed=observed, nbytes=nbytes, differing=differing)]
+    return [StateRow(what="masters", declared=policy.master, observed=observed, nbytes=nbytes, differing=differing)]
 
 
-def _reduction_row(model: nn.Module, policy: Policy) -> list[Row]:
+def _reduction_row(model: nn.Module, policy: Policy) -> list[StateRow]:
     sent, sharded = comm_stats_around(model), reduced_dtypes(model)
     if sent is None and not sharded:
         return []
@@ -220,7 +220,7 @@ def _reduction_row(model: nn.Module, policy: Policy) -> list[Row]:
     others = [dtype for dtype in observed if dtype not in (policy.reduce, torch.float64)]
     named = [name for name, dtype in sharded.items() if dtype in others]
     return [
-        Row(
+        StateRow(
             what="reductions",
             declared=dtype_name(policy.reduce),
             observed=tuple((dtype_name(dtype), count) for dtype, count in observed.items()),
@@ -229,11 +229,11 @@ def _reduction_row(model: nn.Module, policy: Policy) -> list[Row]:
     ]
 
 
-def _row(what: str, found: Sequence[Found]) -> list[Row]:
+def _row(what: str, found: Sequence[Found]) -> list[StateRow]:
     if not found:
         return []
     declared = sorted({dtype_name(dtype) for _, _, dtype in found if dtype is not None})
-    row = Row(
+    row = StateRow(
         what=what,
         declared=" or ".join(declared) or "as loaded",
         observed=tuple(Counter(dtype_name(tensor.dtype) for _, tensor, _ in found).items()),
@@ -248,7 +248,7 @@ def _nbytes(tensor: Tensor) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def refuse_differing(report: Report) -> None:
+def refuse_differing(report: StateReport) -> None:
     """Refuse a run in which something is not what was declared.
 
     Raises:

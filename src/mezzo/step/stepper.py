@@ -26,7 +26,7 @@ from .guard import Counters
 from .loading import MastersFollow
 from .recovery import check_demotion
 from .release import Original, release_
-from .report import Report, refuse_differing
+from .report import StateReport, refuse_differing
 from .result import StepResult
 from .update import Clip, forbid_direct_steps
 
@@ -392,7 +392,7 @@ class Stepper:
         checkpoint.say(sentences)
         return sentences
 
-    def report(self, strict: bool = False) -> Report:
+    def report(self, strict: bool = False) -> StateReport:
         """Return what is declared beside what is: dtypes of weights, gradients, moments, masters and buffers, and bytes.
 
         Args:

@@ -29,7 +29,7 @@ _CLIP_EPS = 1e-6
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
-class _Owner(Protocol):
+class _Steps(Protocol):
     is_stepping: bool
 
 
@@ -38,7 +38,7 @@ def is_owned(optimizer: Optimizer) -> bool:
     return optimizer in _handles and _handles[optimizer][1]() is not None
 
 
-def forbid_direct_steps(optimizer: Optimizer, engine: _Owner, stepper: object) -> None:
+def forbid_direct_steps(optimizer: Optimizer, engine: _Steps, stepper: object) -> None:
     """Have an optimizer refuse `step()` unless a stepper's engine calls it, for as long as the engine lives.
 
     An optimizer that is prepared again belongs to the new stepper.

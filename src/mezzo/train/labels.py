@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DataError, did_you_mean
-from .files import Row, read_text
+from .text_files import Row, read_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

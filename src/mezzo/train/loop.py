@@ -18,9 +18,9 @@ from .curves import save_curves
 from .data import Corpus, load_corpus
 from .dist_context import DistContext, join
 from .evaluate import Encoded, Evaluation, evaluate, report
-from .files import Row
 from .model import build_model, check_length, load_model
 from .progress import progress_bar
+from .text_files import Row
 from .tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 from .train_result import RunFolder, TrainResult, peak_memory_bytes
 from .train_step import Updater

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...operands import FORMATS, MODES, Operands
 
 
-class Batch(ctypes.Structure):
+class _BatchStruct(ctypes.Structure):
     """struct Batch of batch.h."""
 
     _fields_ = (
@@ -53,7 +53,7 @@ def run(kernel: Any, operands: Operands, rule: ctypes.Structure, scalars: Tensor
     numbers = [_numbers(x, shape) for x, shape in ((scalars, (count, 3)), (step, (count,)))]
     factors = [None if x is None else _numbers(x, ()) for x in (grads.inv_scale, grads.clip_coef, grads.found_inf)]
     moments = [*where.moments, *[array("Q")] * (3 - len(where.moments))]
-    batch = Batch(
+    batch = _BatchStruct(
         count,
         *map(address, (where.sizes, where.values, where.aux, operands.grad_addresses, *moments)),
         *map(address, (where.seeds, where.offsets, operands.grad_formats)),

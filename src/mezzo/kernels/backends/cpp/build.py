@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import cache
+from . import kernel_cache
 from .targets import FLAGS, HEADERS, file_name, is_sealed, levels, texts
 
 BUILT = HEADERS / "built"
@@ -97,8 +97,8 @@ def library(source: Path) -> ctypes.CDLL:
 def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
     parts = [os.environ.get("CXX", ""), _machine(), *_flags(), *texts(source)]
     name = f"{source.parent.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
-    for folder in cache.candidates():
-        if (found := cache.load(folder, name)) is not None:
+    for folder in kernel_cache.candidates():
+        if (found := kernel_cache.load(folder, name)) is not None:
             return found
     if (found := _carried(source)) is not None:
         return found
@@ -108,13 +108,13 @@ def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
         return error
     _log.info("compiling %s with %s, once", source.name, cxx)
     complaints = []
-    for folder in cache.candidates():
+    for folder in kernel_cache.candidates():
         try:
             return _built(cxx, source, folder, name)
         except (OSError, NativeBuildError) as error:
             complaints.append(str(error))
     try:
-        return _built(cxx, source, cache.fresh(), name)
+        return _built(cxx, source, kernel_cache.fresh(), name)
     except (OSError, NativeBuildError) as error:
         complaints.append(str(error))
     return NativeBuildError(complaints[0], _REMEDY)
@@ -134,10 +134,10 @@ def _carried(source: Path) -> ctypes.CDLL | None:
 
 def _built(cxx: str, source: Path, folder: Path, name: str) -> ctypes.CDLL:
     """Compile into a folder and load from there."""
-    with cache.opened(folder, make=True):
+    with kernel_cache.opened(folder, make=True):
         code = _compiled(cxx, source, folder)
-    cache.store(folder, name, code)
-    found = cache.load(folder, name)
+    kernel_cache.store(folder, name, code)
+    found = kernel_cache.load(folder, name)
     if found is None:
         raise NativeBuildError(f"what {cxx} built does not load from {folder}", _REMEDY)
     return found

@@ -16,7 +16,7 @@ from .rule import AdamWRule
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-class _Rule(ctypes.Structure):
+class _AdamWStruct(ctypes.Structure):
     """struct AdamW of cpu.cpp."""
 
     _fields_ = (
@@ -35,5 +35,5 @@ def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) ->
     """
     if operands.other:
         reference.step_(operands, rule, scalars, step, operands.other)
-    numbers = _Rule(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2, rule.amsgrad)
+    numbers = _AdamWStruct(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2, rule.amsgrad)
     run(library(SOURCE).mezzo_adamw, operands, numbers, scalars, step)

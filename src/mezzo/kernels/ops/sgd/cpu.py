@@ -16,7 +16,7 @@ from .rule import SGDRule
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-class _Rule(ctypes.Structure):
+class _SGDStruct(ctypes.Structure):
     """struct SGD of cpu.cpp."""
 
     _fields_ = (
@@ -36,5 +36,5 @@ def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> N
     """
     if operands.other:
         reference.step_(operands, rule, scalars, step, operands.other)
-    numbers = _Rule(rule.weight_decay, rule.momentum, rule.nesterov)
+    numbers = _SGDStruct(rule.weight_decay, rule.momentum, rule.nesterov)
     run(library(SOURCE).mezzo_sgd, operands, numbers, scalars, step)

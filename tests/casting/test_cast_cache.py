@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import Policy
 from mezzo.casting import autocast
-from mezzo.casting.cache import weight_casts
+from mezzo.casting.cast_cache import weight_casts
 
 BF16 = torch.bfloat16
 MEZZO = Policy(compute=BF16, ops="mezzo")

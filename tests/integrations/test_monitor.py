@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.errors import ConfigError
-from mezzo.integrations.trackers import Monitor
+from mezzo.integrations.monitor import Monitor
 
 
 def prepared(policy: str = "fp16, scaling.init_scale=1024", lr: float = 0.1) -> mezzo.Stepper:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from .answer import EngineChoice
 from .fields import CacheName, OpRules, PolicyFields
-from .rule import Rule
+from .op_rule import Rule
 from .table import ALIASES, op_table
 
 

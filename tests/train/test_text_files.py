@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.errors import DataError
-from mezzo.train.files import Row, read_reviews, read_rows
+from mezzo.train.text_files import Row, read_reviews, read_rows
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\u2028\u2029"), min_size=1)
 ROWS = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=5)
