@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,18 +27,20 @@ def move_into_place(partial: Path, path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, several: bool = False) -> Iterator[Path]:
     """Return the path of a file to write inside the block; when the block ends it takes the place of another in one move.
 
     Args:
         path: the file to replace, or to make.
+        several: other processes may write it at the same time. Each then writes a file of its own beside it, which
+            stays if the process is killed; otherwise the next write takes the place of what was left.
 
     Raises:
         OSError: it could not be written; the file is what it was.
 
     Writes: the file; meanwhile one beside it that ends in ".partial".
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}{f'.{secrets.token_hex(8)}' if several else ''}.partial")
     try:
         yield partial
         move_into_place(partial, path)
@@ -47,17 +50,18 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, several: bool = False) -> None:
     """Write a file, whole or not at all.
 
     Args:
         path: the file.
         write: writes the content.
+        several: as in `replacing`.
 
     Raises:
         OSError: it could not be written; the file is what it was.
 
     Writes: the file; meanwhile one beside it that ends in ".partial".
     """
-    with replacing(path) as partial, open(partial, "wb") as file:
+    with replacing(path, several=several) as partial, open(partial, "wb") as file:
         write(file)

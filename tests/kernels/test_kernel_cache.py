@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mezzo import files as files_module
 from mezzo.errors import ConfigError
 from mezzo.kernels import registry
 from mezzo.kernels.backends.cpp import build, kernel_cache
@@ -163,10 +164,10 @@ def test_a_full_disk_is_a_reason_and_no_error(
     source: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, name = {
-        "write": (kernel_cache.os, "fdopen"), "fsync": (kernel_cache.os, "fsync"), "rename": (kernel_cache.os, "replace"),
+        "write": (files_module, "open"), "fsync": (kernel_cache.os, "fsync"), "rename": (kernel_cache.os, "replace"),
         "scratch": (build.tempfile, "TemporaryDirectory"),
     }[where]  # fmt: skip
-    monkeypatch.setattr(target, name, no_room)
+    monkeypatch.setattr(target, name, no_room, raising=False)
     with pytest.raises(build.NativeBuildError, match="No space left on device") as refused:
         built(source)
     assert refused.value.remedy.startswith("Set CXX")

@@ -227,6 +227,35 @@ class TestAsPolicy:
         assert as_policy(NO_DEFAULTS.to_dict()) == NO_DEFAULTS
         assert as_policy({"compute": "bf16"}) == Policy(compute=torch.bfloat16)
 
+    @pytest.mark.parametrize(
+        ("document", "text"),
+        [
+            ({"preset": "bf16"}, "bf16"),
+            ({"preset": "BF16-true", "output": "bf16"}, "bf16-master, output=bf16"),
+            (
+                {"preset": "bf16", "modules": ["head=fp32"], "op_rules": ["cumsum=low"]},
+                "bf16, head=fp32, op:cumsum=low",
+            ),
+            ({"preset": "fp16", "scaling": {"init_scale": 8}}, "fp16, scaling.init_scale=8"),
+            ({"preset": "bf16", "guard": {"patience": 3}}, "bf16, guard.patience=3"),
+            ({"preset": "fp16", "scaling": "none"}, "fp16, scaling=none"),
+        ],
+    )
+    def test_a_dict_may_start_from_a_preset(self, document: dict[str, object], text: str) -> None:
+        assert as_policy(document) == Policy.parse(text.replace("head=", "module:head="))
+
+    @pytest.mark.parametrize(
+        ("preset", "reason"),
+        [
+            ("bf61", "unknown preset 'bf61'. Did you mean 'bf16'?"),
+            (16, "'preset': a name such as 'bf16' is wanted, not 16."),
+        ],
+    )
+    def test_a_dict_with_an_unknown_preset_is_refused(self, preset: object, reason: str) -> None:
+        with pytest.raises(PolicyError) as raised:
+            as_policy({"preset": preset})
+        assert str(raised.value) == reason
+
     @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
     def test_a_dtype_is_the_preset_that_computes_in_it(self, name: str) -> None:
         assert as_policy(parse_dtype(name)) == PRESETS[name]

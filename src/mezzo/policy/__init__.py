@@ -1,13 +1,11 @@
 """What each op, module, weight and gradient should run in: pure data."""
 
-from .answer import Change as Change
-from .answer import EngineChoice as EngineChoice
-from .answer import PolicyDiff as PolicyDiff
-from .answer import Reason as Reason
-from .answer import Why as Why
+from .diff import Change as Change
+from .diff import PolicyDiff as PolicyDiff
+from .engine_choice import EngineChoice as EngineChoice
 from .engine_choice import why_engine as why_engine
-from .feeds import is_cast_at_use as is_cast_at_use
-from .feeds import is_matmul_like as is_matmul_like
+from .families import is_cast_at_use as is_cast_at_use
+from .families import is_matmul_like as is_matmul_like
 from .fields import CacheName as CacheName
 from .fields import GuardConfig as GuardConfig
 from .fields import Master as Master
@@ -29,3 +27,5 @@ from .table import OpRow as OpRow
 from .table import known_ops as known_ops
 from .table import op_table as op_table
 from .text import written as written
+from .why import Reason as Reason
+from .why import Why as Why

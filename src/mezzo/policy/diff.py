@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
-from .answer import Change, PolicyDiff
 from .fields import PolicyFields, ScalingConfig
 from .kinds import kinds
 from .spelling import FIELDS, spell, write_module_rule, write_op_rule
 from .text import written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One difference between two policies.
+
+    Attributes:
+        what: the field, "op rule" or "module rule".
+        left: as it is spelled in the first policy; empty where that has nothing.
+        right: as it is spelled in the second.
+    """
+
+    what: str
+    left: str
+    right: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyDiff:
+    """The differences between two policies; false if they are equal.
+
+    Attributes:
+        left: text of the first.
+        right: text of the second.
+        changes: fields first, then op rules and module rules in their order.
+    """
+
+    left: str
+    right: str
+    changes: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __str__(self) -> str:
+        if not self.changes:
+            return f"no difference: {self.left}"
+        rows = [(change.what, change.left or "-", change.right or "-") for change in self.changes]
+        what, left = (max(len(row[i]) for row in rows) for i in (0, 1))
+        lines = [f"{row[0]:<{what}}  {row[1]:<{left}}  {row[2]}" for row in rows]
+        return "\n".join([f"left:  {self.left}", f"right: {self.right}", *lines])
 
 
 def diff(left: PolicyFields, right: PolicyFields) -> PolicyDiff:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
-from .answer import EngineChoice
 from .fields import CacheName, OpRules, PolicyFields
 from .op_rule import Rule
 from .table import ALIASES, op_table
+
+EngineName = Literal["dispatcher", "mode"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice:
+    """The engine of a region on one device.
+
+    Attributes:
+        engine: "dispatcher", torch's own autocast in C++, or "mode", the complete interceptor.
+        reason: why.
+    """
+
+    engine: EngineName
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.engine}: {self.reason}"
 
 
 def why_engine(policy: PolicyFields, device_type: str, cache: CacheName = "region") -> EngineChoice:

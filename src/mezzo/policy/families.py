@@ -2,11 +2,12 @@
 
 Ops with the same rules and the same reason stand in one family. Names are those of ATen; `table` adds the public
 spellings. Source of torch's columns: aten/src/ATen/autocast_mode.{h,cpp} of torch 2.11 to 2.15, checked against the
-dispatcher of the installed torch by `policy.drift`.
+dispatcher of the installed torch by `policy.drift`. At the end: which modules' weights feed low ops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .op_rule import Rule
@@ -230,3 +231,19 @@ FAMILIES: tuple[Family, ...] = (
         reason="torch lists it on CPU, where 16-bit kernels came late; its own kernel is safe",
     ),
 )  # fmt: skip
+
+CAST_AT_USE = frozenset({"Linear", "_ConvNd", "MultiheadAttention", "Conv1D"})
+"""Modules whose weights go into low ops and nowhere else, so that it does not matter who casts them, or when. Conv1D is
+transformers' Linear with its weight transposed."""
+LOOKED_UP = frozenset({"Embedding", "EmbeddingBag"})
+"""Modules whose weights are handed on as they are stored, and meet low ops later."""
+
+
+def is_cast_at_use(class_names: Iterable[str]) -> bool:
+    """Whether a low op takes a module's own weights; by the names of its class and the classes above it."""
+    return not CAST_AT_USE.isdisjoint(class_names)
+
+
+def is_matmul_like(class_names: Iterable[str]) -> bool:
+    """Whether a module's own weights end up in low ops, so that 16-bit storage loses nothing but their masters keep."""
+    return not (CAST_AT_USE | LOOKED_UP).isdisjoint(class_names)

@@ -12,16 +12,15 @@ import torch
 
 from ..errors import PolicyError
 from ..formats import dtype_name
-from .answer import EngineChoice, PolicyDiff, Why
-from .diff import diff
-from .engine_choice import why_engine
+from .diff import PolicyDiff, diff
+from .engine_choice import EngineChoice, why_engine
 from .fields import CacheName, PolicyFields
 from .presets import PRESET_FIELDS
 from .settings import to_html
 from .spelling import write_module_rule
 from .text import parse, written
 from .toml import from_document, load, save, to_document
-from .why import why
+from .why import Why, why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -84,6 +83,8 @@ class Policy(PolicyFields):
     @staticmethod
     def from_dict(document: Mapping[str, object]) -> Policy:
         """Return the policy that `to_dict` wrote. Keys left out have the defaults of `Policy`.
+
+        With a key "preset" they have that preset's values, and rules and tables add to its own, as edits do in a text.
 
         Raises:
             PolicyError: an unknown key or a value that does not fit, by its key.
@@ -178,8 +179,8 @@ def as_policy(value: PolicyLike) -> Policy:
     """Return the policy that is meant.
 
     Args:
-        value: a policy, its text, a path that ends in ".toml", what `Policy.to_dict` gives, or a dtype: the preset
-            that computes in it.
+        value: a policy, its text, a path that ends in ".toml", what `Policy.from_dict` takes, or a dtype: the
+            preset that computes in it.
 
     Raises:
         PolicyError: none of these, or it cannot be read.

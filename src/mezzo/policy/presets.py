@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from .fields import ModuleRule, PolicyFields, ScalingConfig
+from ..errors import PolicyError
+from .fields import ModuleRule, PolicyFields, ScalingConfig, check_known
 from .op_rule import Rule
 
 # Norm layers compute in fp32 and hand on 16 bit. Not "*LayerNorm": whole encoders have names that end so.
@@ -40,3 +41,16 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Names of Lightning for presets. Its "true" stores weights in 16 bit; here their updates are kept too."""
+
+
+def preset_fields(name: object) -> PolicyFields:
+    """Return the preset of a name, upper or lower case, Lightning's names among them.
+
+    Raises:
+        PolicyError: there is none; names the nearest.
+    """
+    if not isinstance(name, str):
+        raise PolicyError(f"'preset': a name such as 'bf16' is wanted, not {name!r}.")
+    preset = ALIASES.get(name.casefold(), name.casefold())
+    check_known("preset", preset, PRESET_FIELDS)
+    return PRESET_FIELDS[preset]

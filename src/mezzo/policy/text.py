@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from ..errors import PolicyError, did_you_mean
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import kinds
-from .presets import ALIASES, PRESET_FIELDS
+from .presets import ALIASES, PRESET_FIELDS, preset_fields
 from .spelling import (
     CONFIGS,
     FIELDS,
@@ -40,7 +40,7 @@ def parse(text: str) -> PolicyFields:
     items = list(_items(text))
     at, name = items[0]
     try:
-        draft = _Draft(_preset(name))
+        draft = _Draft(_first(name))
         for at, item in items[1:]:  # noqa: B007  # the position of the edit that failed
             draft.edit(item)
     except PolicyError as error:
@@ -65,11 +65,9 @@ def _items(text: str) -> Iterator[tuple[int, str]]:
         start = match.end() + 1
 
 
-def _preset(name: str) -> PolicyFields:
+def _first(name: str) -> PolicyFields:
     check("=" not in name, f"a policy starts with a preset ({', '.join(PRESET_FIELDS)}): write 'fp32, {name}'.")
-    preset = ALIASES.get(name.casefold(), name.casefold())
-    check_known("preset", preset, PRESET_FIELDS)
-    return PRESET_FIELDS[preset]
+    return preset_fields(name)
 
 
 class _Draft:

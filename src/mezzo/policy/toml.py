@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from ..errors import PolicyError
+from ..files import write_atomically
 from .fields import GuardConfig, ModuleRule, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import is_word, kinds, options
 from .op_rule import Rule
+from .presets import preset_fields
 from .spelling import (
     CONFIGS,
     FIELDS,
@@ -33,7 +35,7 @@ else:
     import tomli as tomllib
 
 VERSION = 1
-_KEYS = ("version", *FIELDS, "ops", "op_rules", "modules", *CONFIGS)
+_KEYS = ("version", "preset", *FIELDS, "ops", "op_rules", "modules", *CONFIGS)
 _T = TypeVar("_T")
 
 
@@ -61,18 +63,19 @@ def from_document(document: Mapping[str, object]) -> PolicyFields:
         check_known("key", str(key), _KEYS)
     version = document.get("version", VERSION)
     check(version == VERSION, f"'version': a policy of version {version!r}; this mezzo reads version {VERSION}.")
+    preset = preset_fields(document["preset"]) if "preset" in document else PolicyFields()
     changes: dict[str, object] = {
         name: _value(name, kinds(PolicyFields)[name], document[name]) for name in FIELDS if name in document
     }
     if "modules" in document:
-        changes["modules"] = _rules("modules", document["modules"], _module_rule)
+        changes["modules"] = (*preset.modules, *_rules("modules", document["modules"], _module_rule))
     if "scaling" in document:
-        changes["scaling"] = _scaling(document["scaling"])
+        changes["scaling"] = _scaling(document["scaling"], preset.scaling or ScalingConfig())
     if "guard" in document:
-        changes["guard"] = _config("guard", GuardConfig, document["guard"])
-    table = _value("ops", kinds(OpRules)["table"], document.get("ops", "torch"))
-    edits = _rules("op_rules", document.get("op_rules", []), _op_rule)
-    return PolicyFields(ops=OpRules(table=table, edits=edits), **changes)  # type: ignore[arg-type]  # values are checked
+        changes["guard"] = _config("guard", preset.guard, document["guard"])
+    table = _value("ops", kinds(OpRules)["table"], document.get("ops", preset.op_rules.table))
+    edits = (*preset.op_rules.edits, *_rules("op_rules", document.get("op_rules", []), _op_rule))
+    return preset.replace(ops=OpRules(table=table, edits=edits), **changes)  # type: ignore[arg-type]  # values are checked
 
 
 def _value(key: str, kind: object, value: object) -> object:
@@ -104,26 +107,26 @@ def _op_rule(entry: str) -> tuple[str, Rule]:
     return read_op_rule(*split_edit(entry))
 
 
-def _scaling(value: object) -> ScalingConfig | None:
+def _scaling(value: object, base: ScalingConfig) -> ScalingConfig | None:
     if value is None:
         return None
     if isinstance(value, str | float | int) and not isinstance(value, bool):
         return read_scaling(str(value))
-    return _config("scaling", ScalingConfig, value)
+    return _config("scaling", base, value)
 
 
 _Config = TypeVar("_Config", ScalingConfig, GuardConfig)
 
 
-def _config(key: str, config: type[_Config], values: object) -> _Config:
+def _config(key: str, base: _Config, values: object) -> _Config:
     if not isinstance(values, Mapping):
         raise PolicyError(f"{key!r}: a table of settings is wanted, not {values!r}.")
-    known = {name: kind for name, kind in kinds(config).items() if is_word(kind)}
+    known = {name: kind for name, kind in kinds(type(base)).items() if is_word(kind)}
     for name in values:
         check_known("key", f"{key}.{name}", [f"{key}.{option}" for option in known])
     settings = {name: _value(f"{key}.{name}", known[name], value) for name, value in values.items()}
     try:
-        return config(**settings)  # type: ignore[arg-type]  # the dataclass checks the types
+        return replace(base, **settings)  # type: ignore[arg-type]  # the dataclass checks the types
     except PolicyError as error:
         raise PolicyError(f"{key!r}: {error}") from None
 
@@ -138,16 +141,8 @@ def save(policy: PolicyFields, path: str | os.PathLike[str], title: str) -> None
 
     Writes: a file beside the path, synced to disk, then renamed to it.
     """
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with aside.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(f"# {title}\n{_toml(to_document(policy))}")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    text = f"# {title}\n{_toml(to_document(policy))}"
+    write_atomically(Path(path), lambda file: file.write(text.encode()), several=True)
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFields:

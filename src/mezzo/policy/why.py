@@ -13,12 +13,53 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import dtype_name
-from .answer import Reason, Why
 from .fields import ModuleRule, PolicyFields, check_op
 from .op_rule import FP32_RULES, Rule
 from .spelling import spell, write_module_rule, write_op_rule
 from .table import ALIASES, OpRow, op_table
 from .text import Written, written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """One thing written about a module or an op.
+
+    Attributes:
+        text: the rule as it is spelled in a policy: "*.norm*=fp32", "op:softmax=fp32", "compute=bf16".
+        written: where: "preset bf16", "edit 2", "default", "torch table, cuda".
+        why: the reason a table row gives; empty for what a person wrote.
+    """
+
+    text: str
+    written: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.written})" + (f": {self.why}" if self.why else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Why:
+    """Which rule decides a precision, and which rules it overrides.
+
+    Attributes:
+        asked: what was asked about: "softmax in encoder.norm on cpu".
+        policy: the policy's text; its edits count from 1.
+        precision: what comes out: "bf16", "fp32", "fp32, result bf16", "widest input".
+        winner: the rule that decides.
+        overrides: the rules it beats, strongest first.
+    """
+
+    asked: str
+    policy: str
+    precision: str
+    winner: Reason
+    overrides: tuple[Reason, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.asked}: {self.precision}", f"  because {self.winner}"]
+        lines += [f"  over {reason}" for reason in self.overrides]
+        return "\n".join([*lines, f"  policy: {self.policy}"])
 
 
 def why(

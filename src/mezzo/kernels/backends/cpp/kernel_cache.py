@@ -8,13 +8,14 @@ import errno
 import functools
 import logging
 import os
-import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from ....files import write_atomically
 from .targets import is_sealed, sealed
 
 _log = logging.getLogger("mezzo.kernels")
@@ -117,8 +118,13 @@ def _is_whole(folder: Path, name: str, descriptor: int) -> bool:
 
 
 def _loaded(folder: Path, name: str, descriptor: int) -> ctypes.CDLL:
-    by_descriptor = Path(f"/proc/self/fd/{descriptor}")
-    return ctypes.CDLL(str((by_descriptor if by_descriptor.exists() else folder) / name))
+    return ctypes.CDLL(str(_by_descriptor(folder, descriptor) / name))
+
+
+def _by_descriptor(folder: Path, descriptor: int) -> Path:
+    """Return a path that leads to an open folder whatever its name has become, where the system has one."""
+    path = Path(f"/proc/self/fd/{descriptor}")
+    return path if path.exists() else folder
 
 
 def store(folder: Path, name: str, code: bytes) -> None:
@@ -130,16 +136,9 @@ def store(folder: Path, name: str, code: bytes) -> None:
     Writes: the file.
     """
     with opened(folder, make=True) as descriptor:
-        partial = f".{name}.{secrets.token_hex(8)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            with os.fdopen(os.open(partial, flags, 0o600, dir_fd=descriptor), "wb") as file:
-                file.write(sealed(code))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(partial, dir_fd=descriptor)
-            raise
-        os.fsync(descriptor)
+
+        def write(file: BinaryIO) -> None:
+            os.chmod(file.name, 0o600)
+            file.write(sealed(code))
+
+        write_atomically(_by_descriptor(folder, descriptor) / name, write, several=True)
