@@ -105,7 +105,6 @@ def test_a_circle_is_found_through_an_import_inside_a_function() -> None:
 
 ALLOWED_PAST = {
     "kernels.operands",
-    "kernels.chunks",
     "binding.bind",
     "step.prepare",
     "kernels.ops.adamw",

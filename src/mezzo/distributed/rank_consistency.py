@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DistributedError
-from ..kernels.chunks import chunks
+from ..kernels import chunks
 from .group import Group, spell
 from .wrapper import Wrapper
 

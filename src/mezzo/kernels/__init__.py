@@ -28,6 +28,7 @@ from .registry import Backend as Backend
 from .weights import AUX_STATE as AUX_STATE
 from .weights import WEIGHT_STREAM as WEIGHT_STREAM
 from .weights import Weights as Weights
+from .weights import chunks as chunks
 from .weights import give_master_ as give_master_
 from .weights import read_master as read_master
 from .weights import store_master as store_master

@@ -23,7 +23,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, whole or in parts. Does not import what defines them."""
+    """Whether a tensor is a DTensor, whole or in parts. Does not import what defines them. Host only."""
     if type(tensor) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -31,7 +31,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of many tensors is a DTensor; a plain one costs no call."""
+    """Whether any of many tensors is a DTensor; a plain one costs no call. Host only."""
     return any([type(tensor) not in PLAIN and is_dtensor(tensor) for tensor in tensors])
 
 
@@ -64,7 +64,7 @@ def like_dtensor(part: Tensor, like: Tensor) -> Tensor:
 
 
 def num_shards(tensor: Tensor) -> int:
-    """Return in how many different parts a tensor lies; 1 if each rank has all of it."""
+    """Return in how many different parts a tensor lies; 1 if each rank has all of it. Host only."""
     if not is_dtensor(tensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -76,6 +76,8 @@ def global_offset(tensor: Tensor) -> int:
 
     Raises:
         ConfigError: the elements that lie here do not follow each other in the whole tensor.
+
+    Host only.
     """
     if not is_dtensor(tensor):
         return 0

@@ -44,7 +44,7 @@ class Operand:
     tensor: Tensor
 
     def refuse(self, weight: Tensor, reason: str) -> OperandError:
-        """Return the error that says why this operand does not fit its weight."""
+        """Return the error that says why this operand does not fit its weight. Host only."""
         what = "it is" if self.name == "weight" else f"its {self.name} is {describe(self.tensor)},"
         advice = _ADVICE.get(self.name, _STATE_ADVICE)
         return OperandError(f"{self.owner} {describe(weight)} cannot be stepped: {what} {reason}. {advice}")
@@ -252,6 +252,8 @@ def batch_of(tensors: Sequence[Tensor]) -> tuple[array[int], array[int], array[i
 
     Raises:
         OperandError: one whose storage was freed.
+
+    Syncs: no.
     """
     addresses = array("Q", map(Tensor.data_ptr, tensors))
     if 0 in addresses:
@@ -290,6 +292,8 @@ def check_shape(owner: str, name: str, tensor: Tensor, weight: Tensor) -> None:
 
     Raises:
         OperandError: it has not.
+
+    Host only.
     """
     if tensor.shape != weight.shape:
         raise Operand(owner, name, tensor).refuse(weight, "of another shape")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..policy import Master
-from .chunks import chunks
 from .ops.rounding import compensate, random_bits, random_key, restore, stochastic_round
 from .ops.split import join, split
 
+PIECE = 2**18
+"""Elements in a piece: in fp64 2 MiB, which stays in a core's cache; on an accelerator enough for a launch."""
 AUX_STATE = {"split": "remainder", "fp32": "master", "kahan": "compensation"}
 """What each master mode keeps beside the weight; the names of the entries in an optimizer's state."""
 WEIGHT_STREAM, MOMENT_STREAM = 0, 1
@@ -99,6 +100,23 @@ def store_master(
     if mode == "stochastic" and key is not None:
         return stochastic_round(master, dtype, random_bits(key, master, offset)), None
     return master.to(dtype), master if mode == "fp32" else None
+
+
+def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same chunks of tensors of one shape, in the order of their memory.
+
+    Args:
+        tensors: of one shape. Where their elements do not lie in the same order without gaps, the only piece is the whole.
+
+    Syncs: no.
+    """
+    first = tensors[0].detach()
+    alike = all([tensor.stride() == first.stride() for tensor in tensors])
+    if first.numel() <= PIECE or not alike or not bool(torch.ops.aten.is_non_overlapping_and_dense(first)):
+        yield tuple([tensor.detach() for tensor in tensors])
+        return
+    flat = [tensor.detach().as_strided((first.numel(),), (1,)) for tensor in tensors]
+    yield from zip(*[torch.split(tensor, PIECE) for tensor in flat], strict=True)
 
 
 def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:

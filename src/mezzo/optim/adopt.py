@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -13,7 +13,7 @@ from ..policy import Policy
 from .adamw import Adam, AdamW
 from .base import MasterOptimizer
 from .checks import check_differentiable
-from .master_weights import MasterWeights, local_optimizer
+from .master_weights import MasterWeights
 from .optimizer_state import OWN_OPTIONS, own_state
 from .sgd import SGD
 
@@ -44,6 +44,18 @@ _ADOPTED: dict[type[torch.optim.Optimizer], type[MasterOptimizer]] = {
 _FROM_POLICY = "master_from_policy"
 """Option of a group of mezzo's whose master mode `adopt` chose."""
 _PLAIN = {adopted: plain for plain, adopted in _ADOPTED.items()}
+
+
+def keeps_masters(optimizer: torch.optim.Optimizer) -> TypeGuard[MasterOptimizer | MasterWeights]:
+    """Whether an optimizer is one of mezzo's, which read scale, clipping and skipping and leave gradients alone."""
+    return isinstance(optimizer, (MasterOptimizer, MasterWeights))
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that steps on this rank: of a ZeroRedundancyOptimizer the one of its part, else itself."""
+    is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+    inner = getattr(optimizer, "optim", optimizer) if is_divided else optimizer
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def adopt(optimizer: torch.optim.Optimizer, policy: Policy) -> torch.optim.Optimizer:

@@ -30,7 +30,6 @@ from ..kernels import (
 from ..kernels.operands import operands
 from ..policy import Master
 from .checks import check_dense, check_masters
-from .layout import aligned
 from .optimizer_state import (
     OWN_OPTIONS,
     Exact,
@@ -42,7 +41,7 @@ from .optimizer_state import (
     seal_loaded,
     take_master_,
 )
-from .param_batches import Active, GroupStep, KeptBatches, ParamBatch, batches_of
+from .param_batches import Active, GroupStep, KeptBatches, ParamBatch, aligned, batches_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -199,7 +198,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 self.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
-        """Return how a parameter keeps small updates, and its aux state now; None if nothing does."""
+        """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
         mode = mode_of(param, self._group_of(param))
         return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
 

@@ -59,6 +59,8 @@ def check_dense(optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor) -
 
     Raises:
         ConfigError: it is.
+
+    Host only.
     """
     if grad.layout is not torch.strided:
         raise ConfigError(

@@ -21,6 +21,8 @@ def check_whole(param: Tensor) -> None:
 
     Raises:
         MasterError: it is one.
+
+    Host only.
     """
     if is_dtensor(param):
         raise MasterError(
@@ -53,6 +55,8 @@ class Masters:
 
         Raises:
             MasterError: split masters for an fp16 parameter.
+
+        Host only.
         """
         if self.mode == "split" and param.dtype is torch.float16:
             raise MasterError(
@@ -62,7 +66,7 @@ class Masters:
         return self.mode if param.dtype in LOW_DTYPES else "none"
 
     def fp32_param(self, param: Tensor) -> torch.nn.Parameter:
-        """Return the fp32 parameter that stands for a 16-bit one; an empty one the first time."""
+        """Return the fp32 parameter that stands for a 16-bit one; an empty one the first time. Syncs: no."""
         if param not in self.stand_ins:
             check_whole(param)
             self.stand_ins[param] = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=param.device))
@@ -77,7 +81,7 @@ class Masters:
             fp32_param.data = value
 
     def close(self, param: Tensor) -> None:
-        """Free what a stand-in needs during a step only."""
+        """Free what a stand-in needs during a step only. Syncs: no."""
         fp32_param = self.fp32_param(param)
         fp32_param.grad = None
         if self.mode != "fp32":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard, get_args, overload
+from typing import Any, get_args, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from .._torch import is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean
 from ..formats import describe
 from ..kernels import AUX_STATE, ScaledGradients, check_shape, give_master_, read_master
-from ..loss_scale import parameters as parameters  # noqa: PLC0414  # exported
 from ..policy import Master
 from .base import MasterOptimizer
 from .master_store import Masters, Mode
@@ -89,7 +88,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]  # an attribute in the base class
-        """State by the model's parameters: the inner optimizer's own, with the aux state of each weight in it."""
+        """State by the model's parameters: the inner optimizer's own, with the aux state of each weight in it. Host only."""
         return self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -173,7 +172,7 @@ class MasterWeights(torch.optim.Optimizer):
         return read_master(self.aux_state(param)[0], param.detach(), self.aux_state(param)[1])
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
-        """Return how a parameter keeps small updates, and its aux state now; None if nothing does."""
+        """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
         self._check_own(param)
         mode = self.masters.mode_of(param)
         return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
@@ -399,15 +398,3 @@ class MasterWeights(torch.optim.Optimizer):
             other_way = target is not p and grad.layout is torch.strided and grad.stride() != target.stride()
             target.grad = torch.empty_like(target).copy_(grad) if other_way else grad
         return raw
-
-
-def keeps_masters(optimizer: torch.optim.Optimizer) -> TypeGuard[MasterOptimizer | MasterWeights]:
-    """Whether an optimizer is one of mezzo's, which read scale, clipping and skipping and leave gradients alone."""
-    return isinstance(optimizer, (MasterOptimizer, MasterWeights))
-
-
-def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that steps on this rank: of a ZeroRedundancyOptimizer the one of its part, else itself."""
-    is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-    inner = getattr(optimizer, "optim", optimizer) if is_divided else optimizer
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer

@@ -45,13 +45,13 @@ def sealed(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def mode_of(param: Tensor, group: Mapping[str, Any]) -> Master:
-    """Return how a parameter keeps small updates: the group's master mode if it is 16 bit, else "none"."""
+    """Return how a parameter keeps small updates: the group's master mode if it is 16 bit, else "none". Host only."""
     mode: Master = (group["master"] or "none") if param.dtype in LOW_DTYPES else "none"
     return mode
 
 
 def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that a parameter's running means are stored in."""
+    """Return the dtype that a parameter's running means are stored in. Host only."""
     asked: torch.dtype = group["state_dtype"]
     if param.is_complex():
         return param.dtype
@@ -124,7 +124,7 @@ def own_state(
 
 
 def label_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
-    """Return what errors call a parameter: its name where the optimizer was given names, else its number."""
+    """Return what errors call a parameter: its name where the optimizer was given names, else its number. Host only."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     number = next((number for number, p in enumerate(params) if p is param), 0)

@@ -12,9 +12,21 @@ import torch
 from torch import Tensor
 
 from .._torch import local_tensor
-from ..kernels import AUX_STATE, PLAIN, Layout, Weights, any_dtensor, check_shape, global_offset, layout_of, mix
-from .layout import Order, aligned, memory_orders
+from ..kernels import (
+    AUX_STATE,
+    PLAIN,
+    Layout,
+    Weights,
+    any_dtensor,
+    check_shape,
+    global_offset,
+    layout_of,
+    local_tensors,
+    mix,
+)
 from .optimizer_state import mode_of, moment_dtype
+
+Order = tuple[int, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,7 +91,7 @@ class GroupStep:
 
     @property
     def params(self) -> Sequence[Tensor]:
-        """The parameters of the group."""
+        """The parameters of the group. Host only."""
         params: Sequence[Tensor] = self.group["params"]
         return params
 
@@ -90,7 +102,7 @@ class GroupStep:
         return self.offset, self.names, group["master"], group["state_dtype"], group["rounding_seed"]
 
     def active(self, states: Mapping[Tensor, dict[str, Any]]) -> list[Active]:
-        """Return the parameters that have a gradient, with the state that is there."""
+        """Return the parameters that have a gradient, with the state that is there. Host only."""
         labels = self.group.get("param_names")
         return [
             Active(index, labels[index] if labels else f"parameter {self.offset + index}", p, grad, states.get(p, {}))
@@ -155,6 +167,37 @@ def _bind_counts(states: Sequence[dict[str, Any]], device: torch.device) -> Tens
 def _seed(rounding_seed: int, number: int) -> int:
     """Return the seed of one parameter's random bits, from its number among all parameters."""
     return mix((mix(rounding_seed) + number) & 0xFFFFFFFF)
+
+
+def memory_order(tensor: Tensor) -> Order:
+    """Return the order of dimensions that makes a tensor contiguous; None if it is, or if there is none. Host only.
+
+    >>> memory_order(torch.empty(2, 3)), memory_order(torch.empty(2, 3).t()), memory_order(torch.empty(4, 4)[::2])
+    (None, (1, 0), None)
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def memory_orders(tensors: Sequence[Tensor]) -> list[Order]:
+    """Return the `memory_order` of each. Host only."""
+    if all([tensor.is_contiguous() for tensor in tensors]):
+        return [None] * len(tensors)
+    return [memory_order(tensor) for tensor in tensors]
+
+
+def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tensor]:
+    """Return views of tensors of one dtype, dimensions reordered, complex ones as pairs of real numbers.
+
+    Of sharded tensors the parts that lie on this rank. Syncs: no.
+    """
+    tensors = local_tensors(tensors)
+    if any(orders):
+        tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]
+    return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else tensors
 
 
 class KeptBatches:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from ..distributed import checksum
 from ..errors import InvariantError, listed
 from ..formats import widest
-from ..kernels import AUX_STATE, CHUNK, is_dtensor, local, read_master, values
-from ..kernels.chunks import chunks
+from ..kernels import AUX_STATE, CHUNK, chunks, is_dtensor, local, read_master, values
 from ..optim import keeps_masters
 from .accumulation import OptimizerGrads
 from .report import StateReport, refuse_differing

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...operands import FORMATS, Operands
+from ...operands import FORMATS, MODES, Operands
 from ...ops.gradients.scaled import ScaledGradients
 
 BLOCK = 1024
@@ -21,20 +22,20 @@ WARPS = 8
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return whole numbers as int64 on a device, without waiting for it."""
+    """Return whole numbers as int64 on a device. Syncs: no."""
     held = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=64)
 def table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return addresses on the device. From step to step they stay the same, or alternate between a few sets."""
+    """Return addresses on the device. From step to step they stay the same, or alternate between a few sets. Syncs: no."""
     return on_device(addresses, device)
 
 
 @functools.lru_cache(maxsize=64)
 def blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return, for each block of each tensor, the tensor and the first element: shape (2, blocks), int64."""
+    """Return, for each block of each tensor, the tensor and the first element: shape (2, blocks), int64. Syncs: no."""
     pairs = [(index, start) for index, size in enumerate(sizes) for start in range(0, size, BLOCK)]
     return on_device([index for index, _ in pairs] + [start for _, start in pairs], device).view(2, -1)
 
@@ -91,13 +92,45 @@ def tables(operands: Operands, device: torch.device) -> Tables | None:
     )
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
+def launch(
+    kernel: Any, operands: Operands, scalars: Tensor, step: Tensor, numbers: Sequence[float], **constants: object
+) -> None:
+    """Launch a step's kernel once over all tensors that it can walk.
+
+    Args:
+        kernel: takes the tables, `scalars`, `step` and the factors of gradients, then the counts of tensors and blocks.
+        operands: checked.
+        scalars: shape (n, 3), fp32, on the device.
+        step: shape (n,), fp32, same device.
+        numbers: what the kernel takes after the counts.
+        constants: by name, beside those that every step has.
+
+    Writes: weights, their aux state, moments; none of them if `found_inf` is set. Syncs: no.
+    """
+    device, weights, grads = step.device, operands.weights, operands.grads
+    held = tables(operands, device)
+    if held is None:
+        return
+    factors, scaled, found, guarded = factors_of(grads, device)
+    count = held.blocks.shape[1]
+    with _on(device):
+        kernel[(count,)](
+            held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
+            len(weights.values), count, *numbers, **constants,
+            MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
+            MEAN=held.mean_format, MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded, SIZE=BLOCK,
+            ALIGNED=held.is_aligned, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    torch.autograd.graph.increment_version(list(weights.values))
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which Triton launches on a device: by itself it takes the current one, whatever the pointers."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def factors_of(grads: ScaledGradients, device: torch.device) -> tuple[Tensor, bool, Tensor, bool]:
-    """Return 1/scale and clip coefficient, shape (2,) fp32, whether either is there, and the same for `found_inf`."""
+    """Return 1/scale and clip coefficient, shape (2,) fp32, whether either is there, and the same for `found_inf`. Syncs: no."""
     one = torch.ones((), dtype=torch.float32, device=device)
     scaled = grads.inv_scale is not None or grads.clip_coef is not None
     given = [one if x is None else x.reshape(()).to(torch.float32) for x in (grads.inv_scale, grads.clip_coef)]

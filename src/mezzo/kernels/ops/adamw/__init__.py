@@ -1,4 +1,4 @@
 """The AdamW step."""
 
-from .rule import AdamWRule as AdamWRule
-from .rule import adamw_scalars as adamw_scalars
+from .reference import AdamWRule as AdamWRule
+from .reference import adamw_scalars as adamw_scalars

@@ -11,7 +11,7 @@ from ...backends.cpp.batch import run
 from ...backends.cpp.build import library
 from ...operands import Operands
 from . import reference
-from .rule import AdamWRule
+from .reference import AdamWRule
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 

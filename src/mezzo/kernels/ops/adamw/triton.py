@@ -2,12 +2,11 @@
 
 import ctypes
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import BLOCK, WARPS, factors_of, on, tables
+from ...backends.triton.launch import launch
 from ...backends.triton.tiles import (
     FP32,
     block_of,
@@ -24,9 +23,9 @@ from ...backends.triton.tiles import (
     write_master,
     write_mean,
 )
-from ...operands import FORMATS, MODES, Operands
+from ...operands import Operands
 from . import reference
-from .rule import AdamWRule
+from .reference import AdamWRule
 
 
 @triton.jit
@@ -92,21 +91,7 @@ def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) ->
     """
     if operands.other:
         reference.step_(operands, rule, scalars, step, operands.other)
-    device, weights, grads = step.device, operands.weights, operands.grads
-    held = tables(operands, device)
-    if held is None:
-        return
-    factors, scaled, found, guarded = factors_of(grads, device)
     weight = ctypes.c_float(1 - rule.beta1).value
     near = weight < 0.5  # torch's lerp starts from the nearer end
-    with on(device):
-        adamw_step_kernel[(held.blocks.shape[1],)](
-            held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
-            len(weights.values), held.blocks.shape[1],
-            weight if near else weight - 1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2,
-            MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
-            MEAN=held.mean_format, AMSGRAD=rule.amsgrad, L2=rule.l2 != 0, MAXIMIZE=grads.maximize, SCALED=scaled,
-            GUARDED=guarded, NEAR=near, SIZE=BLOCK, ALIGNED=held.is_aligned,
-            num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-    torch.autograd.graph.increment_version(list(weights.values))
+    numbers = (weight if near else weight - 1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2)
+    launch(adamw_step_kernel, operands, scalars, step, numbers, AMSGRAD=rule.amsgrad, L2=rule.l2 != 0, NEAR=near)

@@ -46,7 +46,10 @@ class GradientCheck:
 
 
 def values(grad: Tensor) -> Tensor:
-    """Return a gradient as one dense real tensor: the values of a sparse one, both parts of a complex one."""
+    """Return a gradient as one dense real tensor: the values of a sparse one, both parts of a complex one.
+
+    Syncs: for a sparse one that is not coalesced, on an accelerator.
+    """
     if grad.layout is torch.strided and not grad.is_complex():
         return grad
     dense = grad.coalesce().values() if grad.is_sparse else grad

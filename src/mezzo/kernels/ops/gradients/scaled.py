@@ -29,7 +29,7 @@ class ScaledGradients:
 
     @property
     def skip(self) -> Tensor | None:
-        """Whether the step must change nothing: shape (), bool, on the device; None: it may."""
+        """Whether the step must change nothing: shape (), bool, on the device; None: it may. Syncs: no."""
         return None if self.found_inf is None else self.found_inf.reshape(()) != 0
 
     def read(self, index: int, dtype: torch.dtype) -> Tensor:

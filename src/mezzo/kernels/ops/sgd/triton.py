@@ -1,11 +1,10 @@
 """The SGD step on CUDA: one launch over all tensors; `reference.py` defines it."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import BLOCK, WARPS, factors_of, on, tables
+from ...backends.triton.launch import launch
 from ...backends.triton.tiles import (
     block_of,
     load,
@@ -17,9 +16,9 @@ from ...backends.triton.tiles import (
     write_master,
     write_mean,
 )
-from ...operands import FORMATS, MODES, Operands
+from ...operands import Operands
 from . import reference
-from .rule import SGDRule
+from .reference import SGDRule
 
 
 @triton.jit
@@ -70,18 +69,6 @@ def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> N
     """
     if operands.other:
         reference.step_(operands, rule, scalars, step, operands.other)
-    device, weights, grads = step.device, operands.weights, operands.grads
-    held = tables(operands, device)
-    if held is None:
-        return
-    factors, scaled, found, guarded = factors_of(grads, device)
-    with on(device):
-        sgd_step_kernel[(held.blocks.shape[1],)](
-            held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
-            len(weights.values), held.blocks.shape[1], rule.weight_decay, rule.momentum,
-            MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
-            MEAN=held.mean_format, DECAYS=rule.weight_decay != 0, SUMS=rule.momentum != 0, NESTEROV=rule.nesterov,
-            MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded, SIZE=BLOCK, ALIGNED=held.is_aligned,
-            num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-    torch.autograd.graph.increment_version(list(weights.values))
+    decays, sums = rule.weight_decay != 0, rule.momentum != 0
+    numbers = (rule.weight_decay, rule.momentum)
+    launch(sgd_step_kernel, operands, scalars, step, numbers, DECAYS=decays, SUMS=sums, NESTEROV=rule.nesterov)
