@@ -93,12 +93,12 @@ def tables(operands: Operands, device: torch.device) -> Tables | None:
 
 
 def launch(
-    kernel: Any, operands: Operands, scalars: Tensor, step: Tensor, numbers: Sequence[float], **constants: object
+    step_kernel: Any, operands: Operands, scalars: Tensor, step: Tensor, numbers: Sequence[float], **constants: object
 ) -> None:
     """Launch a step's kernel once over all tensors that it can walk.
 
     Args:
-        kernel: takes the tables, `scalars`, `step` and the factors of gradients, then the counts of tensors and blocks.
+        step_kernel: takes the tables, `scalars`, `step` and the factors of gradients, then the counts of tensors and blocks.
         operands: checked.
         scalars: shape (n, 3), fp32, on the device.
         step: shape (n,), fp32, same device.
@@ -114,7 +114,7 @@ def launch(
     factors, scaled, found, guarded = factors_of(grads, device)
     count = held.blocks.shape[1]
     with _on(device):
-        kernel[(count,)](
+        step_kernel[(count,)](
             held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
             len(weights.values), count, *numbers, **constants,
             MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
