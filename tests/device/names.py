@@ -5,15 +5,6 @@ OPTIMIZERS = ("torch.AdamW", "mezzo.AdamW", "mezzo.SGD", "torch.SGD", "torch.Muo
 WAYS = ("plain", "clip", "accumulation")
 STEPS = 8
 
-
-def reads_once(policy: str, optimizer: str) -> bool:
-    """Whether an optimizer cannot leave a step out by itself, so that the host waits for the flags of each.
-
-    torch's SGD is stepped by mezzo's kernels where weights are 16 bit.
-    """
-    return optimizer == "torch.Muon" or (optimizer == "torch.SGD" and not policy.endswith("master"))
-
-
 LOOKED_AT = 3
 """The first steps, which mezzo looks at closely, with reads."""
 CHECKS = (
@@ -26,6 +17,8 @@ CHECKS = (
     "a_device_without_fp64_runs",
     "a_healthy_step_decides_in_few_launches",
     "batch_norms_are_taken_back_at_once",
+    "steps_of_any_optimizer_of_torch_are_undone_on_the_device",
+    "an_optimizer_that_may_not_stand_nan_is_read_for_once",
     "a_step_in_a_captured_graph_is_refused",
     "random_state_of_every_device_is_given_back",
     "replay_knows_the_dropout_of_the_batch",

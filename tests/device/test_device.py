@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from .names import CHECKS, LOOKED_AT, OPTIMIZERS, PRESETS, STEPS, WAYS, reads_once
+from .names import CHECKS, OPTIMIZERS, PRESETS, STEPS, WAYS
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler to build the simulated accelerator with"),
@@ -44,8 +44,7 @@ def test_a_healthy_step_never_waits_and_has_the_bits_of_the_cpu(case: str) -> No
         assert run["sim"] == pytest.approx(run["cpu"], rel=2.0**-20)
     else:
         assert run["sim"] == run["cpu"]
-    waits = STEPS - LOOKED_AT if reads_once(*case.split()[:2]) else 0  # else for flags that have landed
-    assert len(run["waits"]) == waits, "\n".join(run["waits"])
+    assert not run["waits"], "\n".join(run["waits"])
 
 
 @pytest.mark.parametrize("case", [" ".join(parts) for parts in itertools.product(PRESETS, OPTIMIZERS)])

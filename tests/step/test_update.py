@@ -97,10 +97,18 @@ class TestClip:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_who_leaves_out_a_step_without_the_host(name: str) -> None:
     optimizer = OPTIMIZERS[name]([param()])
-    fused = "fused" in name or "mezzo" in name
-    assert decides_on_device(optimizer) == (fused and name != "fused-momentum")  # its first step makes the sums
+    assert decides_on_device(optimizer)
     optimizer.register_step_post_hook(lambda *_: None)
     assert not decides_on_device(optimizer)
+
+
+def test_a_step_that_might_not_be_undone_is_decided_by_the_host() -> None:
+    own = Seen([param()], lr=0.1)
+    elsewhere = torch.optim.SGD([param(), nn.Parameter(torch.ones(1, device="meta"))], lr=0.1)
+    in_a_list = torch.optim.SGD([param()], lr=0.1)
+    in_a_list.state[in_a_list.param_groups[0]["params"][0]] = {"sums": [torch.zeros(3)]}
+    counting = mezzo.optim.MasterWeights(torch.optim.SGD([param()], lr=0.1), mode="stochastic")
+    assert not any(map(decides_on_device, (own, elsewhere, in_a_list, counting)))
 
 
 def test_what_the_host_knows_to_be_bad_reaches_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,6 @@ class Slot:
                 delattr(self.module, self.key)
 
 
-@torch.no_grad()
 def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
     """Give buffers back what they were, where `void` is true: those of a dtype and device that stayed in place at once.
 
@@ -115,34 +114,65 @@ def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
         void = void != 0
     if void is False:
         return
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    in_place: list[tuple[Tensor, Tensor]] = []
     for slot, before in slots:
         buffer, value = slot.buffer, before.value
         is_in_place = buffer is not None and before.stamp is not None and before.stamp.is_of(buffer)
         if buffer is not None and value is not None and is_in_place and is_alike(value, buffer):
-            kinds.setdefault((buffer.dtype, buffer.device), []).append((value, buffer.detach()))
+            in_place.append((value, buffer))
         else:
             slot.restore(before, void)
-    for (_, device), pairs in kinds.items():
-        was, now = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*pairs, strict=True))
-        chosen = torch.where(void.to(device), was, now) if isinstance(void, Tensor) else was
-        values = torch.split(chosen, [buffer.numel() for _, buffer in pairs])
-        buffers = [buffer for _, buffer in pairs]
-        foreach_copy_(buffers, [value.view(buffer.shape) for value, buffer in zip(values, buffers, strict=True)])
+    choose_(in_place, void)
 
 
 @torch.no_grad()
+def choose_(pairs: Sequence[tuple[Tensor, Tensor]], void: Tensor | bool) -> None:
+    """Give tensors back what they were, where `void` is true: small ones of a dtype and device in one choice.
+
+    Args:
+        pairs: what each was, and the tensor; of one shape, dtype and device.
+        void: shape (), bool; or true.
+
+    Writes: the second tensor of each pair. Syncs: no.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    for was, tensor in pairs:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append((was, tensor.detach()))
+    for (_, device), alike in kinds.items():
+        where = void.to(device) if isinstance(void, Tensor) else torch.full((), void, device=device)
+        small = [pair for pair in alike if pair[1].numel() < _LARGE]
+        for was, now in alike:
+            if now.numel() >= _LARGE:
+                now.copy_(torch.where(where, was, now))
+        if small:
+            old, new = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*small, strict=True))
+            values = torch.split(torch.where(where, old, new), [now.numel() for _, now in small])
+            given = [value.view(now.shape) for value, (_, now) in zip(values, small, strict=True)]
+            foreach_copy_([now for _, now in small], given)
+
+
+_LARGE = 2**18
+"""Elements from which on a tensor is worth a launch of its own, and too much to be copied once more."""
+
+
+@torch.no_grad()
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, made in as many launches as there are dtypes and devices. Syncs: no."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    for copy, tensor in zip(copies, tensors, strict=True):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append((copy, tensor.detach()))
+    for alike in kinds.values():
+        foreach_copy_([copy for copy, _ in alike], [tensor for _, tensor in alike])
+    return copies
+
+
 def take_copies(slots: Sequence[Slot]) -> None:
     """Copy the buffers of slots as they are. Writes: the slots. Syncs: no."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    there = [(slot, buffer) for slot in slots if (buffer := slot.buffer) is not None]
+    values = dict(zip([slot.name for slot, _ in there], copies_of([buffer for _, buffer in there]), strict=True))
     for slot in slots:
-        buffer = slot.buffer
-        value = None if buffer is None else torch.empty_like(buffer)
-        slot.copy, slot.is_stale = Copy(_stamp(buffer), value), False
-        if buffer is not None and value is not None:
-            kinds.setdefault((buffer.dtype, buffer.device), []).append((value, buffer.detach()))
-    for pairs in kinds.values():
-        foreach_copy_([value for value, _ in pairs], [buffer for _, buffer in pairs])
+        slot.copy, slot.is_stale = Copy(_stamp(slot.buffer), values.get(slot.name)), False
 
 
 def is_alike(value: Tensor | None, buffer: Tensor | None) -> bool:

@@ -274,7 +274,7 @@ class Engine:
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_norm = None  # the norm of the step is that of all ranks
         with self.stepping():
-            update_(grads, flags, self.gradients.require("step()"), skipped, clip, self._skip)
+            result.undo = update_(grads, flags, self.gradients.require("step()"), skipped, clip, self._skip)
         self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)
         if before is not None:
             self.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from html import escape
@@ -235,9 +235,13 @@ class StepResult:
         flags: of the step, on the device, or known.
         stats: the gradients behind them.
         before: the result of the step before, or how many were skipped in a row before this one.
+
+    Attributes:
+        stats: as given.
+        undo: for each optimizer what is called when the flags are read, if it skipped.
     """
 
-    __slots__ = ("_before", "_event", "_flags", "_row", "_vector", "stats")
+    __slots__ = ("_before", "_event", "_flags", "_row", "_vector", "stats", "undo")
 
     def __init__(self, flags: StepFlags[Any], stats: GradStats, before: StepResult | int = 0) -> None:
         self._vector: Tensor | None = None
@@ -245,6 +249,7 @@ class StepResult:
         self._flags: StepFlags[float] | None = None
         self._row, self._before = 0, before
         self.stats = stats
+        self.undo: Sequence[Callable[[], None] | None] = ()
         if flags.is_known:
             self._take(flags)
         else:
@@ -254,6 +259,10 @@ class StepResult:
         self._flags, before, self._before = flags, self._before, 0
         if not flags.applied:
             self._row = 1 + (before if isinstance(before, int) else before.skipped_in_a_row)
+        for undo, skipped in zip(self.undo, flags.skipped, strict=False):
+            if undo is not None and skipped:
+                undo()
+        self.undo = ()
         return flags
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from ..loss_scale import LossScale, NoScaling, StepScaling, handing, next_state
 from ..optim import MasterWeights, keeps_masters
 from ..policy import ScalingConfig
 from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multiply_
+from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
 from .result import StepFlags
 
@@ -65,25 +66,31 @@ def allow_direct_steps(optimizer: Optimizer) -> None:
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can leave out a step by itself, so that the host need not know.
+    """Whether a step of an optimizer can be left out, or undone, on the device, so that the host need not know.
 
-    Not one with hooks, which would run after steps that did not happen; and not torch's fused SGD before its
-    momentum buffers are there: skipping the step that makes them leaves them without values (torch 2.13).
+    Not if it has hooks, which would run after steps that did not happen.
     """
     # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
     everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
     if any(hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere):
         return False
-    for part in (optimizer, optimizer.inner) if isinstance(optimizer, MasterWeights) else (optimizer,):
+    parts = (optimizer, optimizer.inner) if isinstance(optimizer, MasterWeights) else (optimizer,)
+    for part in parts:
         # One pre-hook is the stepper's or the wrapper's own.
         pre, post = step_hooks(part)
-        has_hooks = post or len(pre) > 1
-        if has_hooks or not is_fused(part) or _lacks_momentum(part, optimizer):
+        if post or len(pre) > 1:
             return False
-    return True
+    return can_be_undone(optimizer) if _needs_undoing(optimizer) else True
+
+
+def _needs_undoing(optimizer: Optimizer) -> bool:
+    """Whether an optimizer takes each step it is told to, whatever was found."""
+    inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    return not is_fused(inner) or _lacks_momentum(inner, optimizer)
 
 
 def _lacks_momentum(optimizer: Optimizer, owner: Optimizer) -> bool:
+    """Whether torch's fused SGD has yet to make momentum buffers: skipping that step leaves them without values (torch 2.13)."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     params = [p for group in optimizer.param_groups if group["momentum"] != 0 for p in group["params"]]
@@ -134,7 +141,6 @@ def true_grads_for(optimizer: Optimizer, grads: Sequence[Tensor], scaling: StepS
     Writes: attributes of the optimizer for the length of the block, or the gradients. Syncs: no.
     """
     if not is_fused(optimizer):
-        assert scaling.found_inf is None
         factor = _factor(scaling)
         if factor is not None:
             multiply_(grads, factor)
@@ -163,7 +169,7 @@ def update_(
     skipped: Sequence[float] | None,
     clip: Clip,
     skip: Skip,
-) -> None:
+) -> list[Callable[[], None] | None]:
     """Have each optimizer take its step, or leave everything as it is.
 
     Args:
@@ -173,6 +179,9 @@ def update_(
         skipped: who skips, where the host knows; else the optimizers decide on the device.
         clip: how gradients are clipped.
         skip: "independent" clips the gradients of each optimizer by their own norm.
+
+    Returns:
+        For each optimizer what must be called once the host knows that it skips; None: nothing.
 
     Raises:
         StepError: an optimizer raised after another one had taken its step.
@@ -189,10 +198,14 @@ def update_(
         multiply_([grad for one in grads for grad in one.grads], scale.reciprocal())
         scale = None
     taken: list[OptimizerGrads] = []
+    undo: list[Callable[[], None] | None] = [None] * len(grads)
     for i, one in enumerate(grads):
         if skipped is None or not skipped[i]:
             norm = flags.norms[i] if skip == "independent" else flags.grad_norm
             found_inf = flags.skipped[i] if skipped is None else None
+            attempt = None
+            if found_inf is not None and _needs_undoing(one.optimizer):
+                attempt, found_inf = Attempt(one.optimizer, one.params, found_inf), None
             scaling = StepScaling(grad_scale=scale, clip_coef=clip.coefficient(norm), found_inf=found_inf)
             try:
                 if scaling.is_empty and getattr(one.optimizer, "grad_scale", None) is None:
@@ -211,6 +224,8 @@ def update_(
                     ) from failure
                 raise
             taken.append(one)
+            undo[i] = None if attempt is None else attempt.settle()
+    return undo
 
 
 _CHANGED = "a step() that failed, when gradients had been divided or clipped already"

@@ -1,0 +1,117 @@
+"""Steps of optimizers that cannot leave one out: taken, and undone on the device where the step must be skipped.
+
+torch's fused optimizers and mezzo's read `found_inf` themselves. For another one of torch, weights and state are copied, the step
+is taken, and each is chosen between old and new where it lies. What only the host knows, such as a step count on the CPU or an
+entry of the state that is new, is undone when the host reads the flags: before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..kernels import local
+from ..optim import MasterWeights
+from .buffers import choose_, copies_of
+
+_PLAIN = (Tensor, float, int, str, tuple, type(None))
+_MISSING = object()
+
+
+def can_be_undone(optimizer: Optimizer) -> bool:
+    """Whether a step of an optimizer can be undone: one of torch's own whose state is tensors and plain values.
+
+    Another one may not stand gradients that are not finite, or keep what it knows where nobody looks. Host only.
+    """
+    inner = optimizer
+    if isinstance(optimizer, MasterWeights):
+        inner = optimizer.inner
+        if optimizer.masters.mode == "stochastic":
+            return False  # counts its steps on the device by itself
+    if not f"{type(inner).__module__}.".startswith("torch.optim."):
+        return False
+    homes = {p.device.type for group in inner.param_groups for p in group["params"]}
+    return len(homes) == 1 and all(
+        isinstance(value, _PLAIN) for record in _records(optimizer, inner) for value in record.values()
+    )
+
+
+def _records(optimizer: Optimizer, inner: Optimizer) -> list[Mapping[str, Any]]:
+    own = {name: value for name, value in vars(inner).items() if name not in _base_names()}
+    options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in inner.param_groups]
+    return [own, *options, *optimizer.state.values()]
+
+
+@cache
+def _base_names() -> frozenset[str]:
+    """Return the attributes that any optimizer has."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+
+
+class Attempt:
+    """One step of one optimizer that is taken whatever was found; made before it.
+
+    Args:
+        optimizer: for which `can_be_undone` holds.
+        params: those with gradients.
+        skip: shape (), on the device, not 0 where the step must be undone.
+
+    Syncs: no.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[Tensor], skip: Tensor) -> None:
+        self._state, self._params, self._skip = optimizer.state, params, skip
+        inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+        self._owners = [*inner.param_groups, vars(inner)]
+        self._entries = {p: dict(optimizer.state[p]) for p in params if p in optimizer.state}
+        self._options = [dict(owner) for owner in self._owners]
+        held = [v for one in (*self._entries.values(), *self._options) for v in one.values() if isinstance(v, Tensor)]
+        distinct = {id(tensor): local(tensor) for tensor in (*params, *held)}.values()
+        home = params[0].device.type
+        self._tensors = [tensor for tensor in distinct if tensor.device.type == home]
+        self._copies = copies_of(self._tensors)
+        self._on_host = [(tensor, tensor.clone()) for tensor in distinct if tensor.device.type != home]
+
+    def settle(self) -> Callable[[], None]:
+        """Undo the step on the device if it must be skipped; called right after it.
+
+        Returns:
+            What must be called once the host knows that it was skipped; nothing of the step is left then.
+
+        Writes: weights and state. Syncs: no.
+        """
+        choose_(list(zip(self._copies, self._tensors, strict=True)), self._skip != 0)
+        state, on_host = self._state, self._on_host
+        entries = {p: state[p] for p in self._params if p in state}  # a wrapper may have made them anew
+        new = {p: entry for p, entry in entries.items() if p not in self._entries}
+        known = [(entry, self._entries[p]) for p, entry in entries.items() if p in self._entries]
+        changed = _changed([*known, *zip(self._owners, self._options, strict=True)])
+
+        def undo() -> None:
+            for record, name, value in changed:
+                if value is _MISSING:
+                    record.pop(name, None)
+                else:
+                    record[name] = value
+            for p, entry in new.items():
+                if state.get(p) is entry:
+                    del state[p]
+            for tensor, value in on_host:
+                tensor.copy_(value)
+
+        return undo
+
+
+def _changed(records: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return what is another object now than before, as record, name and former value."""
+    return [
+        (now, name, before.get(name, _MISSING))
+        for now, before in records
+        for name in now.keys() | before.keys()
+        if now.get(name, _MISSING) is not before.get(name, _MISSING)
+    ]
