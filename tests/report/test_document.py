@@ -13,7 +13,21 @@ import torch
 from tests.zoo import faulty_forward
 
 import mezzo.diagnose as diagnose
-from mezzo.report import Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Source, Table, html, terminal
+from mezzo.report import (
+    Chart,
+    Document,
+    Heading,
+    Heat,
+    Note,
+    Pairs,
+    Report,
+    Series,
+    Source,
+    Table,
+    render_page,
+    render_text,
+    table_text,
+)
 from mezzo.report.charts import draw, draw_heat
 from mezzo.report.report_base import to_plain
 
@@ -82,8 +96,27 @@ def test_text_is_golden() -> None:
 
 
 def test_colour_is_written_on_request_only() -> None:
-    assert "\x1b[" not in terminal.render(DOCUMENT)
-    assert "\x1b[" in terminal.render(DOCUMENT, colour=True)
+    assert "\x1b[" not in render_text(DOCUMENT)
+    assert "\x1b[" in render_text(DOCUMENT, colour=True)
+
+
+def test_no_line_is_wider_than_the_screen_and_no_word_is_lost() -> None:
+    why = "the value overflows " * 20
+    document = Document(
+        title="t", verdict="v", is_good=True, blocks=(
+            Pairs(pairs=(("why", why),)),
+            Note(text=why),
+            Table(title="", columns=("rule", "why"), rows=(("masked-row", why),)),
+        ),
+    )  # fmt: skip
+    for width in (60, 110):
+        text = render_text(document, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert text.split().count("overflows") == 60
+
+
+def test_a_table_of_nothing_is_its_head() -> None:
+    assert table_text(("op", "calls"), []) == "op  calls"
 
 
 def test_json_is_strict_and_whole() -> None:
@@ -100,7 +133,7 @@ def test_a_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_page_shows_every_block_escaped() -> None:
-    page = html.render(DOCUMENT)
+    page = render_page(DOCUMENT)
     for part in ("a &lt;title&gt;", "Faulty: &amp; more", "heading", "because", "12,345", "a note", "y &lt; 2", "2^3"):
         assert part in page, part
     assert page.count("<svg ") == 3

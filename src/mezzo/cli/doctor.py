@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from ..diagnose import ScriptRun, check_up, trace_script
 from ..errors import ConfigError
-from ..report import Report, terminal
+from ..report import Report, render_text
 
 _LONGEST = 200
 HEALTHY, FAULTY, BAD_INPUT, UNSEEN, UNTRACED = 0, 1, 2, 3, 4
@@ -80,7 +81,8 @@ def _print(report: Report, options: argparse.Namespace) -> None:
     if options.json:
         print(report.to_json())
     else:
-        print(terminal.render(report.document(), colour=sys.stdout.isatty(), full=options.full))
+        width = shutil.get_terminal_size((110, 0)).columns
+        print(render_text(report.document(), width=width, colour=sys.stdout.isatty(), full=options.full))
         if report.document().details and not options.full:
             print("\nMore with --full, or on a page with --html FILE.")
     if options.html is not None:

@@ -32,7 +32,10 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
-    """Return the loss: `loss_fn`'s, else the sum of the mean squares of every floating output, in fp32."""
+    """Return the loss: `loss_fn`'s, else the sum of the mean squares of every floating output, in fp32.
+
+    Syncs: as the model does.
+    """
     if loss_fn is not None:
         return loss_fn(model, batch)
     outputs = [t for _, t in tensors_in(call(model, batch), "output") if t.is_floating_point()]

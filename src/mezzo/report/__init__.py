@@ -14,3 +14,6 @@ from .document import Series as Series
 from .document import Source as Source
 from .document import Table as Table
 from .report_base import Report as Report
+from .report_base import render_page as render_page
+from .text import render_text as render_text
+from .text import table_text as table_text

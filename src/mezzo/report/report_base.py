@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 
 from ..extras import check_installed, is_there
 from ..formats import dtype_name
-from . import plain
-from .document import Document
+from . import text
+from .charts import draw, draw_heat
+from .document import Chart, Document, Heat
 
 
 def to_plain(value: object) -> Any:
@@ -37,6 +39,21 @@ def to_plain(value: object) -> Any:
     return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
+def render_page(document: Document) -> str:
+    """Set a document as one self-contained HTML page: nothing in it is loaded from elsewhere and no script runs."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    def svg(block: Chart | Heat) -> Markup:
+        # every text inside is escaped where it is drawn
+        return Markup(draw(block) if isinstance(block, Chart) else draw_heat(block))
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(svg=svg, cell=text.cell, kind=lambda block: type(block).__name__)
+    template = environment.from_string(files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8"))
+    return template.render(doc=document)
+
+
 class Report:
     """Base of every diagnosis. A subclass is a frozen dataclass that says how it is laid out."""
 
@@ -56,19 +73,15 @@ class Report:
 
     def to_text(self, *, full: bool = True) -> str:
         """Return the report as text: all of it, or what fits one screen."""
-        if not is_there("rich"):
-            return plain.render(self.document(), full=full)
-        from .terminal import render
-
-        return render(self.document(), full=full)
+        return text.render_text(self.document(), full=full)
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the page in a frame of its own, or the text where jinja2 is not installed."""
         if not is_there("jinja2"):
             return f"<pre>{escape(str(self))}</pre>"
-        from .html import render
-
-        return f'<iframe srcdoc="{escape(render(self.document()))}" style="width:100%;height:36em;border:0"></iframe>'
+        return (
+            f'<iframe srcdoc="{escape(render_page(self.document()))}" style="width:100%;height:36em;border:0"></iframe>'
+        )
 
     def to_json(self) -> str:
         """Return the data as JSON text; inf and NaN are written as words."""
@@ -87,8 +100,6 @@ class Report:
             ConfigError: jinja2 is not installed.
         """
         check_installed("to_html", ["jinja2"])
-        from .html import render
-
         path = Path(path)
-        path.write_text(render(self.document()), encoding="utf-8")
+        path.write_text(render_page(self.document()), encoding="utf-8")
         return path

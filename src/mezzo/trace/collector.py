@@ -167,7 +167,10 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._pending_reads.append(sink)
 
     def on_read_in_python(self, tensor: Tensor) -> None:
-        """Take note of a tensor that becomes an array or a list, which no op shows."""
+        """Take note of a tensor that becomes an array or a list, which no op shows.
+
+        Syncs: yes, where non-finite values are about.
+        """
         with self.aside():
             self.on_read(tensor, self.context.site("item"))
 
@@ -335,11 +338,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         return frozenset((index,))
 
     def sink(self, kind: SinkKind, name: str, tensor: Tensor) -> None:
-        """Note that a tensor, known to be non-finite, is one that matters."""
+        """Note that a tensor, known to be non-finite, is one that matters. Syncs: no."""
         self.reach(self.sink_of(kind, name, tensor))
 
     def sink_of(self, kind: SinkKind, name: str, tensor: Tensor) -> Sink:
-        """Return what is to be noted of a non-finite tensor, once it is known to matter."""
+        """Return what is to be noted of a non-finite tensor, once it is known to matter. Syncs: no."""
         causes = self._causes.get(tensor) or NO_CAUSE
         return Sink(kind=kind, name=name, causes=causes, step=self.context.step, after=len(self.events))
 
@@ -350,7 +353,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._on_sink()
 
     def was_spoiled(self, name: str, buffer: Tensor) -> bool:
-        """Say whether a buffer received non-finite values; a mask that held them all along did not."""
+        """Say whether a buffer received non-finite values; a mask that held them all along did not. Syncs: no."""
         events = [self.events[i] for i in self._causes.get(buffer) or ()]
         return any(e.kind != "constant" and e.leaf != f"buffer {name}" for e in events)
 

@@ -219,7 +219,10 @@ class TraceContext:
         self.loss_scale = _factor(loss)
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return what a tensor is called: parameter, buffer, input or optimizer state; empty if none of them."""
+        """Return what a tensor is called: parameter, buffer, input or optimizer state; empty if none of them.
+
+        Syncs: no.
+        """
         found = self.modules.name_of(tensor)
         key = storage_id(tensor)
         for optimizer in self.optimizers if not found else ():
@@ -230,7 +233,7 @@ class TraceContext:
         return found
 
     def parameter_name(self, parameter: Tensor) -> str:
-        """Return a parameter's name in the first module that holds it, or its place in an optimizer."""
+        """Return a parameter's name in the first module that holds it, or its place in an optimizer. Syncs: no."""
         known = self.modules.parameter_name(parameter)
         for optimizer in self.optimizers if not known else ():
             for i, group in enumerate(optimizer.param_groups):

@@ -93,7 +93,7 @@ class PendingOutputs:
         self._pending: list[tuple[int, weakref.ref[_Alive], Sink]] = []
 
     def add(self, output: Tensor, sink: Sink) -> None:
-        """Wait for what becomes of an output. Writes: the metadata of its autograd node."""
+        """Wait for what becomes of an output. Writes: the metadata of its autograd node. Syncs: no."""
         node = output.grad_fn
         if node is None:
             return
@@ -103,7 +103,7 @@ class PendingOutputs:
         self._pending.append((node_number(node), weakref.ref(alive), sink))
 
     def differentiated(self, loss: Tensor) -> None:
-        """Drop the outputs that a loss was computed from: they are judged there."""
+        """Drop the outputs that a loss was computed from: they are judged there. Syncs: no."""
         if self._pending:
             known = _nodes_behind(loss, min(number for number, _, _ in self._pending))
             self._pending = [p for p in self._pending if p[0] not in known]
@@ -120,7 +120,10 @@ class PendingOutputs:
 
 
 def leaves_behind(loss: Tensor) -> list[Tensor]:
-    """Return the tensors whose gradients a backward from `loss` will bring, those of no module among them."""
+    """Return the tensors whose gradients a backward from `loss` will bring, those of no module among them.
+
+    Syncs: no.
+    """
     seen: set[Any] = set()
     todo: list[Any] = [loss.grad_fn]
     found: list[Tensor] = []

@@ -250,7 +250,10 @@ _FUSED = {
 
 
 def fused_with(op: str, argument: Tensor) -> str:
-    """Return the function that computes a logarithm without the number it is taken of; empty where none does."""
+    """Return the function that computes a logarithm without the number it is taken of; empty where none does.
+
+    Syncs: no.
+    """
     node: Any = argument.grad_fn if op in ("log", "log2", "log10") else None
     for _ in range(2):
         if node is None or node.name() in _FUSED:

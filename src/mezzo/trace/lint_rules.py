@@ -134,7 +134,7 @@ class LintWatch:
             self.add("half-weights-in-region", site, low[0][1].dtype, what, float(len(low)))
 
     def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
-        """Look at the tensor backward starts from, and at the region it starts in."""
+        """Look at the tensor backward starts from, and at the region it starts in. Syncs: no."""
         if region is not None:
             self.add("backward-in-region", site, region, "backward", 0.0)
         if loss.dtype in LOW_DTYPES:

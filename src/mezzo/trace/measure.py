@@ -106,6 +106,8 @@ def rerun(func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwa
 
     Raises:
         RuntimeError, NotImplementedError: the op has no kernel for these dtypes.
+
+    Syncs: as the op does.
     """
     args = tuple(
         tree_map(_clone, a) if name in facts.writes else a for name, a in zip(facts.arguments, args, strict=False)
@@ -139,6 +141,8 @@ def rerun_wide(
 
     Returns:
         What `rerun` returns; None where no kernel of that format exists.
+
+    Syncs: as the op does.
     """
     try:
         wide_args, wide_kwargs = widened(args, kwargs, dtype)

@@ -16,7 +16,7 @@ from .._torch import storage_id
 
 
 def tensors_in(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested mappings, sequences and dataclasses, with a name for each."""
+    """Yield the tensors in nested mappings, sequences and dataclasses, with a name for each. Syncs: no."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -146,11 +146,11 @@ class ModuleStack:
         return not self._stack
 
     def parameter_name(self, parameter: Tensor) -> str:
-        """Return a parameter's name in the first root that holds it; empty if none does."""
+        """Return a parameter's name in the first root that holds it; empty if none does. Syncs: no."""
         return self._parameters.get(id(parameter), (parameter, ""))[1]
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return what a tensor's memory is called: parameter, buffer or input; empty if none of them."""
+        """Return what a tensor's memory is called: parameter, buffer or input; empty if none of them. Syncs: no."""
         key = storage_id(tensor)
         for root in self.roots:
             for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):

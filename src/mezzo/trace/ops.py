@@ -108,7 +108,7 @@ def op_facts(func: OpOverload[Any, Any]) -> OpFacts:
 
 
 def floating(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating tensors in an argument, lists walked, with a name for each."""
+    """Yield the floating tensors in an argument, lists walked, with a name for each. Syncs: no."""
     if isinstance(value, Tensor):
         values = plain(value)
         if values is not None:
@@ -122,6 +122,8 @@ def plain(tensor: Tensor) -> Tensor | None:
     """Return the floating values of a tensor as a strided one; None where there are none.
 
     Complex tensors come as their real view, sparse ones as their values, distributed ones as their local part.
+
+    Syncs: no.
     """
     tensor = getattr(tensor, "_local_tensor", tensor)
     tensor = unwrapped(tensor)
@@ -135,13 +137,13 @@ def plain(tensor: Tensor) -> Tensor | None:
 
 
 def arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return the floating tensors among an op's arguments, by schema name."""
+    """Return the floating tensors among an op's arguments, by schema name. Syncs: no."""
     named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
     return [pair for name, value in named for pair in floating(value, name)]
 
 
 def results(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
-    """Return the floating tensors an op produced: what it returned and what it wrote, each once."""
+    """Return the floating tensors an op produced: what it returned and what it wrote, each once. Syncs: no."""
     written = [a for name, a in zip(facts.arguments, args, strict=False) if name in facts.writes]
     written += [a for name, a in kwargs.items() if name in facts.writes]
     found = {id(t): t for v in (out, *written) for _, t in floating(v, "")}
@@ -206,7 +208,7 @@ class Call:
         return out
 
     def original(self, tensor: Tensor) -> Tensor:
-        """Return the program's tensor that a copied argument stands for."""
+        """Return the program's tensor that a copied argument stands for. Syncs: no."""
         return self._originals.get(id(tensor), tensor)
 
 

@@ -81,11 +81,11 @@ class ReferencePath:
         self._tape: list[Call] = []
 
     def get(self, tensor: Tensor) -> Tensor | None:
-        """Return what a tensor would hold; None where it holds that, or where nothing is known."""
+        """Return what a tensor would hold; None where it holds that, or where nothing is known. Syncs: no."""
         return self._wide.get(tensor)
 
     def behind(self, tensors: Iterable[Tensor]) -> Flush | None:
-        """Return the zero that 16 bit made and that one of these tensors came through."""
+        """Return the zero that 16 bit made and that one of these tensors came through. Syncs: no."""
         return next((f for f in (self._flushes.get(t) for t in tensors) if f is not None), None)
 
     def clear(self) -> None:

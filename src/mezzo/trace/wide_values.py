@@ -11,13 +11,16 @@ from .._torch import storage_id
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the whole storage behind a tensor, as a view."""
+    """Return the whole storage behind a tensor, as a view. Syncs: no."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
 def at(values: Tensor, like: Tensor) -> Tensor | None:
-    """Return the view of a flat tensor that lies where `like` lies; None if its memory was made larger since."""
+    """Return the view of a flat tensor that lies where `like` lies; None if its memory was made larger since.
+
+    Syncs: no.
+    """
     last = like.storage_offset() + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
     if like.numel() and last >= values.numel():
         return None
@@ -37,12 +40,12 @@ class WideValues:
         return len(self._known)
 
     def get(self, tensor: Tensor) -> Tensor | None:
-        """Return the wide values where a tensor lies; None where nothing is known."""
+        """Return the wide values where a tensor lies; None where nothing is known. Syncs: no."""
         found = self._known.get(tensor)
         return None if found is None or found[0] != tensor.itemsize else at(found[1], tensor)
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Note what a tensor that was just written would hold, all of its storage or a part of it."""
+        """Note what a tensor that was just written would hold, all of its storage or a part of it. Syncs: no."""
         if tensor.numel() == 0:
             return
         found = self._known.get(tensor)
@@ -55,7 +58,7 @@ class WideValues:
         view.copy_(values)
 
     def forget(self, tensor: Tensor) -> None:
-        """Say that a tensor holds what it should."""
+        """Say that a tensor holds what it should. Syncs: no."""
         self._known.forget(tensor)
 
 
@@ -80,12 +83,12 @@ class StorageNotes(Generic[T]):
         return len(self._notes)
 
     def get(self, tensor: Tensor) -> T | None:
-        """Return the note on a tensor's memory."""
+        """Return the note on a tensor's memory. Syncs: no."""
         found = self._notes.get(storage_id(tensor)) if self._notes else None
         return None if found is None or _is_gone(found[0]) else found[1]
 
     def note(self, tensor: Tensor, value: T) -> None:
-        """Write a note on a tensor's memory over any older one."""
+        """Write a note on a tensor's memory over any older one. Syncs: no."""
         ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
         self._notes[ref.cdata] = (ref, value)
         if len(self._notes) > self._limit:
@@ -93,7 +96,7 @@ class StorageNotes(Generic[T]):
             self._limit = max(256, 2 * len(self._notes))
 
     def forget(self, tensor: Tensor) -> None:
-        """Drop the note on a tensor's memory."""
+        """Drop the note on a tensor's memory. Syncs: no."""
         if self._notes:
             self._notes.pop(storage_id(tensor), None)
 

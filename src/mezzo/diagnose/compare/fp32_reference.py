@@ -141,12 +141,15 @@ class Fp32Reference:
         return self._known.get(tensor) is not None
 
     def local(self, tensor: Tensor, here: Maker) -> Tensor | None:
-        """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is."""
+        """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is.
+
+        Syncs: no.
+        """
         known = self._known.get(tensor)
         return at(known.local, tensor) if known is not None and here.is_same_module(known.maker) else None
 
     def full(self, tensor: Tensor) -> Tensor | None:
-        """Return what a tensor would be had everything been computed in fp32; None if that is what it is."""
+        """Return what a tensor would be had everything been computed in fp32; None if that is what it is. Syncs: no."""
         known = self._known.get(tensor)
         return None if known is None else at(known.full, tensor)
 
@@ -158,6 +161,8 @@ class Fp32Reference:
             here: who wrote it.
             local: shape of `tensor`; see `Fp32Values`.
             full: likewise.
+
+        Syncs: no.
         """
         if tensor.numel() == 0:
             return
@@ -197,10 +202,10 @@ class Fp32Reference:
         return known.maker, tally
 
     def maker(self, tensor: Tensor) -> Maker:
-        """Return who wrote a tensor last."""
+        """Return who wrote a tensor last. Syncs: no."""
         known = self._known.get(tensor)
         return Maker() if known is None else known.maker
 
     def seed(self, tensor: Tensor, full: Tensor) -> None:
-        """Note that a tensor was rounded before the run began."""
+        """Note that a tensor was rounded before the run began. Syncs: no."""
         self.put(tensor, Maker(), tensor.detach().float(), full.detach().float())

@@ -76,7 +76,10 @@ class SampledStep:
 
 
 def is_taken(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Say whether a step that just ran was meant to move anything: at a rate, and not skipped on the device."""
+    """Say whether a step that just ran was meant to move anything: at a rate, and not skipped on the device.
+
+    Syncs: no.
+    """
     found = getattr(optimizer, "found_inf", None)
     has_rate = torch.tensor(any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups))
     return has_rate if not isinstance(found, Tensor) else has_rate.to(found.device) & (found == 0).all()

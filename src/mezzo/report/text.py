@@ -1,0 +1,148 @@
+"""Sets a document as text, and any table: nothing but Python."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from .document import Block, Cell, Chart, Document, Heading, Heat, Note, Pairs, Source, Table
+
+WIDTH = 110
+_BARS = "▁▂▃▄▅▆▇█"
+_HEAT_ROWS = 16
+_CODE = 52
+"""Characters of a source line that are shown."""
+_NARROWEST = 16
+_COLOURS = {"plain": "1", "good": "1;32", "bad": "1;31"}
+
+
+def cell(value: Cell) -> str:
+    """Write a table cell: whole numbers with separators, others with four digits."""
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def sparkline(values: tuple[float, ...]) -> str:
+    """Draw finite values as a row of bars, on their own scale.
+
+    >>> sparkline((0.0, 1.0, 2.0, 3.0))
+    '▁▃▆█'
+    """
+    finite = [v for v in values if math.isfinite(v)]
+    low, span = (min(finite), (max(finite) - min(finite)) or 1.0) if finite else (0.0, 1.0)
+    return "".join(_BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else "x" for v in values)
+
+
+def grid(
+    rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), width: int | None = None, gap: str = "  "
+) -> Iterator[str]:
+    """Yield the lines of a table: columns as wide as they must be, the widest folded where the line has no room.
+
+    Args:
+        rows: cells, as many in each.
+        right: indices of columns that are set to the right.
+        width: characters of a line; None folds nothing.
+        gap: between columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if width is not None and widths:
+        widest = widths.index(max(widths))
+        others = sum(widths) - widths[widest] + len(gap) * (len(widths) - 1)
+        widths[widest] = min(widths[widest], max(_NARROWEST, width - others))
+    for row in rows:
+        folded = [_folded(text, size) for text, size in zip(row, widths, strict=True)]
+        for parts in zip_longest(*folded, fillvalue=""):
+            cells = (
+                t.rjust(w) if i in right else t.ljust(w) for i, (t, w) in enumerate(zip(parts, widths, strict=True))
+            )
+            yield gap.join(cells).rstrip()
+
+
+def _folded(text: str, width: int) -> list[str]:
+    lines = (textwrap.wrap(line, width, break_on_hyphens=False) or [""] for line in text.split("\n"))
+    return [text] if len(text) <= width and "\n" not in text else [part for found in lines for part in found]
+
+
+def table_text(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, width: int | None = None) -> str:
+    """Set rows under named columns, numbers to the right.
+
+    Args:
+        columns: names.
+        rows: cells, as many as columns.
+        width: characters of a line, into which the widest column is folded; None folds nothing.
+
+    >>> print(table_text(("op", "calls"), [("mm", 12), ("add", 3456)]))
+    op   calls
+    mm      12
+    add  3,456
+    """
+    right = [i for i in range(len(columns)) if all(not isinstance(row[i], str) for row in rows)]
+    return "\n".join(grid([columns, *([cell(c) for c in row] for row in rows)], right=right, width=width))
+
+
+def _chart(block: Chart) -> Iterator[tuple[str, str, str]]:
+    for series in block.series:
+        finite = [v for v in series.values if math.isfinite(v)]
+        ends = f"{min(finite):.4g} … {max(finite):.4g} {block.unit}" if finite else "no finite value"
+        yield series.name, sparkline(series.values), ends
+
+
+def _heat(block: Heat) -> Iterator[tuple[str, str]]:
+    rest = len(block.rows) - _HEAT_ROWS
+    yield from ((name, sparkline(values)) for name, values in block.rows[:_HEAT_ROWS])
+    if rest > 0:
+        yield f"… and {rest} more, on the page", ""
+
+
+def _title(block: Table | Chart | Heat) -> list[str]:
+    ends = f", {block.labels[0]} to {block.labels[-1]}" if isinstance(block, Heat) and block.labels else ""
+    return [block.title + ends] if block.title else []
+
+
+def _lines(block: Block, width: int) -> list[str]:
+    match block:
+        case Heading():
+            found = ["", block.text]
+        case Note():
+            found = _folded(block.text, width)
+        case Pairs():
+            found = [*grid(block.pairs, width=width)]
+        case Table():
+            found = [*_title(block), *table_text(block.columns, block.rows, width=width).split("\n")]
+        case Chart() | Heat():
+            found = [*_title(block), *grid([*(_chart(block) if isinstance(block, Chart) else _heat(block))])]
+        case Source():
+            rows = [(f"{number:>5}", text[:_CODE], note) for number, text, note, _ in block.lines]
+            found = [block.file, *grid(rows, right=[0], gap=" ")]
+    return found
+
+
+def _painted(text: str, tone: str, colour: bool) -> str:
+    return f"\x1b[{_COLOURS[tone]}m{text}\x1b[0m" if colour and text else text
+
+
+def render_text(document: Document, *, width: int = WIDTH, colour: bool = False, full: bool = False) -> str:
+    """Set a document as text.
+
+    Args:
+        document: what to set.
+        width: in characters.
+        colour: write terminal colours.
+        full: the details too.
+
+    Returns:
+        The text, without trailing blanks on any line.
+    """
+    lines = [_painted(line, "plain", colour) for line in _folded(document.title, width)]
+    lines += [
+        _painted(line, "good" if document.is_good else "bad", colour) for line in _folded(document.verdict, width)
+    ]
+    for block in (*document.blocks, *(document.details if full else ())):
+        if isinstance(block, Heading):
+            lines += [_painted(line, block.tone, colour) for line in _lines(block, width)]
+        else:
+            lines += [f"  {line}".rstrip() for line in _lines(block, width - 2)]
+    return "\n".join(lines)
