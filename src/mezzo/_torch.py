@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._ops import OpOverload as OpOverload  # noqa: PLC0414  # exported
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast, _UnmanagedAutocast
+from torch.amp import autocast_mode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # torch keeps it out of its list
 from torch.nn.modules.batchnorm import _NormBase
@@ -242,8 +243,14 @@ def dynamo_skip_frame(function: Function) -> Function:
     return function
 
 
-UnmanagedAutocast = _UnmanagedAutocast
-"""The torch.autocast that the compiler traces as any other class, where of torch.autocast itself it reads four values."""
+if TYPE_CHECKING:
+    UnmanagedAutocast = torch.autocast
+else:
+    UnmanagedAutocast = getattr(autocast_mode, "_UnmanagedAutocast", object)
+"""The torch.autocast that the compiler traces as any other class, where of torch.autocast itself it reads four values.
+
+torch 2.11 has none: there a region is no torch.autocast for `isinstance`.
+"""
 enter_autocast, exit_autocast = _enter_autocast, _exit_autocast
 """The nodes by which an exported graph knows a region. Without them torch.export drops it."""
 

@@ -160,10 +160,12 @@ def test_a_teacher_runs_in_the_policy_beside_a_student() -> None:
 
 def test_the_region_can_be_entered_and_left() -> None:
     accelerator = Accelerator(cpu=True, policy="bf16")
+    a = torch.ones(2, 2)
+    with accelerator.autocast():  # before a model is there
+        assert (a @ a).dtype is torch.bfloat16
     model = loops.make_model()
     optimizer, _ = loops.make_optimizer(model)
     accelerator.prepare(model, optimizer)
-    a = torch.ones(2, 2)
     with accelerator.autocast():
         assert (a @ a).dtype is torch.bfloat16
         with accelerator.autocast(accelerate.utils.AutocastKwargs(enabled=False)):

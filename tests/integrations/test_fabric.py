@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from tests.integrations import loops
 from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
+from torch import nn
 from torch.utils.data import DataLoader
 
 import mezzo
@@ -83,9 +84,11 @@ def test_model_and_optimizer_may_come_one_after_the_other() -> None:
 
 def test_the_region_is_that_of_fabric() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision("bf16"))
-    fabric.setup(loops.make_model())
-    with fabric.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+    for models in ([], [nn.Flatten()], [loops.make_model()]):
+        for model in models:
+            fabric.setup(model)
+        with fabric.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
 
 
 def test_lbfgs_takes_its_closure() -> None:

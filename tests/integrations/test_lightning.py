@@ -138,6 +138,39 @@ def test_a_clip_of_ones_own_edits_true_gradients(tmp_path: Path) -> None:
     assert fit.precision_plugin._adapter.result.grad_norm == pytest.approx(1e-3, rel=2e-3)
 
 
+@pytest.mark.parametrize("how", ["norm", "value"])
+def test_a_module_that_looks_after_the_trainers_clip_sees_what_it_left(how: str, tmp_path: Path) -> None:
+    clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[how]
+
+    class Looking(Module):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.wanted = [torch.zeros_like(p) for p in self.parameters()]
+            for copy, p in zip(self.wanted, self.parameters(), strict=True):
+                copy.grad = p.grad.clone()
+            clip(self.wanted, 1e-3)
+
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            super().configure_gradient_clipping(*args, **kwargs)
+            torch.testing.assert_close([p.grad for p in self.parameters()], [copy.grad for copy in self.wanted])
+
+    bounds = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": how}
+    fit = trainer("fp16", tmp_path, max_steps=2, enable_checkpointing=False, **bounds)
+    fit.fit(Looking("fp16"), loader())
+    assert fit.precision_plugin.stepper.counters().applied == 2
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_the_region_is_there_before_a_model_and_keeps_no_cast_made_without_gradients(guard: Any) -> None:
+    layer = nn.Linear(2, 1)
+    with MezzoPrecision("bf16").forward_context() as region:
+        assert isinstance(region, torch.autocast)
+        with guard():
+            layer(torch.ones(1, 2))
+        out = layer(torch.ones(1, 2))
+    out.sum().backward()
+    assert out.dtype is torch.bfloat16 and layer.weight.grad is not None
+
+
 def test_a_gan_steps_its_optimizers_by_hand(tmp_path: Path) -> None:
     class Gan(LightningModule):
         def __init__(self) -> None:

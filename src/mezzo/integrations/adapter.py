@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -118,12 +118,10 @@ class Adapter:
             stepper.release()
 
     def region(self, enabled: bool = True) -> AbstractContextManager[object]:
-        """Return the policy's region, for what a framework computes around the model."""
-        if not self._models:
-            return nullcontext()
-        device = next(self._models[0].parameters()).device
-        policy = as_policy(self.policy).resolve(device)
-        return autocast(device.type, enabled=enabled and policy.is_low, policy=policy.replace(modules=()))
+        """Return the policy's region, for what a framework computes around the model, or before there is one. Syncs: no."""
+        home = next((p.device for model in self._models for p in model.parameters()), None)
+        policy = as_policy(self.policy).replace(modules=())
+        return autocast(home, enabled=enabled, policy=policy if home is None else policy.resolve(home))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a loss; see `Stepper.backward`."""

@@ -50,7 +50,7 @@ class MezzoPrecision(Precision):
 
     def __init__(self, policy: PolicyLike = "auto") -> None:
         self._adapter = Adapter(policy)
-        self._is_trainer = False
+        self._is_trainer = self._clips_now = False
         self._wrap: Callable[[], nn.Module | None] = lambda: None
         self._undo = ExitStack()
 
@@ -126,6 +126,7 @@ class MezzoPrecision(Precision):
                 f"{type(model).__name__} overrides backward, which would go past the loss scale. Leave it out, or "
                 "write self.manual_backward(loss) with automatic_optimization = False."
             )
+        self._clips_now = is_overridden("configure_gradient_clipping", model)
         own = [innermost_optimizer(o) for o in optimizers] if model.trainer.state.fn == TrainerFn.FITTING else []
         if own:
             self._adapter.forget()  # of the last fit
@@ -148,8 +149,10 @@ class MezzoPrecision(Precision):
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
     ) -> None:
-        """Have the step clip."""
-        if clip_val > 0:
+        """Have the step clip; at once where the module overrides `configure_gradient_clipping`, and may look afterwards."""
+        if self._clips_now:
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        elif clip_val > 0:
             name = "clip_value" if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else "max_norm"
             self._adapter.clip(innermost_optimizer(optimizer), **{name: clip_val})
 
