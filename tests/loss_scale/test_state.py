@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.loss_scale import LossScale, NoScaling, next_state
+from mezzo.loss_scale import LossScale, NoScaling, move_, next_state
 from mezzo.policy import ScalingConfig
 
 CONFIG = ScalingConfig(growth_interval=3)
@@ -50,6 +51,25 @@ def test_hysteresis_bears_some_non_finite_steps_in_a_row() -> None:
     assert after("xxxx", config).scale == 16384.0
     assert after("xx.xx", config).scale == 65536.0  # a clean step starts the count anew
     assert after("..xx.", config).growth_tracker == 1  # a tolerated step still ends the clean run
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        ScalingConfig(init_scale=4.0, min_scale=3.0, max_scale=10.0, growth_interval=2),
+        ScalingConfig(init_scale=2.0**126, growth_interval=1),  # one growth is left
+        ScalingConfig(init_scale=8.0, growth_factor=1.0, min_scale=0.0, growth_interval=2),
+    ],
+)
+def test_in_place_it_moves_alike(config: ScalingConfig) -> None:
+    """Over every run of six steps that are clean, non-finite, or skipped for another reason."""
+    for findings in itertools.product(".x-", repeat=6):
+        state, wanted = LossScale.start(config, "cpu"), LossScale.start(config)
+        for finding in findings:
+            move_(state, torch.tensor(float(finding == "x")), torch.tensor(float(finding != ".")), config)
+            wanted = wanted if finding == "-" else next_state(wanted, finding == "x", config)
+            assert state.numbers() == wanted, findings
 
 
 def test_floor_and_ceiling_hold() -> None:

@@ -30,7 +30,7 @@ def grads(*values: list[float], scale: float = 1.0) -> list[OptimizerGrads]:
         p = nn.Parameter(torch.zeros(len(value)))
         p.grad = torch.tensor(value)
         optimizers.append(torch.optim.SGD([p]))
-    return grads_of(dict(enumerate(optimizers)), None if scale == 1.0 else torch.tensor(1 / scale))
+    return grads_of(dict(enumerate(optimizers)), None if scale == 1.0 else torch.tensor(scale).reciprocal())
 
 
 def check(
@@ -123,7 +123,7 @@ class TestWhoSkips:
 
     @pytest.mark.parametrize("scale", [0.0, INF, math.nan])
     def test_a_scale_without_reciprocal_is_a_finding(self, scale: float) -> None:
-        assert check(grads([1.0]), pending(scale=scale)).reason == "gradients"
+        assert check(grads([1.0], scale=scale), pending(scale=scale)).reason == "gradients"
 
     def test_a_parameter_of_two_optimizers_counts_once(self) -> None:
         p = nn.Parameter(torch.zeros(2))

@@ -127,6 +127,19 @@ def test_what_the_host_knows_to_be_bad_reaches_no_optimizer(monkeypatch: pytest.
     assert amp.step() and float(optimizer.seen["found_inf"]) == 0.0
 
 
+def test_a_trace_counts_a_step_whose_scale_the_device_moves_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_nothing(monkeypatch)
+    model = nn.Linear(4, 1)
+    amp = mezzo.prepare(model, OPTIMIZERS["fused-adamw"](model.parameters()), "fp32, scaling.init_scale=1024")
+    with mezzo.diagnose.trace(model) as traced:
+        for _ in range(3):
+            amp.zero_grad()
+            amp.backward(loss(model))
+            amp.step()
+    record = traced.report.record
+    assert (record.updates, record.skipped, record.steps) == (3, 0, 3)
+
+
 def two(kind: str) -> tuple[nn.Sequential, mezzo.Stepper]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     return model, mezzo.prepare(model, [OPTIMIZERS[kind](part.parameters()) for part in model], "bf16, output=fp32")

@@ -9,6 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from .._torch import update_scale_
 from ..policy import ScalingConfig
 
 _OVERFLOWS = 2.0**128 - 2.0**103
@@ -150,6 +151,33 @@ def next_state(state: LossScale | NoScaling, found_nonfinite: Flag, config: Scal
         growth_tracker=tracker * (grows == 0),
         skipped_in_a_row=skipped,
     )
+
+
+def can_move_in_place(config: ScalingConfig) -> bool:
+    """Whether torch's own kernel moves a scale as `next_state` does, but for floor and ceiling."""
+    return config.dynamic and config.hysteresis == 1
+
+
+@torch.no_grad()
+def move_(state: LossScale, found: Tensor, skipped: Tensor, config: ScalingConfig) -> None:
+    """Do as `next_state`, in place and in a third of the launches; nothing where the step says nothing about the scale.
+
+    Args:
+        state: on one device.
+        found: shape (), fp32, 1 or 0: whether gradients were inf or NaN, and the scale may be to blame.
+        skipped: likewise: whether the step was skipped, for that reason or another.
+        config: for which `can_move_in_place` holds.
+
+    Writes: `state`. Syncs: no.
+    """
+    scale, tracker, row = state.scale, state.growth_tracker, state.skipped_in_a_row
+    assert isinstance(scale, Tensor) and isinstance(tracker, Tensor) and isinstance(row, Tensor)
+    is_blameless = torch.gt(skipped, found, out=torch.empty_like(tracker))
+    tracker.sub_(is_blameless)  # the kernel counts a clean step then
+    update_scale_(scale, tracker, found, config.growth_factor, config.backoff_factor, config.growth_interval)
+    if config.min_scale > 0 or config.max_scale is not None:
+        scale.clamp_(config.min_scale, config.max_scale)
+    row.copy_(torch.addcmul(found, row, skipped))  # one more, the same, or none
 
 
 def _where(condition: bool | Tensor, yes: float | Tensor, no: float | Tensor) -> float | Tensor:

@@ -122,7 +122,7 @@ def check_grads(
     Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
     home, scale = pending.device, pending.scale
-    unusable = False if scale is None else is_bad(scale * scale.reciprocal(), home)
+    unusable = False if scale is None else is_bad(scale, home)  # one of 0 shows in the norms, which were divided by it
     own = Findings(
         early=either(pending.gradients_bad, pending.penalty_bad, unusable),
         # A loss made of a penalty that was not finite is no witness.

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
 from ..errors import StepError, listed
-from ..loss_scale import LossScale, NoScaling, StepScaling, handing, next_state
+from ..loss_scale import LossScale, NoScaling, StepScaling, can_move_in_place, handing, move_, next_state
 from ..optim import MasterWeights, keeps_masters
 from ..policy import ScalingConfig
 from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multiply_
@@ -248,6 +248,11 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
     Writes: `state`. Syncs: no.
     """
     if config is None or isinstance(state, NoScaling):
+        return
+    if not flags.is_known and can_move_in_place(config):
+        bad = flags.gradients_bad
+        found = torch.gt(bad, flags.loss_bad, out=torch.empty_like(bad))
+        move_(state, found, torch.maximum(torch.as_tensor(flags.void), bad), config)
         return
     blameless = (flags.loss_bad != 0) | ((flags.buffers_bad != 0) & (flags.gradients_bad == 0))
     if blameless is True:
