@@ -123,6 +123,15 @@ class TestSubclasses:
         assert param.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
+def test_rows_that_overflow_as_an_fp16_sum_are_a_finding_where_fp16_is_allowed(kind: type[Scaler]) -> None:
+    param = nn.Parameter(torch.zeros(3, 1, dtype=torch.float16))
+    rows, values = torch.tensor([[0, 2, 0]]), torch.tensor([[6e4], [32.0], [6e4]], dtype=torch.float16)
+    param.grad = torch.sparse_coo_tensor(rows, values, (3, 1), check_invariants=True)
+    flags = kind("cpu")._unscale_grads_(torch.optim.SGD([param]), torch.tensor(0.25), torch.zeros(()), True)
+    assert [float(flag) for flag in flags.values()] == [1.0]
+
+
 @pytest.mark.parametrize("name", ["_get_scale_async", "_check_scale_growth_tracker", "_found_inf_per_device"])
 def test_overriding_what_is_never_called_is_refused_when_the_class_is_made(name: str) -> None:
     with pytest.raises(ScalerError, match=f"Mine overrides GradScaler.{name}, which mezzo's scaler never calls"):

@@ -205,7 +205,14 @@ class GradScaler(TorchNames):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Divide gradients: the part of `unscale_` that torch lets a subclass replace."""
+        """Divide gradients: the part of `unscale_` that torch lets a subclass replace.
+
+        With `allow_fp16` duplicate rows of sparse fp16 gradients are summed first, as torch does: who applies them in fp16
+        sums them there.
+        """
+        for param in parameters(optimizer) if allow_fp16 else ():
+            if (grad := param.grad) is not None and grad.is_sparse and grad.dtype is torch.float16:
+                param.grad = grad.coalesce()
         grads = gradients(optimizer)
         found = divide_(grads, inv_scale, found_inf, allow_fp16=allow_fp16)
         return {found.device: found} if grads else {}
