@@ -55,6 +55,27 @@ def classifier(prepare: Prepare, steps: int) -> list[float]:
 
 
 @program
+def spectral_gan(prepare: Prepare, steps: int) -> list[float]:
+    """A judge under torch.nn.utils.spectral_norm, whose vectors meet the weight in no region."""
+    maker = nn.Linear(4, 8)
+    judge = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 16)), nn.ReLU(), nn.utils.spectral_norm(nn.Linear(16, 1)))
+    of_maker, of_judge = adam(maker), adam(judge)
+    amp_maker, amp_judge = prepare(maker, of_maker), prepare(judge, of_judge)
+    losses = []
+    for _ in range(steps):
+        real, fake = torch.randn(8, 8) + 1, maker(torch.randn(8, 4))
+        loss = F.relu(1 - judge(real)).mean() + F.relu(1 + judge(fake.detach())).mean()
+        of_judge.zero_grad()
+        amp_judge.backward(loss)
+        amp_judge.step()
+        of_maker.zero_grad()
+        amp_maker.backward(-judge(fake).mean())
+        amp_maker.step()
+        losses.append(loss.item())
+    return losses
+
+
+@program
 def dcgan(prepare: Prepare, steps: int) -> list[float]:
     """Two backward passes before the step of the judge, whose probabilities are measured by nn.BCELoss."""
     maker = nn.Sequential(

@@ -160,6 +160,30 @@ class TestOddGradients:
         if not options:
             torch.testing.assert_close(model[0].weight, twin[0].weight, rtol=1e-2, atol=1e-3)
 
+    @pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling.init_scale=16"])
+    @pytest.mark.parametrize("kinds", [(torch.optim.SGD,), (torch.optim.SGD, torch.optim.AdamW)])
+    def test_sparse_beside_dense_ones(self, policy: str, kinds: tuple[Any, ...]) -> None:
+        """Sparse weights stay fp32, and torch's SGD takes their gradients, added up from two looks into the table."""
+
+        def losses(policy: str) -> list[float]:
+            torch.manual_seed(0)
+            table, head = nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 1)
+            model = nn.ModuleList([table, head])
+            params = [model.parameters()] if len(kinds) == 1 else [table.parameters(), head.parameters()]
+            amp = mezzo.prepare(model, [kind(p, lr=0.1) for kind, p in zip(kinds, params, strict=True)], policy)
+            assert table.weight.dtype is torch.float32
+            found = []
+            for _ in range(6):
+                amp.zero_grad()
+                both = table(torch.tensor([[1, 3], [1, 9]])) * table(torch.tensor([[3], [4]]))
+                loss = (head(both) - 1).square().mean()
+                amp.backward(loss)
+                assert amp.step()
+                found.append(loss.item())
+            return found
+
+        torch.testing.assert_close(losses(policy), losses("fp32"), rtol=2e-2, atol=0)
+
     @pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"clip_value": 0.1}])
     def test_complex(self, options: dict[str, float]) -> None:
         class Spectral(nn.Module):

@@ -13,6 +13,7 @@ from .module_rules import with_missing_kernels as with_missing_kernels
 from .storage import check_floats as check_floats
 from .storage import check_optimizers as check_optimizers
 from .storage import convert_ as convert_
+from .storage import is_sparse as is_sparse
 from .storage import set_grad_dtype_ as set_grad_dtype_
 from .storage import storage_targets as storage_targets
 from .storage import store_ as store_

@@ -109,7 +109,7 @@ def convert_(
     """Store weights as the policy says.
 
     Weights that feed low ops go to `params`: of linear and convolution layers, attention and embeddings outside fp32
-    rules, those that are trainable, or all if there is no optimizer. 16-bit weights of modules under an fp32 rule go to
+    rules, those that are trainable, or all if there is no optimizer; not of embeddings with sparse gradients. 16-bit weights of modules under an fp32 rule go to
     fp32, since that is what their ops meet. Everything else stays as it is.
 
     Args:
@@ -199,10 +199,26 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
             elif (
                 policy.params in LOW_DTYPES
                 and is_matmul_like(class_names(module))
+                and not (is_sparse(module) or _is_spectral(module))
                 and (not optimizers or (p.requires_grad and p in trained))
             ):
                 targets.setdefault(p, policy.params)
     return {p: dtype for p, dtype in targets.items() if dtype is torch.float32 or p not in fp32}
+
+
+def is_sparse(module: nn.Module) -> bool:
+    """Whether the gradients of a module's weights are sparse: torch sums their rows in the dtype of the weight, fp16 not at all.
+
+    An fp32 weight takes no more memory than one of 16 bit with a master, so it stays fp32.
+    """
+    return bool(getattr(module, "sparse", False))
+
+
+def _is_spectral(module: nn.Module) -> bool:
+    """Whether torch.nn.utils.spectral_norm multiplies a weight with fp32 vectors of its own, outside of all rules."""
+    return any(
+        name.endswith("_orig") and hasattr(module, f"{name.removesuffix('_orig')}_u") for name in own_parameters(module)
+    )
 
 
 def set_grad_dtype_(optimizers: Sequence[Optimizer], policy: Policy) -> None:

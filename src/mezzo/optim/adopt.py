@@ -58,7 +58,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def adopt(optimizer: torch.optim.Optimizer, policy: Policy) -> torch.optim.Optimizer:
+def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = True) -> torch.optim.Optimizer:
     """Return the optimizer that keeps masters as a policy says.
 
     Torch's AdamW, Adam and SGD stay the objects they are, with their groups, state, hooks and schedulers: their class
@@ -68,6 +68,7 @@ def adopt(optimizer: torch.optim.Optimizer, policy: Policy) -> torch.optim.Optim
     Args:
         optimizer: its weights not yet in 16 bit.
         policy: with 16-bit `params`, or 16-bit `grads`; for any other nothing is done.
+        is_dense: whether no gradient is sparse; mezzo's kernels take dense ones.
 
     Returns:
         The optimizer to step from now on.
@@ -88,7 +89,7 @@ def adopt(optimizer: torch.optim.Optimizer, policy: Policy) -> torch.optim.Optim
         if isinstance(inner, MasterOptimizer):
             adopt(inner, policy)
         return optimizer
-    if type(optimizer) in _ADOPTED and follow_class_step(optimizer):
+    if is_dense and type(optimizer) in _ADOPTED and follow_class_step(optimizer):
         _take_over(optimizer, policy)
         return optimizer
     return MasterWeights(optimizer, policy.master) if policy.params in LOW_DTYPES else optimizer  # type: ignore[arg-type]  # "none" goes with fp32 params

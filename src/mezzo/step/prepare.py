@@ -18,6 +18,7 @@ from ..binding import (
     check_optimizers,
     convert_,
     innermost,
+    is_sparse,
     record,
     remember,
     set_grad_dtype_,
@@ -25,7 +26,7 @@ from ..binding import (
 )
 from ..binding.bind import bind
 from ..errors import StepError
-from ..optim import adopt
+from ..optim import adopt, parameters
 from ..policy import CacheName, PolicyLike, as_policy
 from .accumulation import Skip
 from .loading import MastersFollow
@@ -94,8 +95,9 @@ def prepare(
         undo.callback(remember(inner))
         undo.callback(remember_states(given))
         optimizers = []
+        sparse = {p for module in inner.modules() if is_sparse(module) for p in module.parameters(recurse=False)}
         for one in given:
-            optimizers.append(adopt(one, resolved))
+            optimizers.append(adopt(one, resolved, is_dense=sparse.isdisjoint(parameters(one))))
             undo.callback(let_go, optimizers[-1], one)
         undo.callback(remember_weights(inner, given))
         check_optimizers(optimizers, resolved, ParameterNames(model, optimizers))
