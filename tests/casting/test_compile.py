@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from mezzo import Policy
-from mezzo.casting import autocast, cache
+from mezzo.casting import autocast, cast_cache
 
 BF16 = torch.bfloat16
 MEZZO = Policy(compute=BF16, ops="mezzo")
@@ -98,7 +98,7 @@ def test_a_compiled_function_called_inside_the_region(name: str) -> None:
 
 
 def test_the_first_cache_of_a_process_may_be_made_while_the_compiler_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_hooked", False)
+    monkeypatch.setattr(cast_cache, "_hooked", False)
     net, x = Net(), torch.randn(4, 8)
     forward = contains(net, REGIONS["persistent"])
     check(step(net, torch.compile(forward, fullgraph=True, backend="aot_eager"), x), step(net, forward, x))
