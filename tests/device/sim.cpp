@@ -371,6 +371,11 @@ Tensor& set(Tensor& t, Storage source, c10::SymInt offset, c10::SymIntArrayRef s
                                       C10_AS_INTARRAYREF_SLOW(stride));
 }
 
+Tensor& set_whole(Tensor& t, at::Storage source) {
+  const int64_t numel = source.nbytes() / t.dtype().itemsize();
+  return at::native::set_storage_cpu_(t, std::move(source), 0, {numel}, {});
+}
+
 using Sizes = c10::IntArrayRef;
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, Sizes stride, Sizes padding,
                    Sizes dilation, bool transposed, Sizes output_padding, int64_t groups) {
@@ -400,6 +405,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", &at::native::unfold);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set);
+  m.impl("set_.source_Storage", &set_whole);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("_copy_from", &copy);
   m.impl("_local_scalar_dense", &read);

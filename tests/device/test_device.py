@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -59,3 +60,18 @@ def test_flags_that_land_late_are_waited_for_once_a_step(case: str) -> None:
 def test_on_an_accelerator(name: str) -> None:
     done = output_of("checks")
     assert f"held {name}\n" in done.stdout, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_an_update_of_train_stops_for_its_record_and_in_transformers_alone() -> None:
+    """For the loss that it writes down and the flags that move its schedule; transformers looks at the mask."""
+    done = output_of("training")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    # The CPU's update is another kernel, whose last bits reach the activations, which are bf16.
+    assert found["sim"] == pytest.approx(found["cpu"], rel=2.0**-8)
+    assert found["sim"][:2] == found["cpu"][:2]
+    assert len(found["stops"]) >= 3
+    for stops in found["stops"]:
+        where = Counter(stop.rsplit("/", 1)[1].split(":")[0] for stop in stops)
+        assert where <= Counter({"bind.py": 2, "result.py": 1, "train_step.py": 1}), stops

@@ -56,6 +56,14 @@ def _forward(
     return out.to(x.dtype), mean, rstd
 
 
+def _sums_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether torch's own kernel sums in fp32 both ways, and takes these: CUDA's and ROCm's, whose operands have one dtype.
+
+    Source: torch, aten/src/ATen/native/cuda/layer_norm_kernel.cu, acc_type.
+    """
+    return x.device.type == "cuda" and all(other is None or other.dtype is x.dtype for other in (weight, bias))
+
+
 def _wide(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float()
 
@@ -74,6 +82,8 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     Source: Ba et al. 2016.
     """
     args = (x, list(module.normalized_shape), module.weight, module.bias, module.eps)
+    if _sums_in_fp32(x, module.weight, module.bias):
+        return F.layer_norm(*args)
     if not torch.is_grad_enabled():
         return _forward(*args)[0]
     if x.numel() < SMALL:
