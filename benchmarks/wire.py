@@ -63,10 +63,38 @@ def errors(dtype: torch.dtype, num_ranks: int) -> tuple[float, float]:
     return tuple(((mean.double() - exact).norm() / exact.norm()).item() for mean in (ring, wide))
 
 
+def gradients(policy: str, data: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of a small transformer for the batch of one rank, as one vector."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    model = nn.Sequential(
+        nn.Linear(32, 128), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(128, 8)
+    )
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), f"{policy}, guard.check_every=0")
+    amp.backward(model(data).float().square().mean())
+    return torch.cat([p.grad.float().reshape(-1) for p in model.parameters()])
+
+
+def presets(num_ranks: int = 8) -> None:
+    """Print how far the mean gradient of a real model is from fp32's, by what it is computed and sent in."""
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randn(num_ranks, 4, 64, 32, generator=generator)
+    exact = torch.stack([gradients("fp32", data) for data in batches])
+    mean = exact.mean(0)
+    noise = ((exact - mean).norm(dim=1).mean() / mean.norm()).item()
+    print(f"mean over {num_ranks} ranks; a rank's own gradient is {noise:.2g} away from it")
+    for compute in ("fp32", "bf16"):
+        own = torch.stack([gradients(compute, data) for data in batches])
+        narrow = (own / num_ranks).bfloat16().sum(0, dtype=torch.float32).bfloat16().float()
+        for sent, found in (("fp32", own.mean(0)), ("bf16", narrow)):
+            print(f"computed in {compute}, sent in {sent}: {((found - mean).norm() / mean.norm()).item():.2g}")
+
+
 if __name__ == "__main__" and not dist.is_torchelastic_launched():
     for dtype, num_ranks in itertools.product((torch.bfloat16, torch.float16), (4, 64, 256, 1024)):
         ring, wide = errors(dtype, num_ranks)
         print(f"{dtype}  ranks {num_ranks:4}  ring {ring:.2g}  fp32 sums {wide:.2g}")
+    presets()
 elif __name__ == "__main__":
     dist.init_process_group("gloo")
     for reduce in ("fp32", "bf16", "fp16"):

@@ -176,6 +176,21 @@ def test_the_report_has_what_really_travelled(wrapped_first: bool) -> None:
         assert "reductions are declared bf16, and 1 are not (1 in fp32)" in error
 
 
+def _reported_low(rank: int, world: int) -> tuple[object, ...]:
+    amp, model = _prepared(world, "bf16-master", wrapped_first=False)
+    x, y = _batch(0, rank)
+    amp.backward(nn.functional.mse_loss(model(x), y))
+    amp.step()
+    row = amp.report(strict=True).rows[-1]
+    return row.what, row.declared, dict(row.observed), row.differing
+
+
+def test_gradients_that_travel_as_they_are_keep_what_was_declared() -> None:
+    for what, declared, observed, differing in run(2, _reported_low):
+        assert (what, declared, differing) == ("reductions", "fp32", ())
+        assert set(observed) == {"bf16"} or set(observed) == {"bf16", "fp32"}  # norms are fp32
+
+
 def _local_part(rank: int, world: int, part: int) -> dict[str, Tensor]:
     amp, model = _prepared(1, "fp32", wrapped_first=False)
     x, y = _batch(0, part)

@@ -18,6 +18,7 @@ from mezzo import Policy
 from mezzo.distributed import RankConsensus
 from mezzo.distributed.ddp import around, comm_stats, connect
 from mezzo.errors import ConfigError, DistributedError, PolicyError
+from mezzo.formats import dtype_name
 
 pytestmark = pytest.mark.distributed
 
@@ -131,15 +132,26 @@ def test_16_bit_traffic_is_half_of_fp32() -> None:
     assert (wide[2], narrow[2]) == (4 * num_parameters, 2 * num_parameters)  # 2 (N - 1) / N is 1 for two ranks
 
 
-def test_16_bit_gradients_may_travel_in_fp32() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        found = run(2, _average, "fp32", dtype, False)
-        parts = [_local_low(rank, 2, dtype) for rank in range(2)]
-        for grads, payload, _ in found:
-            assert payload == 4 * sum(p.numel() for p in Bare().parameters())
-            for name in grads:
-                mean = (parts[0][name].float() + parts[1][name].float()) / 2
-                assert torch.equal(grads[name], mean.to(dtype))  # rounded once
+@pytest.mark.parametrize("reduce", ["fp32", "their own"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [2, 3])
+def test_16_bit_gradients_travel_as_they_are_and_lose_nothing(world: int, dtype: torch.dtype, reduce: str) -> None:
+    policy = f"fp32, reduce={dtype_name(dtype) if reduce == 'their own' else reduce}"
+    parts = [_local_low(rank, world, dtype) for rank in range(world)]
+    for grads, payload, _ in run(world, _average, policy, dtype, True):
+        assert payload == 2 * sum(p.numel() for p in Bare().parameters())
+        for name in grads:
+            total = torch.stack([part[name] for part in parts]).double().sum(0)
+            assert torch.equal(grads[name], (total.float() / world).to(dtype))  # rounded once
+
+
+def test_16_bit_gradients_may_travel_in_another_dtype() -> None:
+    for grads, payload, _ in run(2, _average, "fp32, reduce=bf16", torch.float16, False):
+        parts = [_local_low(rank, 2, torch.float16) for rank in range(2)]
+        assert payload == 2 * sum(p.numel() for p in Bare().parameters())
+        for name in grads:
+            halves = torch.stack([(part[name].float() / 2).bfloat16() for part in parts])
+            assert torch.equal(grads[name], halves.float().sum(0).bfloat16().half())
 
 
 def _local_low(rank: int, world: int, dtype: torch.dtype) -> Grads:

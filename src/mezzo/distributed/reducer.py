@@ -106,11 +106,13 @@ class CommStats:
     Attributes:
         num_ranks: that take part.
         num_by_dtype: all-reduces, one for each bucket of gradients, by the dtype they were sent in.
+        unrounded: dtypes of gradients that were sent as they are, and summed in fp32.
         payload_bytes: of gradients in the dtype they were sent in.
     """
 
     num_ranks: int
     num_by_dtype: Counter[torch.dtype] = field(default_factory=Counter)
+    unrounded: set[torch.dtype] = field(default_factory=set)
     payload_bytes: int = 0
 
     @property
@@ -128,7 +130,8 @@ class GradientReducer:
     """The communication hook of a DistributedDataParallel model.
 
     Gradients are divided by the number of ranks before they are cast, so that an fp16 sum of finite gradients stays
-    finite: it is a mean.
+    finite: it is a mean. Gradients that are 16 bit themselves are sent as they are, summed in fp32 and divided then: that
+    loses nothing, whatever `dtype` is.
 
     Args:
         group: the ranks.
@@ -153,19 +156,33 @@ class GradientReducer:
         Writes: the bucket. Syncs: on the CPU, with the slowest rank; else no.
         """
         buffer: Tensor = bucket.buffer()
-        total = self._with_earlier(bucket).div_(self.group.size)
-        sent = total.to(self.dtype) if total.dtype is torch.float32 or total.dtype in LOW_DTYPES else total
+        is_unrounded = self._loses_nothing(buffer)
+        sent = buffer if is_unrounded else self._share(bucket)
         self.comm_stats.num_by_dtype[sent.dtype] += 1
         self.comm_stats.payload_bytes += sent.numel() * sent.element_size()
+        if is_unrounded:
+            self.comm_stats.unrounded.add(sent.dtype)
         self.averaged.update(map(id, bucket.parameters()))
         if bucket.index() == 0:
             self._wide_sum.drop()
-        # Of two ranks' 16-bit gradients any sum is rounded once.
-        is_wide = sent.dtype in LOW_DTYPES and self.group.size > 2
-        mean = self._wide_sum.start(self.group, sent, buffer) if is_wide else self._average(sent, buffer)
+        # Of two ranks' rounded shares any sum is rounded once.
+        if is_unrounded or (sent.dtype in LOW_DTYPES and self.group.size > 2):
+            mean = self._wide_sum.start(self.group, sent, buffer, self.group.size if is_unrounded else 1)
+        else:
+            mean = self._average(sent, buffer)
         if bucket.is_last():
             self._wide_sum.finish(self.group)
         return mean
+
+    def _loses_nothing(self, grads: Tensor) -> bool:
+        """Whether gradients can be sent as they are: 16 bit, and nothing is added to them in fp32. Alike on all ranks."""
+        is_low = grads.dtype in LOW_DTYPES and self.dtype in (grads.dtype, torch.float32)
+        return is_low and self.accumulator is None and self.group.size > 1
+
+    def _share(self, bucket: GradBucket) -> Tensor:
+        """Return what this rank gives to the mean, in the dtype it is sent in."""
+        share = self._with_earlier(bucket).div_(self.group.size)
+        return share.to(self.dtype) if share.dtype is torch.float32 or share.dtype in LOW_DTYPES else share
 
     def _average(self, sent: Tensor, target: Tensor) -> torch.futures.Future[Tensor]:
         def finish(done: torch.futures.Future[list[Tensor]]) -> Tensor:

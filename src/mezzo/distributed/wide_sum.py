@@ -39,6 +39,7 @@ class _Bucket:
         rows: shape (N, P): what is sent, one row to each rank; then the sums, one row from each.
         received: shape (N, P): the others' rows for this rank.
         target: shape (n,): takes the mean.
+        divisor: of the sums.
         work: the transfer under way.
         done: of the target.
     """
@@ -46,6 +47,7 @@ class _Bucket:
     rows: Tensor
     received: Tensor
     target: Tensor
+    divisor: int
     work: dist.Work
     done: torch.futures.Future[Tensor]
 
@@ -61,13 +63,14 @@ class WideSum:
         self._sent: deque[_Bucket] = deque()
         self._summed: deque[_Bucket] = deque()
 
-    def start(self, group: Group, sent: Tensor, target: Tensor) -> torch.futures.Future[Tensor]:
+    def start(self, group: Group, sent: Tensor, target: Tensor, divisor: int) -> torch.futures.Future[Tensor]:
         """Begin to add a bucket up, and go on with those before it.
 
         Args:
             group: the ranks; its limit holds on the CPU.
-            sent: shape (n,), 16 bit: this rank's share of the mean.
+            sent: shape (n,), 16 bit; may be the target.
             target: shape (n,): takes the mean.
+            divisor: of the sum, which makes it the mean.
 
         Returns:
             What the target will be.
@@ -81,7 +84,7 @@ class WideSum:
         received = torch.empty_like(rows)
         work = group.exchange(received, rows)
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(target))
-        self._sent.append(_Bucket(rows, received, target, work, done))
+        self._sent.append(_Bucket(rows, received, target, divisor, work, done))
         self._go_on(group, in_flight=1)
         return done
 
@@ -103,7 +106,8 @@ class WideSum:
 
 def _summed(group: Group, bucket: _Bucket) -> _Bucket:
     group.wait(bucket.work, bucket.received)
-    bucket.work = group.gather_rows(bucket.rows, add_up(bucket.received).to(bucket.rows.dtype))
+    mean = add_up(bucket.received).div_(bucket.divisor)
+    bucket.work = group.gather_rows(bucket.rows, mean.to(bucket.rows.dtype))
     return bucket
 
 

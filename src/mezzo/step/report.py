@@ -216,8 +216,9 @@ def _reduction_row(model: nn.Module, policy: Policy) -> list[StateRow]:
     if sent is None and not sharded:
         return []
     observed = Counter(sharded.values()) if sent is None else sent.num_by_dtype
-    # fp64 gradients are reduced as they are.
-    others = [dtype for dtype in observed if dtype not in (policy.reduce, torch.float64)]
+    # fp64 gradients are reduced as they are, and 16-bit ones where that loses nothing.
+    as_they_are = (torch.float64,) if sent is None else (torch.float64, *sent.unrounded)
+    others = [dtype for dtype in observed if dtype not in (policy.reduce, *as_they_are)]
     named = [name for name, dtype in sharded.items() if dtype in others]
     return [
         StateRow(
