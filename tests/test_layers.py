@@ -103,6 +103,54 @@ def test_a_circle_is_found_through_an_import_inside_a_function() -> None:
     assert circle({rule: lazy, fields: {rule}, SRC / "errors.py": set()}) == ["policy/fields.py", "policy/op_rule.py"]
 
 
+APPLICATIONS = ("train", "bench", "cli")
+API = Path(__file__).parents[1] / "docs" / "api.md"
+
+
+def public_names() -> dict[str, set[str]]:
+    """The names of each folder and file that the page of the API lists, and those an application's `__init__` has."""
+    found: dict[str, set[str]] = {"mezzo": {"__version__"}}
+    for line in API.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            space = found.setdefault(line[3:], set())
+        elif line.startswith("- `"):
+            space.add(line.split("`")[1])
+    for app in APPLICATIONS:
+        tree = ast.parse((SRC / app / "__init__.py").read_text(encoding="utf-8"))
+        nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        found[f"mezzo.{app}"] = {alias.asname or alias.name for node in nodes for alias in node.names}
+    return found
+
+
+def private_names(path: Path, source: str, public: dict[str, set[str]]) -> list[str]:
+    """What a file of an application takes from mezzo, outside its own folder, that is not public."""
+    package, found = ("mezzo", *path.relative_to(SRC).parts[:-1]), []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] == "mezzo"]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *filter(None, (node.module or "").split("."))))
+            if module.split(".")[0] == "mezzo" and not f"{module}.".startswith(f"mezzo.{package[1]}."):
+                taken = {alias.name for alias in node.names}
+                found += [f"{module}.{name}" for name in sorted(taken - public.get(module, set()))]
+    return [f"{path.relative_to(SRC)} takes {name}" for name in found]
+
+
+def test_applications_take_public_names_alone() -> None:
+    files = [path for app in APPLICATIONS for path in sorted((SRC / app).rglob("*.py"))]
+    assert [line for p in files for line in private_names(p, p.read_text(), public_names())] == []
+
+
+def test_a_private_name_is_found() -> None:
+    source = "def f():\n    from ...kernels import mix\n    from ... import prepare\n    import mezzo._torch"
+    found = private_names(SRC / "bench" / "workloads" / "lora.py", source, public_names())
+    assert found == ["bench/workloads/lora.py takes mezzo.kernels.mix", "bench/workloads/lora.py takes mezzo._torch"]
+    assert private_names(SRC / "cli" / "env.py", "from ..policy import Policy, cast_of", public_names()) == [
+        "cli/env.py takes mezzo.policy.cast_of"
+    ]
+
+
 ALLOWED_PAST = {
     "kernels.operands",
     "binding.bind",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mezzo.bench import Plan, Result, measure
 from mezzo.bench.harness import Worker, environment_of, schedule
 from mezzo.bench.measurement import from_json
-from mezzo.bench.run_plan import PEAK_RATES
+from mezzo.bench.workload import PEAK_RATES
 from mezzo.bench.workloads.recipe import Recipe
 from mezzo.errors import BenchError
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from mezzo.bench.peak_memory import PeakMemory, load_code
+from mezzo.bench.worker import PeakMemory, load_code
 
 CPU = torch.device("cpu")
 SIZE = 96 * 2**20

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mezzo.bench.roofline import Phase
-from mezzo.bench.run_plan import PEAK_RATES, Plan
 from mezzo.bench.variant import Variant
 from mezzo.bench.worker import VariantWorker, worker_of
-from mezzo.bench.workload import Point, Session, Setting, Workload
+from mezzo.bench.workload import PEAK_RATES, Plan, Point, Session, Setting, Workload
 from mezzo.errors import BenchError
 
 PLAN = Plan(variants=("fp32",))

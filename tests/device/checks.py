@@ -23,8 +23,7 @@ from mezzo import formats, random_state
 from mezzo.errors import StepError
 from mezzo.step.replay import Replay
 from mezzo.trace.diagnosis import preserve_state
-from mezzo.train.batches import Batch
-from mezzo.train.device import seed_rounding
+from mezzo.train.batches import Batch, seed_dropout
 
 
 def steps(net: nn.Module, optimizer: Any, policy: str = "bf16", count: int = 6, device: str = "sim") -> list[float]:
@@ -140,9 +139,9 @@ def random_state_of_every_device_is_given_back() -> None:
     random_state.set_(state)
     assert same(first, draws())
     assert same(after, draws())
-    seed_rounding(1, 2)
+    seed_dropout(torch.device("sim"), 1, 2)
     seeded = draws()
-    seed_rounding(1, 2)
+    seed_dropout(torch.device("sim"), 1, 2)
     assert same(seeded, draws())
 
 

@@ -10,14 +10,21 @@ from types import ModuleType
 import mezzo
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-SPACES = ("mezzo", "mezzo.policy", "mezzo.casting", "mezzo.optim", "mezzo.step", "mezzo.diagnose", "mezzo.distributed")
+SPACES = (
+    "mezzo", "mezzo.policy", "mezzo.casting", "mezzo.optim", "mezzo.step", "mezzo.diagnose", "mezzo.distributed", "mezzo.report",
+    "mezzo.errors", "mezzo.extras", "mezzo.files", "mezzo.formats",
+)  # fmt: skip
 
 
 def public(module: ModuleType) -> list[str]:
+    """Return the names of a folder's contract, or those that a file defines itself."""
+    named = {name: getattr(module, name) for name in dir(module) if not name.startswith("_") and name != "annotations"}
+    is_folder = hasattr(module, "__path__")
     return sorted(
         name
-        for name in dir(module)
-        if not name.startswith("_") and not isinstance(getattr(module, name), ModuleType) and name != "annotations"
+        for name, value in named.items()
+        if not isinstance(value, ModuleType)
+        and (is_folder or getattr(value, "__module__", module.__name__) == module.__name__)
     )
 
 

@@ -8,8 +8,7 @@ from matplotlib.image import imread
 from tests.train.test_checkpoint import full_disk
 
 from mezzo.errors import CheckpointError
-from mezzo.train.curves import save_curves, smooth
-from mezzo.train.metrics import MetricsLog, read_metrics
+from mezzo.train.metrics import MetricsLog, read_metrics, save_curves, smooth
 from mezzo.train.progress import SMOOTHING
 
 

@@ -13,8 +13,7 @@ from tests.train.small import emotion_rows, metrics, tiny, write_tsv
 from mezzo.errors import ConfigError, DataError
 from mezzo.train import TrainConfig, run
 from mezzo.train.data import clean, load_corpus
-from mezzo.train.labels import read_label_map
-from mezzo.train.text_files import Row
+from mezzo.train.text_files import Row, read_label_map
 
 NAMES = ["joy", "love", "anger", "fear", "sadness", "surprise"]
 

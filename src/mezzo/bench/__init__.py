@@ -24,12 +24,12 @@ from .results_table import machine_name as machine_name
 from .results_table import print_result as print_result
 from .results_table import print_whole as print_whole
 from .results_table import row as row
-from .run_plan import Plan as Plan
-from .run_plan import default_device as default_device
-from .run_plan import parse_device as parse_device
 from .workload import WORKLOADS as WORKLOADS
+from .workload import Plan as Plan
 from .workload import Workload as Workload
+from .workload import default_device as default_device
 from .workload import find_workload as find_workload
+from .workload import parse_device as parse_device
 from .workloads.recipe import Recipe as Recipe
 from .workloads.reviews import VARIANTS as VARIANTS
 from .workloads.reviews import Reviews as Reviews

@@ -22,9 +22,8 @@ from ..errors import BenchError
 from .machine import describe_machine
 from .measurement import Measurement, PointRoofline, Result
 from .roofline import PeakRates
-from .run_plan import PEAK_RATES, Plan
 from .variant import VARIANTS, find_variant
-from .workload import WORKLOADS, Point, Workload
+from .workload import PEAK_RATES, WORKLOADS, Plan, Point, Workload
 
 Progress = Callable[[str, int, int], None]
 """Told what is timed next, how many samples there are and how many there will be."""

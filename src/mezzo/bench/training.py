@@ -31,7 +31,7 @@ class Scaler(Protocol):
     """What torch's and mezzo's GradScaler have in common."""
 
     def scale(self, outputs: Tensor) -> Tensor:
-        """Multiply the loss by the scale."""
+        """Multiply the loss by the scale. Syncs: no."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale."""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import diagnose
+from ..diagnose import Trace, named_function, replay, trace
 
 SAME, DIFFERENT, BAD_INPUT = 0, 1, 2
 
@@ -42,15 +42,15 @@ def run(argv: Sequence[str]) -> int:
         options = _parser().parse_args(list(argv))
     except SystemExit as end:
         return SAME if end.code in (None, 0) else BAD_INPUT
-    build = diagnose.named_function(options.model)
-    traces: list[diagnose.Trace] = []
+    build = named_function(options.model)
+    traces: list[Trace] = []
 
-    def traced(model: object) -> diagnose.Trace:
-        traces.append(diagnose.trace())
+    def traced(model: object) -> Trace:
+        traces.append(trace())
         return traces[0]
 
     around = {"around": traced} if options.trace else {}
-    found = diagnose.replay(options.folder, options.step, build, policy=options.policy, **around)
+    found = replay(options.folder, options.step, build, policy=options.policy, **around)
     reports = [found, *(t.report for t in traces)]
     for report in reports:
         print(report.to_json() if options.json else report)

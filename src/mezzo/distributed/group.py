@@ -243,6 +243,14 @@ class Group:
             f"The output of {lost} says why; start again from the last checkpoint."
         )
 
+    def is_first_at(self, key: str) -> bool:
+        """Whether no other rank has asked this about a key before. True as well if the ranks' store cannot be reached."""
+        try:
+            first = group_store(self.handle).compare_set(key, "", str(dist.get_rank()))
+        except RuntimeError:
+            return True
+        return bool(first == str(dist.get_rank()).encode())
+
     def missing(self) -> list[int]:
         """Call the roll in a broken group: return the ranks that do not answer within a grace period.
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .._torch import foreach_copy_, foreach_lerp_
-from ..step import Stepper
+from .. import Stepper
 
 
 class Average:
@@ -26,7 +26,7 @@ class Average:
     """
 
     def __init__(self, amp: Stepper, decay: float) -> None:
-        self._amp, self._decay = amp, decay
+        self._amp, self._move = amp, get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch's own
         named = amp.model.named_parameters(remove_duplicate=False)
         self._names = {name: p for name, p in named if p.requires_grad}
         self._averages = {p: master.clone() for p, master in self._masters().items()}
@@ -40,7 +40,7 @@ class Average:
     @torch.no_grad()
     def _update(self) -> None:
         masters = self._masters()
-        foreach_lerp_([self._averages[p] for p in masters], list(masters.values()), 1 - self._decay)
+        self._move([self._averages[p] for p in masters], list(masters.values()), None)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -58,7 +58,8 @@ class Average:
 
     @torch.no_grad()
     def _write(self, values: list[Tensor]) -> None:
-        foreach_copy_(list(self._averages), values)
+        for p, value in zip(self._averages, values, strict=True):
+            p.copy_(value)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's state dict in fp32, trainable weights averaged. Syncs: no."""

@@ -1,4 +1,4 @@
-"""Which rows make up which batch, as pure functions of seed and epoch, and the padding of a batch."""
+"""Which rows make up which batch and what is drawn in it, as pure functions of the seed, and the padding of a batch."""
 
 # B batch, T tokens
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from random import Random
 
 import torch
 from torch import Tensor
@@ -117,3 +118,12 @@ def hide_tokens(batch: Batch, share: float, mask_id: int, keep: Sequence[int]) -
     drawn = torch.rand(batch.ids_BT.shape) < share
     hidden = drawn & ~torch.isin(batch.ids_BT, torch.tensor(keep))
     return Batch(ids_BT=batch.ids_BT.masked_fill(hidden, mask_id), mask_BT=batch.mask_BT, labels_B=batch.labels_B)
+
+
+def seed_dropout(device: torch.device, *numbers: int) -> None:
+    """Make what dropout draws next a function of some numbers. Writes: the random state of the CPU and of the device's kind. Syncs: no."""
+    seed = Random(repr(numbers)).getrandbits(63)
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)

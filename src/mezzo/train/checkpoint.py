@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, MezzoError, listed
 from ..files import flush_to_disk, write_atomically
 from .config import TrainConfig
-from .hf_logging import quiet
+from .hub import quiet
 
 _KEYS = {"launch", "config", "labels", "fingerprint", "tokenizer", "position", "step", "schedule", "average"}
 FORMAT = 2

@@ -1,14 +1,43 @@
-"""Whether a model's name leads anywhere, found out at once: the hub's own client retries for a minute."""
+"""The transformers library kept quiet, and whether a model's name leads anywhere: the hub's own client retries for a minute."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from ..errors import ConfigError
+
 PATIENCE_S = 2.0
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the library's progress bars off standard error while inside, and on ranks but the first its log as well.
+
+    Raises:
+        ConfigError: the library is not installed.
+
+    Writes: switches of the library, and sets them back.
+    """
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        raise ConfigError("this needs the transformers package; pip install 'mezzo[text]'.") from None
+    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
+    if int(os.environ.get("RANK", "0")) > 0:
+        logging.set_verbosity(50)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if was_on:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
 
 
 def check_reachable(name: str) -> None:

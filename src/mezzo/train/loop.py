@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..allocator import keep_memory
+from .. import keep_memory, prepare
 from ..errors import ConfigError
-from ..step import prepare
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
-from .curves import save_curves
 from .data import Corpus, load_corpus
-from .dist_context import DistContext, join
 from .evaluate import Encoded, Evaluation, evaluate, report
+from .metrics import save_curves
 from .model import build_model, check_length, load_model
 from .progress import progress_bar
+from .ranks import DistContext, join
 from .text_files import Row
 from .tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 from .train_result import RunFolder, TrainResult, peak_memory_bytes

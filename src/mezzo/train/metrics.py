@@ -1,15 +1,22 @@
-"""The record of a run: one JSON object a line, one line an update or an evaluation."""
+"""What a run measured: a JSON object a line in its file, the numbers of a tracker, and a picture."""
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..extras import check_installed
 from .checkpoint import write_whole, writing
+from .progress import SmoothedLoss
 
 Record = dict[str, Any]
+Track = Callable[[int, Mapping[str, float]], object]
+"""Takes the number of an update, and numbers by their names."""
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -80,3 +87,82 @@ class NoLog:
 
 def _line(record: Record) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+@contextmanager
+def tracking(name: str, folder: Path) -> Iterator[Track]:
+    """Hand numbers to TensorBoard or Weights & Biases inside the block, through their own libraries.
+
+    Args:
+        name: "tensorboard" writes event files into the folder; "wandb" makes a run where its own settings send it, in the
+            folder with WANDB_MODE=offline; "none" forgets them.
+        folder: of the run.
+
+    Raises:
+        ConfigError: the library is not installed.
+
+    Writes: files of the tracker.
+    """
+    if name == "none":
+        yield lambda step, numbers: None
+        return
+    check_installed(f"--tracker {name}", [name])
+    if name == "wandb":
+        import wandb
+
+        with wandb.init(project="mezzo", name=folder.name, dir=str(folder)) as run:
+            yield lambda step, numbers: run.log(dict(numbers), step=step)
+        return
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        yield lambda step, numbers: [writer.add_scalar(name, value, step) for name, value in numbers.items()]
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Return the exponential moving average of values, without the bias of its start.
+
+    >>> [round(value, 3) for value in smooth([1.0, 3.0])]
+    [1.0, 2.026]
+    """
+    smoothed = SmoothedLoss()
+    return [smoothed.add(value) for value in values]
+
+
+def save_curves(metrics: Path, picture: Path) -> None:
+    """Draw the curves of a metrics file as PNG.
+
+    Args:
+        metrics: the records.
+        picture: the file to write.
+
+    Raises:
+        CheckpointError: the picture cannot be written.
+
+    Writes: the picture.
+    """
+    from matplotlib.figure import Figure
+
+    records = read_metrics(metrics)
+    updates = [r for r in records if r["kind"] == "update" and r["applied"]]
+    skipped = [r["step"] for r in records if r["kind"] == "update" and not r["applied"]]
+    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    steps = [r["step"] for r in updates]
+    figure = Figure(figsize=(7, 8), layout="constrained")
+    loss, accuracy, scale = figure.subplots(3, 1, sharex=True)
+    loss.plot(steps, [r["loss"] for r in updates], color="0.8", linewidth=0.8, label="train, each update")
+    loss.plot(steps, smooth([r["loss"] for r in updates]), label="train, smoothed")
+    loss.plot([r["step"] for r in evaluations], [r["loss"] for r in evaluations], "o-", label="dev")
+    loss.set(ylabel="loss", ylim=(0.0, None))
+    loss.legend()
+    accuracy.plot([r["step"] for r in evaluations], [r["accuracy"] for r in evaluations], "o-", color="C1")
+    accuracy.set(ylabel="dev accuracy")
+    scale.step([r["step"] for r in records if r["kind"] == "update"],
+               [r["scale"] for r in records if r["kind"] == "update"], where="post", color="C2", label="loss scale")  # fmt: skip
+    scale.set_yscale("log", base=2)
+    for step in skipped:
+        scale.axvline(step, color="C3", linewidth=0.8)
+    scale.set(ylabel=f"loss scale ({len(skipped)} skipped)", xlabel="update")
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_whole(picture, lambda file: file.write(content.getvalue()))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .config import TrainConfig
-from .hf_logging import quiet
+from .hub import quiet
 
 POSITION_SIZE = 0.03
 """Of the sinusoids, beside word vectors of standard deviation 0.02."""
@@ -58,7 +58,7 @@ def build_model(config: TrainConfig, labels: Sequence[str], tokenizer: Any) -> n
 def sinusoids(positions: int, width: int) -> Tensor:
     """Return shape (positions, width), fp32: neighbouring positions look alike from the first update on.
 
-    Source: Vaswani et al. 2017, section 3.5; the longest wave is shortened to 2 pi 1000, for short texts.
+    Source: Vaswani et al. 2017, section 3.5; the longest wave is shortened to 2 pi 1000, for short texts. Syncs: no.
     """
     index = torch.arange(positions, dtype=torch.float32)[:, None]
     pairs = -(-width // 2)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from .. import prepare
 from ..errors import ConfigError
 from ..policy import as_policy
-from ..step import prepare
 from .batches import collate
-from .device import choose_device
 from .evaluate import logits_of
 from .model import check_length, load_model
+from .ranks import choose_device
 from .tokens import encode, load_tokenizer
 from .train_result import RunFolder
 

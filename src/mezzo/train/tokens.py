@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .hf_logging import quiet
-from .hub import check_reachable
+from .hub import check_reachable, quiet
 
 PAD, UNKNOWN, START, END, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 MARKS = (PAD, UNKNOWN, START, END, MASK)

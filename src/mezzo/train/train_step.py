@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from .. import Policy, prepare
 from ..distributed import comm_stats
 from ..formats import dtype_name
 from ..optim import AdamW
-from ..policy import Policy
-from ..step import prepare
 from .config import TrainConfig
-from .dist_context import DistContext, alone, maybe_no_sync
 from .model import parameter_groups
+from .ranks import DistContext, alone, maybe_no_sync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

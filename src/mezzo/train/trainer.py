@@ -13,15 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .average import Average
-from .batches import epoch_batches, hide_tokens, micro_batches
+from .batches import epoch_batches, hide_tokens, micro_batches, seed_dropout
 from .checkpoint import save_checkpoint, save_model
 from .config import TrainConfig
-from .device import seed_rounding
-from .dist_context import DistContext
 from .evaluate import Encoded, evaluate, logits_of
-from .metrics import MetricsLog, NoLog
+from .metrics import MetricsLog, NoLog, tracking
 from .progress import Progress
-from .trackers import NoTracker, Tracker, open_tracker
+from .ranks import DistContext
 from .train_result import RunFolder
 from .train_step import Updater
 
@@ -90,7 +88,6 @@ class Trainer:
         self._world, self._num_micro_batches = world, config.num_micro_batches(world.size)
         self._per_epoch = updates_per_epoch(len(train.tokens), config.batch_size)
         self.total = config.epochs * self._per_epoch
-        self._tracker: Tracker = NoTracker()
         self._eval_every = config.eval_every or self._per_epoch
 
     def train(self, progress: Progress, opening: str = "") -> None:
@@ -106,9 +103,12 @@ class Trainer:
 
         Writes: model, files of the run, torch's global random state. Syncs: yes.
         """
-        self._log = MetricsLog(self._folder.metrics, self.position.step) if self._world.is_first else NoLog()
-        if self._world.is_first:
-            self._tracker = open_tracker(self._config.tracker, self._folder.path)
+        is_first = self._world.is_first
+        self._log = MetricsLog(self._folder.metrics, self.position.step) if is_first else NoLog()
+        with tracking(self._config.tracker if is_first else "none", self._folder.path) as self._track:
+            self._train_rest(progress, opening)
+
+    def _train_rest(self, progress: Progress, opening: str) -> None:
         self._started = time.perf_counter() - self.position.seconds
         self._model.train()
         if self.position.step == 0:
@@ -122,7 +122,6 @@ class Trainer:
                 self._update(rows, progress)
                 if self.position.step % self._eval_every == 0 or self.position.step == self.total:
                     self._pause(progress)
-        self._tracker.close()
 
     def _update(self, rows: list[int], progress: Progress) -> None:
         each = self._num_micro_batches // self._world.size
@@ -147,7 +146,7 @@ class Trainer:
             applied=update.applied,
         )
         numbers = {**finite, "lr": update.lr, "scale": update.scale, "skipped": float(at.skipped)}
-        self._tracker.log(at.step, {f"train/{name}": number for name, number in numbers.items()})
+        self._track(at.step, {f"train/{name}": number for name, number in numbers.items()})
         progress.update(at.step, loss=value, lr=update.lr, scale=update.scale, skipped=at.skipped)
 
     def _loss(self, rows: list[int], index: int) -> Tensor:
@@ -157,7 +156,7 @@ class Trainer:
         """
         marks, device = self._tokenizer, self._world.device
         own_rows = micro_batches(rows, self._num_micro_batches)[index]
-        seed_rounding(self._config.seed, self.position.step, index)
+        seed_dropout(device, self._config.seed, self.position.step, index)
         # A rank without rows runs one that does not count: averaging waits for the gradients of all.
         batch = hide_tokens(
             self._train.batch(own_rows or rows[:1]),
@@ -197,7 +196,7 @@ class Trainer:
         if found.accuracy > at.best_accuracy:
             at.best_accuracy, at.best_step = found.accuracy, at.step
             self._save_best()
-        self._tracker.log(at.step, {"dev/loss": found.loss, "dev/accuracy": found.accuracy})
+        self._track(at.step, {"dev/loss": found.loss, "dev/accuracy": found.accuracy})
         progress.note(
             f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
             f"{at.skipped} skipped, {at.seconds:.0f} s"

@@ -94,19 +94,19 @@ class BertLogits(nn.Module):
         self.bert = BertForSequenceClassification(config)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the logits, shape [batch, labels]."""
+        """Return the logits, shape [batch, labels]. Syncs: no."""
         logits: Tensor = self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
         return logits
 
 
 def random_tokens(size: BertSize, batch: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random token numbers and a mask of ones, both int64 [batch, tokens]."""
+    """Return random token numbers and a mask of ones, both int64 [batch, tokens]. Syncs: no."""
     ids = torch.randint(size.vocabulary, (batch, tokens), device=device)
     return ids, torch.ones_like(ids)
 
 
 def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return the cross entropy of token numbers, mask and labels, shape ()."""
+    """Return the cross entropy of token numbers, mask and labels, shape (). Syncs: no."""
     ids, mask, labels = batch
     return nn.functional.cross_entropy(model(ids, mask).float(), labels)
 

@@ -39,7 +39,7 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(forward_width, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the layer's output, shape [batch, tokens, width]."""
+        """Return the layer's output, shape [batch, tokens, width]. Syncs: no."""
         split = self.qkv(self.attention_norm(x_BTD)).unflatten(-1, (3, self.heads, -1))
         q, k, v = (part.transpose(1, 2) for part in split.unbind(2))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)

@@ -34,7 +34,7 @@ class LoraLinear(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output with its correction, shape [..., width]."""
+        """Return the layer's output with its correction, shape [..., width]. Syncs: no."""
         corrected: Tensor = self.base(x) + self.up(self.down(x))
         return corrected
 

@@ -49,7 +49,7 @@ class GivenGradients(nn.Module):
         self._gradients: list[Tensor] = []
 
     def forward(self) -> Tensor:
-        """Return a loss of 0 with its gradients, in the dtype the weights are stored in; shape (), fp32."""
+        """Return a loss of 0 with its gradients, in the dtype the weights are stored in; shape (), fp32. Syncs: no."""
         weights = list(self.parameters())
         if not self._gradients:
             self._gradients = [(torch.randn_like(w, dtype=torch.float32) * 1e-3).to(w.dtype) for w in weights]

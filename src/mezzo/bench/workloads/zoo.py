@@ -52,13 +52,13 @@ class ModelSteps(Workload):
         """Return inputs and targets, drawn from torch's random state."""
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Return what the model says of the inputs: the classes are the last dimension."""
+        """Return what the model says of the inputs: the classes are the last dimension. Syncs: no."""
         output: Any = model(inputs)
         found: Tensor = output if isinstance(output, Tensor) else output.logits
         return found
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the cross entropy of a batch, shape ()."""
+        """Return the cross entropy of a batch, shape (). Syncs: no."""
         inputs, targets = batch
         return F.cross_entropy(self.logits(model, inputs).float().flatten(0, -2), targets.flatten())
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mezzo.bench.run_plan import Plan
 from mezzo.bench.variant import VARIANTS, find_variant, those_that_run
-from mezzo.bench.workload import WORKLOADS, Workload, find_workload
+from mezzo.bench.workload import WORKLOADS, Plan, Workload, find_workload
 from mezzo.errors import BenchError, MezzoError
 
 CPU = torch.device("cpu")

@@ -1,12 +1,15 @@
-"""The ranks of a run: which this is, what is added up over all, and which of them says what went wrong."""
+"""The ranks of a run: started here, met, and which this is, on which device; what is added up over all, and who says what went wrong."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import os
+import signal
 import socket
-from collections.abc import Iterator
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import group_store
 from ..distributed import TIMEOUT, Group, is_running
-from ..errors import ConfigError, MezzoError
-from .device import choose_device
+from ..errors import ConfigError, DistributedError, MezzoError
 
 _joined = itertools.count()
 
@@ -138,13 +139,31 @@ def join(device: str) -> Iterator[DistContext]:
             yield replace(mine, rank=dist.get_rank(), group=group)
         is_done = True
     except MezzoError as error:
-        if not _fails_first(group, key, dist.get_rank()):
+        if not group.is_first_at(key):
             raise FailedOnOtherRank(str(error)) from error
         raise
     finally:
         # gloo's threads abort a process that ends without this; NCCL would wait here for ranks that are lost.
         if is_ours and (is_done or not torch.cuda.is_available()):
             dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device a name stands for; "auto" is the accelerator where there is one.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        reason = str(error).split("\n", 1)[0].rstrip(".")
+        raise ConfigError(f"device={name!r} cannot be used here: {reason}. Write cpu or auto.") from None
+    return device
 
 
 def _of_this_rank(device: torch.device) -> torch.device:
@@ -172,11 +191,66 @@ def _hushed(is_hushed: bool) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _fails_first(group: Group, key: str, rank: int) -> bool:
-    """Whether no other rank has failed before this one. True as well if that cannot be found out."""
+@contextmanager
+def _surroundings(nproc: int) -> Iterator[None]:
+    """Share the machine's threads among ranks that do not say how many they want, and keep the agent from talking."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        store = group_store(group.handle)
-        first = store.compare_set(key, "", str(rank))
-    except RuntimeError:
-        return True
-    return bool(first == str(rank).encode())
+        yield
+    finally:
+        logging.disable(level)
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+
+
+def launch(command: Sequence[str], *, nproc: int, max_restarts: int) -> int:
+    """Run `python -m mezzo` with some words as several ranks, which find each other by themselves.
+
+    Args:
+        command: the words.
+        nproc: how many ranks.
+        max_restarts: how often all are started again after one has failed.
+
+    Returns:
+        The exit code: 0, or that of the first rank that failed and said why.
+
+    Raises:
+        ConfigError: fewer ranks than 1, fewer restarts than 0, or a launcher has started this process already.
+        DistributedError: a rank ended without a word.
+
+    Writes: nothing of its own.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if nproc < 1 or max_restarts < 0:
+        raise ConfigError(f"--nproc {nproc} must be at least 1, and --max-restarts {max_restarts} not negative.")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            f"--nproc {nproc} was asked for inside torchrun, which has started the ranks already. Leave --nproc out."
+        )
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=max_restarts, logs_specs=DefaultLogsSpecs(),
+    )  # fmt: skip
+    with _surroundings(nproc):
+        try:
+            elastic_launch(config, sys.executable)("-m", "mezzo", *command)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code = int(failure.exitcode)
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        else:
+            return 0
+    if code > 0:
+        return code
+    raise DistributedError(
+        f"rank {rank} was ended by {signal.Signals(-code).name}, and the others were stopped. Go on from the last checkpoint "
+        "with --resume, or let --max-restarts do so."
+    )
