@@ -9,9 +9,9 @@ import torch
 from tests.train.small import emotion_rows, tiny
 
 from mezzo.train import TrainConfig, run
+from mezzo.train.dist_context import join
 from mezzo.train.evaluate import Encoded, evaluate, report
 from mezzo.train.model import build_model
-from mezzo.train.ranks import join
 from mezzo.train.tokens import encode, train_tokenizer
 
 

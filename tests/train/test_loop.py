@@ -16,8 +16,8 @@ from mezzo.errors import CheckpointError, ConfigError
 from mezzo.train import TrainConfig, TrainResult, run
 from mezzo.train.checkpoint import load_checkpoint, save_model
 from mezzo.train.data import load_corpus
+from mezzo.train.dist_context import choose_device
 from mezzo.train.predictor import Predictor
-from mezzo.train.ranks import choose_device
 
 
 @pytest.fixture(scope="module")

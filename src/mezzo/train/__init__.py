@@ -4,11 +4,11 @@ from .config import REVIEWS as REVIEWS
 from .config import TrainConfig as TrainConfig
 from .config import demo_config as demo_config
 from .data import load_corpus as load_corpus
+from .dist_context import FailedOnOtherRank as FailedOnOtherRank
+from .dist_context import launch as launch
 from .loop import run as run
 from .predictor import Prediction as Prediction
 from .predictor import Predictor as Predictor
-from .ranks import FailedOnOtherRank as FailedOnOtherRank
-from .ranks import launch as launch
 from .tokens import encode as encode
 from .tokens import train_tokenizer as train_tokenizer
 from .train_result import RunFolder as RunFolder

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batches import Batch, by_length, collate
-from .ranks import DistContext, alone
+from .dist_context import DistContext, alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

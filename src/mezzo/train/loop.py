@@ -14,11 +14,11 @@ from ..errors import ConfigError
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
 from .data import Corpus, load_corpus
+from .dist_context import DistContext, join
 from .evaluate import Encoded, Evaluation, evaluate, report
 from .metrics import save_curves
 from .model import build_model, check_length, load_model
 from .progress import progress_bar
-from .ranks import DistContext, join
 from .text_files import Row
 from .tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 from .train_result import RunFolder, TrainResult, peak_memory_bytes

@@ -15,9 +15,9 @@ from .. import prepare
 from ..errors import ConfigError
 from ..policy import as_policy
 from .batches import collate
+from .dist_context import choose_device
 from .evaluate import logits_of
 from .model import check_length, load_model
-from .ranks import choose_device
 from .tokens import encode, load_tokenizer
 from .train_result import RunFolder
 

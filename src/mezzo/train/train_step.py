@@ -16,8 +16,8 @@ from ..distributed import comm_stats
 from ..formats import dtype_name
 from ..optim import AdamW
 from .config import TrainConfig
+from .dist_context import DistContext, alone, maybe_no_sync
 from .model import parameter_groups
-from .ranks import DistContext, alone, maybe_no_sync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
