@@ -204,3 +204,19 @@ def test_only_the_innermost_attention_is_watched() -> None:
     model = prepared(BlockAttention())
     held = {type(m).__name__: m.__dict__["_mezzo_bound"].attends for m in model.modules()}
     assert held == {"BlockAttention": False, "CausalSelfAttention": True, "Linear": False}
+
+
+@pytest.mark.parametrize(("tokens", "is_watched"), [(8, False), (64, True)])
+def test_ops_of_a_tiny_attention_are_not_watched(
+    tokens: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    watch = attention.WideAttention.__torch_function__
+
+    def noted(self: attention.WideAttention, func: Any, *rest: Any) -> Any:
+        seen.append(func)
+        return watch(self, func, *rest)
+
+    monkeypatch.setattr(attention.WideAttention, "__torch_function__", noted)
+    prepared(CausalSelfAttention())(torch.randn(1, tokens, 32))
+    assert bool(seen) is is_watched

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._torch import dynamo_skip_frame, functorch_level, graph_task_id
-from ..casting import WideAttention, autocast, bind_frame, bind_reentrant, is_attention, prefers_wide
+from ..casting import WideAttention, autocast, bind_frame, bind_reentrant, is_attention, is_large, prefers_wide
 from ..errors import PolicyError, StepError
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import FUSED, Precision, cast_floating, run_ruled, run_unfused
@@ -201,7 +201,8 @@ def _run_inside(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
     if bound.own is None:
-        with WideAttention() if bound.attends and not traced and not is_compiling() else nullcontext():
+        widens = bound.attends and not traced and not is_compiling() and is_large(args, kwargs)
+        with WideAttention() if widens else nullcontext():
             return forward(module, *args, **kwargs)
     return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
 

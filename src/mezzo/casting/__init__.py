@@ -2,6 +2,7 @@
 
 from .attention import WideAttention as WideAttention
 from .attention import is_attention as is_attention
+from .attention import is_large as is_large
 from .attention import prefers_wide as prefers_wide
 from .cast_cache import weight_casts as weight_casts
 from .frame import bind_frame as bind_frame

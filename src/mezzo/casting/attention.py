@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ def is_attention(names: tuple[str, ...]) -> bool:
 def prefers_wide(device_type: str | None) -> bool:
     """Whether short attention on a device is faster in fp32: on a CPU without tiles, or with models that lie on several."""
     return device_type in (None, "cpu") and not has_amx()
+
+
+def is_large(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether a module of attention is given a tensor of a size from which `WideAttention` pays for seeing each of its ops."""
+    return any(isinstance(given, Tensor) and given.numel() >= SMALLEST for given in (*args, *kwargs.values()))
 
 
 class WideAttention(TorchFunctionMode):
