@@ -3,12 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 from tests.train.test_checkpoint import full_disk
 
-from mezzo.errors import CheckpointError
-from mezzo.train.metrics import MetricsLog, read_metrics, save_curves, smooth
+from mezzo.errors import CheckpointError, ConfigError
+from mezzo.train.metrics import MetricsLog, read_metrics, save_curves, smooth, tracking
 from mezzo.train.progress import SMOOTHING
 
 
@@ -73,7 +74,27 @@ def test_the_picture_shows_the_records(tmp_path: Path) -> None:
     save_curves(path, picture)
     drawn = imread(picture)
     assert drawn.shape[:2] == (800, 700)
-    colours = {tuple(round(float(c) * 255) for c in pixel[:3]) for row in drawn for pixel in row}
+    pixels = np.rint(drawn[..., :3] * 255).astype(int).reshape(-1, 3)
+    colours = set(map(tuple, pixels[np.sort(np.unique(pixels @ (1 << 16, 1 << 8, 1), return_index=True)[1])].tolist()))
     assert {(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40)} <= colours  # loss, dev, accuracy, scale, skip
     save_curves(path, tmp_path / "again.png")
     assert picture.read_bytes() == (tmp_path / "again.png").read_bytes()
+
+
+def test_numbers_reach_a_run_of_wandb_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with pytest.raises(KeyboardInterrupt), tracking("wandb", tmp_path) as track:  # what stops a run ends wandb's too
+        track(1, {"train/loss": 0.25})
+        track(2, {"train/loss": 0.125, "dev/accuracy": 0.75})
+        raise KeyboardInterrupt
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    written = path.read_bytes()
+    assert written.count(b"train/loss") >= 2 and b"0.125" in written and b"dev/accuracy" in written
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.extras.find_spec", lambda name: None)
+    told = r"--tracker wandb needs the package wandb: pip install 'mezzo\[trackers\]'\."
+    with pytest.raises(ConfigError, match=told), tracking("wandb", tmp_path):
+        pass
