@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,9 @@ def test_numbers_reach_a_run_of_wandb_on_disk(tmp_path: Path, monkeypatch: pytes
         track(2, {"train/loss": 0.125, "dev/accuracy": 0.75})
         raise KeyboardInterrupt
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    written = path.read_bytes()
+    deadline = time.monotonic() + 20  # wandb's own process writes it
+    while (written := path.read_bytes()).count(b"train/loss") < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert written.count(b"train/loss") >= 2 and b"0.125" in written and b"dev/accuracy" in written
 
 
