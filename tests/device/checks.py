@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo import formats, random_state
 from mezzo.errors import StepError
+from mezzo.kernels import norm_and_finite
 from mezzo.step.replay import Replay
 from mezzo.trace.diagnosis import preserve_state
 from mezzo.train.batches import Batch, seed_dropout
@@ -203,6 +204,18 @@ def batch_norms_are_taken_back_at_once() -> None:
             assert all(same) if factor == math.inf else not any(same)
         chosen.append(seen.launches["aten::where"])
     assert chosen[0] == chosen[1] == 2, chosen
+
+
+def the_norm_pass_launches_alike_for_any_size() -> None:
+    """Where torch has no kernel for many tensors at once: chunks of 65,536 elements are rows of one."""
+    launches = []
+    for count in (200_000, 2_000_000):
+        grad = torch.randn(count)
+        with sim.watching() as seen:
+            found = norm_and_finite([grad.to("sim")]).norm.item()
+        launches.append(seen.launches["aten::linalg_vector_norm"])
+        assert found == pytest.approx(grad.double().norm().item(), rel=2.0**-20)
+    assert launches[0] == launches[1] == 4, launches
 
 
 UNFUSED: dict[str, Callable[[list[nn.Parameter]], Any]] = {

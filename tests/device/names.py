@@ -17,6 +17,7 @@ CHECKS = (
     "a_device_without_fp64_runs",
     "a_healthy_step_decides_in_few_launches",
     "batch_norms_are_taken_back_at_once",
+    "the_norm_pass_launches_alike_for_any_size",
     "steps_of_any_optimizer_of_torch_are_undone_on_the_device",
     "an_optimizer_that_may_not_stand_nan_is_read_for_once",
     "a_step_in_a_captured_graph_is_refused",
