@@ -123,6 +123,11 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in _WITHOUT_FP64 else torch.float64
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in the `widest` dtype of its device. Syncs: no."""
+    return tensor.to(widest(tensor.device))
+
+
 def format_of(dtype: torch.dtype) -> Format:
     """Return the facts of the format a floating dtype stores.
 
@@ -152,7 +157,7 @@ def ulp(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         dtype: the format whose spacing is asked; the dtype of `values` when left out.
 
     Returns:
-        The shape of `values`, fp64; NaN where a value is not finite.
+        The shape of `values`, fp64, or fp32 where the device has none; NaN where a value is not finite.
 
     Raises:
         FormatError: `dtype` is not a floating format of `FORMATS`.
@@ -164,7 +169,7 @@ def ulp(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     [0.0078125, 0.015625]
     """
     fmt = format_of(dtype or values.dtype)
-    magnitude = values.detach().double().abs()
+    magnitude = widened(values.detach()).abs()
     _, exponent = torch.frexp(magnitude.clamp(min=fmt.tiny))
     spacing = torch.ldexp(torch.ones_like(magnitude), exponent - 1 - fmt.mantissa_bits)
     return torch.where(magnitude.isfinite(), spacing, torch.nan)

@@ -123,6 +123,18 @@ def a_device_without_fp64_runs() -> None:
         formats._WITHOUT_FP64.discard("sim")
 
 
+def runs_are_compared_on_a_device_without_fp64() -> None:
+    sim.native.set_fp64(False)
+    formats._WITHOUT_FP64.add("sim")
+    try:
+        one, other = model().to("sim"), model().to("sim")
+        found = mezzo.diagnose.mismatch(one, mezzo.prepare(other, [], "bf16").model, torch.ones(6, 8, device="sim"))
+    finally:
+        sim.native.set_fp64(True)
+        formats._WITHOUT_FP64.discard("sim")
+    assert found.outputs[0].difference > 0.0
+
+
 def draws() -> list[Tensor]:
     return [torch.rand(4), *(torch.rand(4, device=device).cpu() for device in ("sim:0", "sim:1"))]
 

@@ -15,6 +15,7 @@ CHECKS = (
     "a_batch_does_not_wait",
     "a_trace_does_not_look_at_what_has_not_landed",
     "a_device_without_fp64_runs",
+    "runs_are_compared_on_a_device_without_fp64",
     "a_healthy_step_decides_in_few_launches",
     "batch_norms_are_taken_back_at_once",
     "the_norm_pass_launches_alike_for_any_size",

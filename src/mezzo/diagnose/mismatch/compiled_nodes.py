@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from ..._torch import compile_backend, tree_map
+from ...formats import widened
 from ...trace import Frame
 from .observed_run import relative_error
 
@@ -71,7 +72,7 @@ def _near(tensor: Any, eps: float, generator: torch.Generator) -> Any:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor
     noise = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
-    return (tensor.double() * (1 + eps * noise)).to(tensor.dtype)
+    return (widened(tensor) * (1 + eps * noise)).to(tensor.dtype)
 
 
 class _Judge(torch.fx.Interpreter):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ... import random_state
 from ..._torch import is_compiled
 from ...errors import ConfigError
+from ...formats import widened
 from ...trace import plain, preserve_state, tensors_in
 from ..trial import call
 from .compiled_nodes import wrong_nodes
@@ -101,7 +102,7 @@ def _of_compiled(run: Any, batch: Any, observed: Run, output: list[Tensor], name
 
 
 def _gap(index: int, a: Tensor, b: Tensor) -> OutputGap:
-    x, y = a.double(), b.to(a.device).double()
+    x, y = widened(a), widened(b.to(a.device))
     known = x.isfinite() & y.isfinite()
     gap = (x - y)[known].abs()
     p, q = (torch.log_softmax(t.reshape(-1, t.shape[-1]) if t.dim() else t.reshape(1, 1), -1) for t in (x, y))

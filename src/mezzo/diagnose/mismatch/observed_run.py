@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch import OpOverload, tree_leaves
-from ...formats import dtype_name, widest
+from ...formats import dtype_name, widened, widest
 from ...trace import (
     Call,
     OpMode,
@@ -220,7 +220,7 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         named = self._other.get(name)
         for other in [named] if named is not None else self._other.values():
             if other.numel() == mine.numel() and other.dtype != mine.dtype and other.is_floating_point():
-                true, got = other.to(mine.device).double(), mine.double()
+                true, got = widened(other.to(mine.device)), widened(mine)
                 eps = max(torch.finfo(other.dtype).eps, torch.finfo(mine.dtype).eps)
                 if bool(((got - true).abs() <= eps * true.abs() + eps**4).all()):
                     return true
@@ -234,8 +234,9 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         readers: tuple[int | None, ...],
         known: dict[int, Tensor],
     ) -> None:
-        full = run_wide(call, known, torch.float64) or [t.detach() for t in call.out]
-        near = (run_wide(call, {}, torch.float64) if known else full) or [t.detach() for t in call.out]
+        wide = widest(call.out[0].device) if call.out else torch.float64
+        full = run_wide(call, known, wide) or [t.detach() for t in call.out]
+        near = (run_wide(call, {}, wide) if known else full) or [t.detach() for t in call.out]
         local = max((relative_error(t, n) for t, n in zip(call.out, near, strict=True)), default=0.0)
         others = [t for t in tree_leaves(call.returned) if _is_index(t)]
         made = [*zip(call.out, full, strict=True), *((t, t) for t in others)]
@@ -255,7 +256,7 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             )
         )
         for tensor, true in zip(call.out, full, strict=True):
-            self._wide.put(tensor, true.double())
+            self._wide.put(tensor, widened(true))
         for tensor, _ in made:
             self._makers.note(tensor, len(self.ops) - 1)
 
@@ -266,14 +267,14 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if local <= 4 * eps:
             return 4 * eps
         moved = {id(t): self._jittered(t, eps) for _, t in call.inputs}
-        again = run_wide(call, moved, torch.float64)
+        again = run_wide(call, moved, widest(call.out[0].device) if call.out else torch.float64)
         if again is None:
             return math.inf
         return _ROUNDINGS * (eps + max(relative_error(a, n) for a, n in zip(again, near, strict=True)))
 
     def _jittered(self, tensor: Tensor, eps: float) -> Tensor:
         noise = torch.randint(0, 2, tensor.shape, generator=self._random).to(tensor.device) * 2 - 1
-        return tensor.detach().double() * (1 + eps * noise)
+        return widened(tensor.detach()) * (1 + eps * noise)
 
     def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
         with self.aside():
