@@ -206,9 +206,14 @@ def worker_of(job: Mapping[str, Any]) -> VariantWorker | PeakRatesWorker:
     variant = find_variant(job["variant"], plan.setting.device)
     if variant.keeps and variant.is_mezzo:
         _keep_memory()
-    if variant.tf32:
-        torch.set_float32_matmul_precision("high")
+    set_tf32(variant.tf32)
     return VariantWorker(plan, find_workload(job["workload"]).from_fields(job["config"]), job["variant"])
+
+
+def set_tf32(is_on: bool) -> None:
+    """Have fp32 products and convolutions run in TF32, or none: torch by itself lets convolutions alone. Writes: torch's settings."""
+    torch.set_float32_matmul_precision("high" if is_on else "highest")
+    torch.backends.cudnn.allow_tf32 = is_on
 
 
 def _keep_memory() -> None:

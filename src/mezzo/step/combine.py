@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -76,14 +77,35 @@ def _squares(grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers
     squares = torch.zeros(num_optimizers + 1, device=home)
     seen: set[Tensor] = set()
     for one in grads:
-        for p, norm in zip(one.params, one.check.tensor_norms.unbind(), strict=True):
-            if has_parts or is_dtensor(p):
-                copies = p.device_mesh.size() / num_shards(p) if is_dtensor(p) else 1.0
-                square = move(norm.square(), home) / copies
-                squares[one.index] += square
-                squares[num_optimizers] += 0 if p in seen else square
-                seen.add(p)
+        shares = [_share(p, has_parts) for p in one.params]
+        new = [0.0 if p in seen else share for p, share in zip(one.params, shares, strict=True)] if seen else shares
+        each = one.check.tensor_norms.square()
+        own = move(_weighted(each, shares), home)
+        squares[one.index] = own
+        squares[num_optimizers] += own if new == shares else move(_weighted(each, new), home)
+        if len(grads) > 1:
+            seen.update(one.params)
     return squares
+
+
+def _share(param: Tensor, has_parts: bool) -> float:
+    """Return what a rank's square counts for over all ranks; 0 for that of a weight which each has whole."""
+    if is_dtensor(param):
+        return num_shards(param) / param.device_mesh.size()
+    return 1.0 if has_parts else 0.0
+
+
+def _weighted(squares: Tensor, shares: Sequence[float]) -> Tensor:
+    """Return the sum of squares, each times its share, in as many launches for any number of them. Syncs: no."""
+    if any(share != 1.0 for share in shares):
+        squares = squares * _on_device(tuple(shares), squares.device)
+    return squares.sum()
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(shares: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return shares where the squares lie; from step to step they are the same."""
+    return torch.tensor(shares, dtype=torch.float32, device=device)
 
 
 def _norms(
