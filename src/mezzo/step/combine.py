@@ -77,7 +77,7 @@ def _squares(grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers
     squares = torch.zeros(num_optimizers + 1, device=home)
     seen: set[Tensor] = set()
     for one in grads:
-        shares = [_share(p, has_parts) for p in one.params]
+        shares = _shares(one.params, has_parts)
         new = [0.0 if p in seen else share for p, share in zip(one.params, shares, strict=True)] if seen else shares
         each = one.check.tensor_norms.square()
         own = move(_weighted(each, shares), home)
@@ -88,11 +88,19 @@ def _squares(grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers
     return squares
 
 
-def _share(param: Tensor, has_parts: bool) -> float:
-    """Return what a rank's square counts for over all ranks; 0 for that of a weight which each has whole."""
-    if is_dtensor(param):
-        return num_shards(param) / param.device_mesh.size()
-    return 1.0 if has_parts else 0.0
+def _shares(params: Sequence[Tensor], has_parts: bool) -> list[float]:
+    """Return what a rank's squares count for over all ranks; 0 for that of a weight which each has whole."""
+    known: dict[tuple[int, object], float] = {}  # most parameters of a model are sharded alike
+    shares = []
+    for p in params:
+        if not is_dtensor(p):
+            shares.append(1.0 if has_parts else 0.0)
+            continue
+        key = id(p.device_mesh), p.placements
+        if key not in known:
+            known[key] = num_shards(p) / p.device_mesh.size()
+        shares.append(known[key])
+    return shares
 
 
 def _weighted(squares: Tensor, shares: Sequence[float]) -> Tensor:
