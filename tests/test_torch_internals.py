@@ -97,6 +97,18 @@ def test_a_compiled_model_tells_its_backend() -> None:
     assert _torch.is_compiled(compiled) and not _torch.is_compiled(model)
 
 
+@pytest.mark.parametrize("traces", [True, False])
+def test_only_a_compiler_that_cannot_trace_regions_breaks_its_graph_there(
+    traces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "_TRACES_REGIONS", traces)
+    twice = _torch.dynamo_graph_break(lambda x: 2 * x)
+    graphs: list[torch.fx.GraphModule] = []
+    compiled = torch.compile(lambda x: twice(x + 1) - 1, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert len(graphs) == (1 if traces else 2)
+
+
 def test_private_torch_stands_in_one_file() -> None:
     files = [path for path in sorted(SRC.rglob("*.py")) if path.name != "_torch.py"]
     found = [str(path.relative_to(SRC)) for path in files if PRIVATE.search(path.read_text())]

@@ -1,6 +1,6 @@
 """Every private name of torch that mezzo uses, once: what it is for, and what would stand still without it.
 
-All were checked on torch 2.11 to 2.13. A new torch that moves one of them fails `tests/test_torch_internals.py`, which
+All were checked on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0; what a version lacks is said where it is used. A new torch that moves one of them fails `tests/test_torch_internals.py`, which
 names it; nothing else in mezzo touches a name of torch that begins with an underscore.
 """
 
@@ -245,10 +245,27 @@ def dynamo_skip_frame(function: Function) -> Function:
     return function
 
 
+_TRACES_REGIONS = hasattr(autocast_mode, "_UnmanagedAutocast")
+_SKIP_ALONE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+
+
+def dynamo_graph_break(function: Function) -> Function:
+    """Have the compiler of torch 2.11, which cannot trace autocast's switches, leave a function and compile what it calls.
+
+    Without it a compiled prepared model raises there. Later compilers trace the function, which stays unmarked.
+
+    Writes: marks on the function and its code.
+    """
+    if not _TRACES_REGIONS:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark torch._dynamo looks for
+        eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALONE)
+    return function
+
+
 if TYPE_CHECKING:
     UnmanagedAutocast = torch.autocast
 else:
-    UnmanagedAutocast = getattr(autocast_mode, "_UnmanagedAutocast", object)
+    UnmanagedAutocast = autocast_mode._UnmanagedAutocast if _TRACES_REGIONS else object
 """The torch.autocast that the compiler traces as any other class, where of torch.autocast itself it reads four values.
 
 torch 2.11 has none: there a region is no torch.autocast for `isinstance`.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,57 @@ def diagnosed(model: nn.Module, amp: mezzo.Stepper, x: Tensor) -> None:
     report = mezzo.diagnose.compare(model, x, lambda model, batch: model(batch).sum(), "bf16")
     with mezzo.diagnose.trace(model) as trace:
         print(report, trace)
+
+
+def seen(model: nn.Module, x: Tensor, path: Path) -> list[mezzo.diagnose.Report]:
+    lint: mezzo.diagnose.LintReport = mezzo.diagnose.lint(model, x)
+    memory: mezzo.diagnose.MemoryReport = mezzo.diagnose.memory(model, torch.optim.SGD(model.parameters()), "bf16")
+    explained: mezzo.diagnose.Explanation = mezzo.diagnose.explain(model, x, "bf16")
+    parted: mezzo.diagnose.MismatchReport = mezzo.diagnose.mismatch(model, model, x)
+    compared: mezzo.diagnose.CompareReport = mezzo.diagnose.compare(
+        model, x, lambda model, batch: model(batch).sum(), "bf16"
+    )
+    ran: mezzo.diagnose.ScriptRun = mezzo.diagnose.trace_script(path, steps=3)
+    trace: mezzo.diagnose.Trace = mezzo.diagnose.trace(model)
+    traced: mezzo.diagnose.TraceReport = trace.report
+    faults: Sequence[mezzo.diagnose.Finding] = traced.findings
+    print(faults, ran, mezzo.diagnose.check_up("zoo:mlp", "bf16"), mezzo.diagnose.named_function("train.py:build"))
+    return [lint, memory, explained, parted, compared, traced]
+
+
+def recorded(amp: mezzo.Stepper, x: Tensor, path: Path, build: Callable[[], Any]) -> None:
+    recorder: mezzo.diagnose.Recorder = mezzo.record(amp, path, every=10)
+    watch: mezzo.diagnose.Watch = mezzo.diagnose.watch(amp)
+    report: mezzo.diagnose.WatchReport = watch.report
+    for batch in recorder.batches([x]):
+        amp.backward(amp.model(batch).sum())
+    again: mezzo.diagnose.ReplayedStep = mezzo.replay(path, 3, build, policy="fp32")
+    print(report, again, mezzo.diagnose.record, mezzo.diagnose.replay)
+
+
+CAUGHT: tuple[type[mezzo.errors.MezzoError], ...] = (
+    mezzo.errors.FormatError,
+    mezzo.errors.PolicyError,
+    mezzo.errors.CastError,
+    mezzo.errors.ForbiddenOpError,
+    mezzo.errors.RegionError,
+    mezzo.errors.RegionTypeError,
+    mezzo.errors.ScalerError,
+    mezzo.errors.ScalerArgumentError,
+    mezzo.errors.StepError,
+    mezzo.errors.StoppedRun,
+    mezzo.errors.LossScaleExhausted,
+    mezzo.errors.NonFiniteStep,
+    mezzo.errors.GradientUnderflow,
+    mezzo.errors.MasterError,
+    mezzo.errors.OperandError,
+    mezzo.errors.CheckpointError,
+    mezzo.errors.InvariantError,
+    mezzo.errors.DataError,
+    mezzo.errors.ConfigError,
+    mezzo.errors.BenchError,
+    mezzo.errors.DistributedError,
+)
 
 
 def spread(model: nn.Module, amp: mezzo.Stepper) -> object:

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._torch import dynamo_skip_frame, functorch_level, graph_task_id
+from .._torch import dynamo_graph_break, dynamo_skip_frame, functorch_level, graph_task_id
 from ..casting import WideAttention, autocast, bind_frame, bind_reentrant, is_attention, is_large, prefers_wide
 from ..errors import PolicyError, StepError
 from ..policy import FP32_RULES, CacheName, Policy
@@ -190,6 +190,7 @@ def _is_inside(binding: Binding, traced: bool) -> bool:
     return _here.binding is binding and traced is _here.traced
 
 
+@dynamo_graph_break
 def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     traced = _is_traced()
     if not _is_inside(bound.binding, traced):
@@ -197,6 +198,7 @@ def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tup
     return _run_inside(bound, module, forward, args, kwargs, traced)
 
 
+@dynamo_graph_break
 def _run_inside(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
@@ -227,6 +229,7 @@ def _open(
     return region, args, kwargs, after, None if is_inside else binding.policy.output
 
 
+@dynamo_graph_break
 def _enter(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
@@ -269,6 +272,7 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _make_class(original: type[nn.Module]) -> type[nn.Module]:
 
+    @dynamo_graph_break
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound: Bound | None = self.__dict__.get(RECORD)
