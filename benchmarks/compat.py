@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STORE = Path(__file__).parent / "compat"
-HEAD = "| torch | Python | passed | failed | skipped | taken |\n|---|---|---:|---:|---:|---|"
+HEAD = "| torch | Python | parts of the suite | passed | failed | skipped | taken |\n|---|---|---:|---:|---:|---:|---|"
 
 
 def parts() -> list[str]:
@@ -105,7 +105,8 @@ def store(torch: str, python: Path, chosen: list[str]) -> dict[str, Any]:
 def row(result: dict[str, Any]) -> str:
     """Return a result as a line of the table."""
     sums = [sum(part[key] for part in result["parts"].values()) for key in ("passed", "failed", "skipped")]
-    return f"| {result['torch']} | {result['python']} | {sums[0]} | {sums[1]} | {sums[2]} | {result['date']} |"
+    share = f"{len({*parts()} & {*result['parts']})} of {len(parts())}"
+    return f"| {result['torch']} | {result['python']} | {share} | {sums[0]} | {sums[1]} | {sums[2]} | {result['date']} |"
 
 
 def table() -> str:
