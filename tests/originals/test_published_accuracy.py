@@ -65,3 +65,12 @@ def test_the_words_of_a_package_do_not_hold_its_name(originals: ModuleType) -> N
     found = originals.docstrings("networkx", 20)
     assert len(set(found)) == 20
     assert not any("networkx" in text.lower() for text in found)
+
+
+def test_the_stored_means_are_within_a_hundredth_and_in_the_guide(originals: ModuleType) -> None:
+    root = SCRIPT.parents[1]
+    found = originals.stored(root / "benchmarks" / "results" / "originals.jsonl")
+    for ranks in (1, 2):
+        wanted, own = ([found[ranks, seed, way] for seed in range(5)] for way in originals.WAYS)
+        assert sum(own) / 5 == pytest.approx(sum(wanted) / 5, abs=0.01)
+    assert originals.table(found) in (root / "docs" / "train.md").read_text(encoding="utf-8")

@@ -22,8 +22,8 @@ from .results_table import footnotes as footnotes
 from .results_table import header as header
 from .results_table import machine_name as machine_name
 from .results_table import print_result as print_result
-from .results_table import print_whole as print_whole
 from .results_table import row as row
+from .results_table import text_table as text_table
 from .workload import WORKLOADS as WORKLOADS
 from .workload import Plan as Plan
 from .workload import Workload as Workload

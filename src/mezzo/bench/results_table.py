@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, TextIO
+import re
+from collections.abc import Sequence
+from typing import TextIO
 
+from ..report import table_text
 from .measurement import Measurement, Result
 from .variant import VARIANTS
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 MISSING = "-"
 
@@ -138,40 +136,18 @@ def footnotes(result: Result) -> tuple[str, ...]:
     )
 
 
-def rich_table(result: Result) -> Table:
-    """Return the table of a result for a terminal, a rule between its points."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    words = ("point", "variant")
-    for name in header(result):
-        folded = name.replace(" than", "\nthan").replace(" of", "\nof").replace(" memory", "\nmemory")
-        table.add_column(folded, justify="left" if name in words else "right", no_wrap=True)
-    for point in points_of(result):
-        for measurement in result.at(point).values():
-            table.add_row(*row(result, measurement))
-        table.add_section()
-    return table
-
-
-def print_whole(console: Console, table: Table) -> None:
-    """Print a table however narrow the terminal: a figure cut off is worse than a line too long. Writes: the console."""
-    from rich.measure import Measurement as Width
-
-    needed = Width.get(console, console.options.update(max_width=1000), table).maximum
-    console.width = max(console.width, needed)
-    console.print(table)
+def text_table(head: Sequence[str], sections: Sequence[Sequence[Sequence[str]]]) -> str:
+    """Return rows of words under their names, a blank line between sections, names to the left and figures to the right."""
+    folded = [re.sub(r" (than|of|memory|kept)\b", r"\n\1", name) for name in head]
+    rows = [row for section in sections for row in ([""] * len(head), *section)]
+    right = [index for index, name in enumerate(head) if name not in ("point", "job", "variant")]
+    return table_text(folded, rows, right=right)
 
 
 def print_result(result: Result, file: TextIO | None = None) -> None:
-    """Print the table of a result with its footnotes: coloured on a terminal, plain in a pipe. Writes: `file`."""
-    from rich.console import Console
-
-    console = Console(file=file or sys.stdout)
-    print_whole(console, rich_table(result))
-    for note in footnotes(result):
-        console.print(note, highlight=False, soft_wrap=True)
+    """Print the table of a result with its footnotes. Writes: `file`, standard output when left out."""
+    sections = [[row(result, m) for m in result.at(point).values()] for point in points_of(result)]
+    print(title(result), text_table(header(result), sections), "", *footnotes(result), sep="\n", file=file)
 
 
 def markdown_table(result: Result) -> str:

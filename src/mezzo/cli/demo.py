@@ -22,8 +22,8 @@ from ..bench import (
     header,
     machine_name,
     parse_device,
-    print_whole,
     row,
+    text_table,
 )
 from ..formats import dtype_name, native_support
 from ..policy import Policy
@@ -84,28 +84,17 @@ def _cells(result: Result, measurement: Measurement) -> tuple[str, ...]:
 
 
 def _print(results: Sequence[Result], pictures: Sequence[Path], device: torch.device) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    table = Table(title=f"on {machine_name(results[0])}", box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("job", "variant", *COLUMNS, "test accuracy"):
-        table.add_column(name, justify="left" if name in ("job", "variant") else "right", no_wrap=True)
-    for result in results:
-        for measurement in result.measurements:
-            table.add_row(*_cells(result, measurement))
-        table.add_section()
-    print_whole(console, table)
-    console.print(footnotes(results[0])[2], soft_wrap=True)
+    sections = [[_cells(result, measurement) for measurement in result.measurements] for result in results]
+    table = text_table(("job", "variant", *COLUMNS, "test accuracy"), sections)
+    print(f"on {machine_name(results[0])}", table, "", footnotes(results[0])[2], sep="\n")
     native = native_support(device, low_dtype(device))
     if not native.native:
-        console.print(
+        print(
             f"This device has no fast units for {dtype_name(low_dtype(device))} ({native.reason}), so mixed precision "
-            "saves memory here, not time; `mezzo env` measures it.", soft_wrap=True,
-        )  # fmt: skip
+            "saves memory here, not time; `mezzo env` measures it."
+        )
     for path in pictures:
-        console.print(str(path), soft_wrap=True)
+        print(path)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from ..bench import DeviceReport, advice, default_device, describe_machine, measure_device, parse_device
 from ..errors import ConfigError
 from ..policy import Policy
+from ..report import table_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,23 +44,16 @@ def _facts(machine: dict[str, Any], auto: Policy) -> list[tuple[str, str]]:
 
 
 def _print(machine: dict[str, Any], report: DeviceReport, auto: Policy) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
     for name, text in _facts(machine, auto):
-        console.print(f"{name:<14}{text}", soft_wrap=True, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("format")
-    for name in ("GFLOP/s measured", "of fp32", "reported", "read from"):
-        table.add_column(name, justify="left" if name == "read from" else "right")
-    for name, found in report.formats.items():
-        reported = "native" if found.reported else "no"
-        table.add_row(name, f"{found.flops_per_s / 1e9:.0f}", f"{found.times_fp32:.2f}x", reported, found.reason)
-    console.print(table)
+        print(f"{name:<14}{text}")
+    rows = [
+        (name, f"{one.flops_per_s / 1e9:.0f}", f"{one.times_fp32:.2f}x", "native" if one.reported else "no", one.reason)
+        for name, one in report.formats.items()
+    ]
+    head = ("format", "GFLOP/s measured", "of fp32", "reported", "read from")
+    print(f"\n{table_text(head, rows, right=(1, 2, 3))}\n")
     for line in advice(report):
-        console.print(f"- {line}", soft_wrap=True, markup=False)
+        print(f"- {line}")
 
 
 def run(argv: Sequence[str]) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Literal
 
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from ..policy import PRESETS, as_policy, op_table, rules, settings, written
+from ..report import table_text
 
 PolicyText = Annotated[str, tyro.conf.arg(metavar="POLICY", help="a policy's text, or the path of a .toml file")]
 ModuleName = Annotated[
@@ -27,16 +27,9 @@ def _print_json(data: object) -> None:
     print(json.dumps(data, indent=2))
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; where the output is no terminal a row is one line, whatever its length."""
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else 100_000
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
-    with console.capture() as printed:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
+    print(table_text(columns, rows, width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
 
 
 def show(policy: tyro.conf.Positional[PolicyText] = "", /, *, device: Device = "cpu", as_json: Json = False) -> int:

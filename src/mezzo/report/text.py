@@ -47,7 +47,7 @@ def grid(
         width: characters of a line; None folds nothing.
         gap: between columns.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(len(line) for text in column for line in text.split("\n")) for column in zip(*rows, strict=True)]
     if width is not None and widths:
         widest = widths.index(max(widths))
         others = sum(widths) - widths[widest] + len(gap) * (len(widths) - 1)
@@ -66,12 +66,19 @@ def _folded(text: str, width: int) -> list[str]:
     return [text] if len(text) <= width and "\n" not in text else [part for found in lines for part in found]
 
 
-def table_text(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, width: int | None = None) -> str:
+def table_text(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    right: Sequence[int] | None = None,
+    width: int | None = None,
+) -> str:
     """Set rows under named columns, numbers to the right.
 
     Args:
         columns: names.
         rows: cells, as many as columns.
+        right: indices of the columns set to the right; left out, those that hold numbers alone.
         width: characters of a line, into which the widest column is folded; None folds nothing.
 
     >>> print(table_text(("op", "calls"), [("mm", 12), ("add", 3456)]))
@@ -79,7 +86,8 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, width:
     mm      12
     add  3,456
     """
-    right = [i for i in range(len(columns)) if all(not isinstance(row[i], str) for row in rows)]
+    if right is None:
+        right = [i for i in range(len(columns)) if all(not isinstance(row[i], str) for row in rows)]
     return "\n".join(grid([columns, *([cell(c) for c in row] for row in rows)], right=right, width=width))
 
 
