@@ -69,3 +69,10 @@ def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert failed == 0
+
+
+def test_the_table_of_peak_memory_is_the_stored_one() -> None:
+    stored = (ROOT / "benchmarks" / "results" / "memory_by_size.txt").read_text(encoding="utf-8")
+    table = "\n".join(line for line in stored.splitlines() if line.startswith("|"))
+    assert table.count("\n") == 6
+    assert table in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
