@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -132,6 +134,23 @@ def test_each_page_in_a_browser(name: str, tmp_path: Path) -> None:
     for colour in colours:
         assert count(tmp_path / "page.png", colour) > 300, "a series is not drawn"
     assert count(tmp_path / "page.png", INK) > 100, "no text is drawn"
+
+
+NARROW = """<!doctype html><link rel=icon href="data:,"><iframe width=390 height=900></iframe><script>
+const frame = document.querySelector("iframe"); frame.srcdoc = PAGE;
+frame.onload = () => {
+  const page = frame.contentDocument, parts = [page.documentElement, ...page.querySelectorAll(".wide, .source, h1, h2, p")];
+  console.log("cut off: " + parts.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.className || e.tagName).join());
+};</script>"""
+
+
+@pytest.mark.parametrize("name", ["trace", "compare"])
+def test_on_a_telephone_no_table_text_or_source_is_cut_off(name: str, tmp_path: Path) -> None:
+    page = PAGES[name][0]().to_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    outer = tmp_path / "narrow.html"
+    outer.write_text(NARROW.replace("PAGE", json.dumps(page).replace("</", "<\\/")), encoding="utf-8")
+    found = re.search(r'"cut off: ([^"]*)"', look(outer, tmp_path / "page.png"))
+    assert found is not None and found[1] == ""
 
 
 def test_a_page_with_an_error_is_seen(tmp_path: Path) -> None:

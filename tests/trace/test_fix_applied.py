@@ -202,3 +202,72 @@ def test_the_scale_against_flushed_gradients_keeps_them(size: float, depth: int)
     kept = gradients(scale)
     assert all(g.isfinite().all() for g in kept)
     assert sum(int((g == 0).sum()) for g in kept) <= 0.1 * sum(g.numel() for g in kept)
+
+
+def advice_of(compute: Callable[[Tensor], Tensor]) -> tuple[str, str]:
+    x = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+    with diagnose.trace() as t:
+        compute(x).sum().backward()
+    fix = t.report.findings[0].fix
+    return fix.advice, fix.tried
+
+
+NOTHING = torch.zeros(3)
+DIVISORS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a count of a mask": (lambda x: (x * NOTHING).sum() / NOTHING.sum(), "write x / y.clamp(min=1)."),
+    "whole numbers cast": (lambda x: x / torch.tensor([0, 2, 1]).float(), "write x / y.clamp(min=1)."),
+    "a spread": (lambda x: x / torch.ones(4).std(), "write x / y.clamp(min=1e-06)."),
+    "a range": (lambda x: x / (NOTHING.max() - NOTHING.min()), "write x / y.clamp(min=1e-06)."),
+    "in place": (lambda x: (x * 1).div_((x * 0).abs().sum()), "write x / y.clamp(min=1e-06)."),
+    "the number 0": (lambda x: x / 0.0, "the divisor is the number 0: divide by max(divisor, 1e-06)."),
+}
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_a_divisor_is_bounded_by_what_it_is(name: str) -> None:
+    compute, want = DIVISORS[name]
+    assert advice_of(compute)[0] == want
+
+
+BACKWARD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "root": (lambda x: (x * 0).sqrt(), "x.clamp(min=1e-12).sqrt()"),
+    "power": (lambda x: (x * 0).pow(0.5), "x.clamp(min=1e-06).pow(0.5)"),
+    "power of a negative": (lambda x: x.pow(x.detach() * 0 + 2.5), "x.clamp(min=1e-06).pow(p)"),
+    "angle": (lambda x: torch.acos(x * 0 + 1), "acos(x.clamp(-1 + 4.8e-07, 1 - 4.8e-07))"),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_what_backward_is_told_to_write_was_tried(name: str) -> None:
+    compute, want = BACKWARD[name]
+    advice, tried = advice_of(compute)
+    assert advice == f"write {want}." and tried == f"{want} on these values: finite, and so are its gradients"
+
+
+def test_an_argument_far_below_0_is_not_called_a_cancellation() -> None:
+    assert "difference" in advice_of(lambda x: (x * 0 - 1e-6).log())[0]
+    assert "difference" not in advice_of(lambda x: (x - 7).log())[0]
+
+
+def test_an_infinity_in_the_data_is_no_mask() -> None:
+    x = torch.ones(2, 4)
+    x[1, 2] = -torch.inf
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.LayerNorm(1))
+    with diagnose.trace(model) as t:
+        model[3](model[2](x @ model[0].weight)).square().sum().backward()
+    first = t.report.findings[0]
+    assert (first.verdict, first.op) == ("inherited", "mm")
+
+
+def test_a_weight_that_a_loop_by_hand_spoils_is_reached() -> None:
+    model = nn.Linear(3, 1)
+    with diagnose.trace(model) as t:
+        grads = torch.func.grad(
+            lambda p: torch.func.functional_call(model, p, torch.zeros(3)).mul(0).square().sum().sqrt()
+        )({n: p.detach() for n, p in model.named_parameters()})
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.sub_(0.1 * grads[name])
+    first = t.report.findings[0]
+    assert (first.verdict, first.op, t.report.answer) == ("singularity", "sqrt", "faulty")
+    assert "parameter weight" in first.reached

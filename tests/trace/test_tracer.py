@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.zoo import faulty_forward, healthy
+from tests.zoo import faulty_arguments, faulty_forward, healthy
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -275,7 +275,7 @@ def test_an_absorbed_infinity_is_told_with_both_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [faulty_forward.attention_scores, faulty_forward.rounded_eps, faulty_forward.sum_of_many]
+    "build", [faulty_forward.attention_scores, faulty_arguments.rounded_eps, faulty_forward.sum_of_many]
 )
 def test_the_region_of_mezzo_gives_the_same_findings(build, monkeypatch: pytest.MonkeyPatch) -> None:
     def findings() -> list[tuple[str, ...]]:

@@ -365,25 +365,6 @@ def loader_with_a_worker(dtype: torch.dtype) -> Run:
     return run
 
 
-def quantised_codes(dtype: torch.dtype) -> Run:
-    class Codes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder, self.codes = nn.Linear(8, 4), nn.Linear(4, 8), nn.Embedding(16, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            z = self.encoder(x).float()
-            nearest = torch.cdist(z, self.codes.weight).argmin(-1)
-            code = self.codes(nearest)
-            return self.decoder(z + (code - z).detach()), z, code
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        recon, z, code = model(batch[0])
-        return F.mse_loss(recon.float(), batch[0]) + F.mse_loss(code, z.detach()) + 0.25 * F.mse_loss(z, code.detach())
-
-    return scaler_loop(Codes(), dtype, loss, evaluate=False)
-
-
 def mixture_density(dtype: torch.dtype) -> Run:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         weight, mean = model(batch[0]).float().chunk(2, -1)
@@ -400,5 +381,5 @@ HEALTHY = [
     two_views, mixed_samples, stochastic_average, counts, variational, weighted_binary, speech, target_network, distances_with_eps,
     guarded_by_where, averages_over_masks, top_k_filtered, beams, running_best, metrics_with_sentinels, penalised_batches,
     frozen_backbone, second_order_optimizer, segmentation, diffusion, regression_on_large_targets, loader_with_a_worker,
-    quantised_codes, mixture_density,
+    mixture_density,
 ]  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 from tests.zoo import (
+    faulty_arguments,
     faulty_backward,
     faulty_forward,
     faulty_state,
@@ -15,7 +17,15 @@ from tests.zoo import (
     lint_cases,
     public_faulty,
     public_healthy,
+    public_loops,
     scripts,
+    stranger_healthy,
+    stranger_loops,
+    stranger_losses,
+    stranger_models,
+    stranger_sound,
+    stranger_steps,
+    strangers,
 )
 from tests.zoo.case import Case
 from tests.zoo.lint_cases import LintCase
@@ -24,13 +34,16 @@ import mezzo.diagnose as diagnose
 from mezzo.trace import explain_lint
 from mezzo.trace.records import LintRule
 
+STRANGERS = (stranger_healthy, stranger_losses, stranger_loops, stranger_models, stranger_sound, stranger_steps)
+"""Loaded for the programs that they put into `strangers`."""
+PUBLIC = [*public_faulty.CASES, *public_loops.CASES, *strangers.CASES]
 FAULTY = [
-    *faulty_forward.CASES, *faulty_backward.CASES, *faulty_state.CASES, *scripts.CASES, *public_faulty.CASES,
+    *faulty_forward.CASES, *faulty_arguments.CASES, *faulty_backward.CASES, *faulty_state.CASES, *scripts.CASES, *PUBLIC,
 ]  # fmt: skip
 ROWS = [(case, dtype) for case in FAULTY for dtype in case.dtypes]
 LINTS = [(lint, dtype) for lint in lint_cases.LINTS for dtype in lint.dtypes]
-PROGRAMS = [*healthy.HEALTHY, *scripts.HEALTHY, *public_healthy.HEALTHY]
-WELL = [(build, dtype) for build in PROGRAMS for dtype in healthy.dtypes_of(build)]
+PROGRAMS = [*healthy.HEALTHY, *scripts.HEALTHY, *public_healthy.HEALTHY, *strangers.HEALTHY]
+WELL = [(b, dtype) for b in PROGRAMS for dtype in strangers.HEALTHY.get(b, healthy.dtypes_of(b))]
 
 pytestmark = [
     # the faulty programs themselves are warned about; the diagnosis adds none
@@ -47,7 +60,7 @@ def name(dtype: torch.dtype) -> str:
 def diagnosis(build, dtype: torch.dtype) -> diagnose.TraceReport:
     torch.manual_seed(0)
     run = build(dtype)
-    with diagnose.trace() as t:
+    with diagnose.trace() as t, suppress(SystemExit):
         run()
     return t.report
 
@@ -69,14 +82,20 @@ def complaints(case: Case, report: diagnose.TraceReport) -> list[str]:
     return wrong + [f"{word!r} is not in {said!r}" for word in case.names if word not in said]
 
 
+def is_large(build) -> bool:
+    """Whether a program trains a model of the transformers library, of which one runs in every suite."""
+    return "transformers" in build.__code__.co_names and build is not stranger_models.gpt2_with_a_corrupt_row
+
+
 def row(case: Case, dtype: torch.dtype) -> object:
     """Run public scripts in one dtype; the others are slow twins."""
-    is_twin = case in public_faulty.CASES and dtype is not case.dtypes[0]
+    is_twin = case in PUBLIC and (dtype is not case.dtypes[0] or is_large(case.build))
     return pytest.param(case, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{case.name}-{name(dtype)}")
 
 
 def healthy_row(build, dtype: torch.dtype) -> object:
-    is_twin = build in public_healthy.HEALTHY and dtype is not torch.float16
+    is_public = build in public_healthy.HEALTHY or build in strangers.HEALTHY
+    is_twin = is_public and (dtype is not strangers.HEALTHY.get(build, (torch.float16,))[0] or is_large(build))
     return pytest.param(build, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{build.__name__}-{name(dtype)}")
 
 
@@ -108,7 +127,7 @@ def test_every_rule_has_a_habit() -> None:
 
 def test_the_zoo_is_large_enough() -> None:
     assert len({c.name for c in FAULTY}) == len(FAULTY) >= 100
-    assert len(scripts.CASES) + len(public_faulty.CASES) >= 40 <= len(scripts.HEALTHY) + len(public_healthy.HEALTHY)
+    assert len(scripts.CASES) + len(PUBLIC) >= 40 <= len(scripts.HEALTHY) + len(public_healthy.HEALTHY)
     assert {c.verdict for c in FAULTY} == {
         "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update",
     }  # fmt: skip

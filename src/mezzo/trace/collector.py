@@ -14,7 +14,7 @@ from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
 from .context import OpMode, TraceContext
 from .evidence import HostReads, Read
 from .exponents import LineWatch
-from .fix import fused_with, replacement_for
+from .fix import Operands, fused_with, replacement_for, saved_operands
 from .frames import Owner, caller, is_called_from
 from .lint_rules import LintWatch
 from .lost_updates import FlushWatch, UpdateWatch
@@ -43,6 +43,8 @@ _STOPS = 8
 """How often a program that catches the end it is given is ended again."""
 _SHARED = "torch/multiprocessing/reductions.py"
 _COLLATE = "torch/utils/data/_utils/collate.py"
+_COUNTS = frozenset({"sum", "count_nonzero", "to"})
+"""Ops that make a number of elements, where no gradient goes through them."""
 _METRICS = frozenset({"div", "mean", "std", "var", "reciprocal", "corrcoef", "floor_divide"})
 
 
@@ -90,6 +92,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._reads = HostReads(self._causes)
         self._pending_reads: list[Sink] = []
         self._shared: StorageNotes[bool] = StorageNotes()
+        self._counts: StorageNotes[bool] = StorageNotes()
         self._scalars: StorageNotes[Causes] = StorageNotes()
         self.skipped = self.backwards = 0
         self._was_updated = False
@@ -208,6 +211,9 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         bad = [t for t, top in zip(call.out, tops, strict=True) if not math.isfinite(top)]
         if len(self._causes) or bad:
             self._follow(call, site, bad)
+        if call.facts.name in _COUNTS and call.out and not any(t.requires_grad for _, t in call.inputs):
+            is_count = call.facts.name != "to" or not call.inputs
+            self._counts.note(call.out[0], is_count)
         self.lines.see(site, call.out, tops)
         self.lints.see(call, site)
         if site.phase == "optimizer":
@@ -249,6 +255,16 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._causes.note(tensor, causes | (older or NO_CAUSE))
             if tensor.numel() == 1 and not site.root and site.phase == "forward":
                 self._scalars.note(tensor, causes)
+        if call.facts.writes and site.phase == "forward":
+            self._on_written(bad, causes)
+
+    def _on_written(self, bad: list[Tensor], causes: Causes) -> None:
+        """Take note of parameters into which a loop by hand wrote what was not meant to be there."""
+        if any(self.events[i].kind != "constant" for i in causes):
+            for tensor in bad:
+                kind, _, name = self.context.modules.name_of(tensor).partition(" ")
+                if kind == "parameter":
+                    self.sink("parameter", name, tensor)
 
     @staticmethod
     def _is_arithmetic(call: Call, bad: list[Tensor]) -> bool:
@@ -323,11 +339,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             flush=judged[1],
             reference=judged[0],
             leaf=leaf or (given if kind == "constant" else ""),
-            replacement=replacement_for(
-                site.op, [call.original(t) for t in tree_leaves(call.args) if isinstance(t, Tensor)]
-            )
-            if kind == "source" and site.phase == "forward"
-            else "",
+            replacement=replacement_for(site.op, self._operands(call, site)) if kind == "source" else "",
             fused=fused_with(site.op, call.original(call.inputs[0][1])) if kind == "source" and call.inputs else "",
             is_local_enough=computed and self.reference.is_local_enough(call),
             tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),
@@ -336,6 +348,14 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if event.full_rows:
             self.lints.softmax(site, bad[0].dtype, event.full_rows, call.facts.kernel)
         return frozenset((index,))
+
+    def _operands(self, call: Call, site: Site) -> Operands:
+        """Return what an op that failed was given; in backward, what its forward was."""
+        if site.phase == "backward":
+            return saved_operands(autograd_node())
+        given = [t for t in tree_leaves(call.args) if isinstance(t, Tensor)]
+        tensors = [t if (o := call.original(t)) is t else t.detach().requires_grad_(o.requires_grad) for t in given]
+        return Operands(tensors, numbers(call.args, {}), bool(given) and self._counts.get(given[-1]) is True)
 
     def sink(self, kind: SinkKind, name: str, tensor: Tensor) -> None:
         """Note that a tensor, known to be non-finite, is one that matters. Syncs: no."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import listed
 from .depth import Trend, grew_into, grew_over_steps, trends
@@ -14,6 +14,10 @@ from .verdict import Verdict, number, verdict_of
 
 FLUSHED_SHARE = 0.3
 """Above this share of a step's gradients lost to fp16, or with a whole parameter's, a step is not what fp32 would take."""
+_PRODUCTS = frozenset({
+    "mm", "addmm", "mv", "addmv", "bmm", "linear", "convolution", "mul", "div", "mean", "std", "var", "var_mean",
+    "layer_norm", "batch_norm",
+})  # fmt: skip
 LOST_SHARE = 0.5
 """Above this share of swallowed updates a weight hardly moves; the limit of the update monitor."""
 
@@ -34,13 +38,13 @@ class Finding:
         library: nearest line of an installed package, where that is nearer.
         step: of the first occurrence.
         rank: of the process.
-        inputs: what went into the op.
-        outputs: what came out non-finite.
         why: one sentence with the numbers.
         fix: what to change.
+        steps: in which it reached what it reached.
+        inputs: what went into the op.
+        outputs: what came out non-finite.
         reached: loss, gradients, weights, buffers or outputs it reached.
         flush: the flush to zero that was divided by, for underflow.
-        steps: in which it reached them.
     """
 
     verdict: Verdict
@@ -54,13 +58,13 @@ class Finding:
     library: Frame | None
     step: int
     rank: int
-    inputs: tuple[TensorFacts, ...]
-    outputs: tuple[TensorFacts, ...]
     why: str
     fix: Fix
-    reached: tuple[str, ...]
-    flush: Flush | None
     steps: tuple[int, ...]
+    inputs: tuple[TensorFacts, ...] = ()
+    outputs: tuple[TensorFacts, ...] = ()
+    reached: tuple[str, ...] = ()
+    flush: Flush | None = None
 
     @property
     def mend(self) -> Fix:
@@ -121,7 +125,8 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
         # a value made outside, such as the best loss so far, may be asked for
         events = [e for e in events if not (e.kind == "leaf" and _is_mask(e))]
     mixed = [e for e in events if e.kind == "mixed"]
-    leaves = [e for e in events if e.kind == "leaf" and not (mixed and _is_mask(e))]
+    has_full_rows = any(e.full_rows for e in mixed)
+    leaves = [e for e in events if e.kind == "leaf" and not (mixed and _is_mask(e, has_full_rows))]
     constants = [e for e in events if e.kind == "constant"]
     if sources or leaves:
         return sorted([*sources, *leaves], key=lambda e: e.index)
@@ -133,8 +138,15 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     return [e for e in constants if sink.is_loss and any(t.nan for t in e.outputs)]
 
 
-def _is_mask(leaf: Event) -> bool:
-    return all(t.neginf == t.nonfinite for t in leaf.outputs)
+def _is_mask(leaf: Event, has_full_rows: bool = False) -> bool:
+    """Say whether a tensor from outside holds nothing but -inf on purpose: softmax reads it; it is added, not multiplied."""
+    return (has_full_rows or leaf.site.op not in _PRODUCTS) and all(t.neginf == t.nonfinite for t in leaf.outputs)
+
+
+def _at(site: Site, **said: Any) -> Finding:
+    """Return a finding about the op that ran at a place."""
+    copied = ("phase", "op", "called", "module", "path", "frame", "library", "step", "rank")
+    return Finding(**{name: getattr(site, name) for name in copied}, **said)
 
 
 def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
@@ -146,20 +158,12 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
     fix = fix_for(verdict, event)
     if verdict == "loss-scale" and any(s.kind in ("parameter", "buffer") for s in sinks):
         fix = Fix(edit="", advice=STEPPED)
-    elif verdict == "overflow" and not fix.edit and grew_over_steps(record.sizes, site.step):
+    elif verdict == "overflow" and grew_over_steps(record.sizes, site.step):
         fix = Fix(edit="", advice=DIVERGED)
-    return Finding(
+    return _at(
+        site,
         verdict=verdict,
-        phase=site.phase,
-        op=site.op,
         kernel=event.kernel,
-        called=site.called,
-        module=site.module,
-        path=site.path,
-        frame=site.frame,
-        library=site.library,
-        step=site.step,
-        rank=site.rank,
         inputs=event.inputs,
         outputs=event.outputs,
         why=why,
@@ -189,16 +193,12 @@ def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
         library=None,
         step=trend.step,
         rank=record.rank,
-        inputs=(),
-        outputs=(),
         why=str(trend),
         fix=Fix(
             edit="",
             advice="normalise between layers, add residual paths, or scale the initial weights; "
             "no precision and no loss scale repairs this.",
         ),
-        reached=(),
-        flush=None,
         steps=(trend.step,),
     )
 
@@ -219,20 +219,10 @@ def _of_flushed(record: TraceRecord, is_faulty: bool) -> list[Finding]:
     site, wanted = flush.site, min(g.wanted_scale for g in found if g.flush is not None)
     gone = [g.name for g in found if g.flushed]
     return [
-        Finding(
+        _at(
+            replace(site, phase="backward"),
             verdict="underflow",
-            phase="backward",
-            op=site.op,
             kernel=flush.kernel,
-            called=site.called,
-            module=site.module,
-            path=site.path,
-            frame=site.frame,
-            library=site.library,
-            step=site.step,
-            rank=site.rank,
-            inputs=(),
-            outputs=(),
             why=f"{share:.1%} of the gradients are 0 in {flush.dtype} and not in fp32: {site.op} flushed {flush.share:.1%} of "
             f"its results (fp32: up to {number(flush.wide_amax)}) at loss scale {number(worst.loss_scale)}.",
             fix=Fix(
@@ -269,8 +259,6 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
             library=site.library,
             step=site.step,
             rank=site.rank,
-            inputs=(),
-            outputs=(),
             why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
             f"of {first.dtype} at the weight, and were rounded away.",
             fix=Fix(
@@ -278,7 +266,6 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
                 advice="keep the weights in fp32, or use mezzo.optim, which keeps what 16 bits cannot hold.",
             ),
             reached=tuple(f"parameter {u.name}" for u in same),
-            flush=None,
             steps=tuple(sorted({u.site.step for u in worst})),
         )
     ]

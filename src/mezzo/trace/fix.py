@@ -61,8 +61,7 @@ _SINGULAR = {
     "log_softmax": "a fully masked row has no softmax: keep one entry, or mask with torch.finfo(x.dtype).min",
     "logsumexp": "the sum over nothing is 0: keep one entry, or mask with torch.finfo(x.dtype).min",
     "mean": "the mean of no elements is 0/0; check that the selection is not empty",
-    "nll_loss": "every target is ignored, so the mean is 0/0; drop such batches or use reduction='sum'",
-    "nll_loss_forward": "every target is ignored, so the mean is 0/0; drop such batches or use reduction='sum'",
+    "nll_loss": "every target is ignored or has weight 0, so the mean is 0/0; drop such batches or use reduction='sum'",
     "log": "bound the argument: log(x.clamp(min={eps:g}))",
     "div": "bound the divisor away from 0, or divide only where it is not 0",
     "sqrt": "its derivative at 0 is infinite: x.clamp(min={square:g}).sqrt()",
@@ -80,6 +79,8 @@ STEPPED = (
 """For a loss scale that was too high and that nobody guarded."""
 DIVERGED = "sizes grew from step to step before this: lower the learning rate, warm it up, or clip the gradients."
 """For an overflow at the end of steps that grew."""
+_NEAR = 0.1
+"""A negative argument of a logarithm or power that is further from 0 is no cancellation; roots are taken of variances, of any size."""
 _ROOTS = frozenset({"sqrt", "rsqrt", "log", "log2", "log10", "pow"})
 
 
@@ -164,7 +165,8 @@ def _fix_singularity(event: Event) -> Fix:
 def _cancelled(event: Event) -> str:
     """Say what a negative argument of a root or logarithm comes from."""
     value = dict(event.offending).get("self", 0.0)
-    if event.site.op not in _ROOTS or value >= 0:
+    is_near = -_NEAR < value < 0 or (value < 0 and event.site.op in ("sqrt", "rsqrt"))
+    if event.site.op not in _ROOTS or not is_near:
         return ""
     return "; an argument below 0 is what a difference of nearly equal numbers leaves, such as E[x^2] - E[x]^2"
 
@@ -173,6 +175,8 @@ def _singular_advice(event: Event) -> str:
     eps = bound(narrow_dtype(event))
     is_forward = event.site.phase == "forward"
     names = [event.site.op, event.site.called] + [plain_name(event.kernel)] * is_forward
+    if event.site.op == "div" and is_forward and ("other", 0.0) in event.offending and len(event.inputs) == 1:
+        return f"the divisor is the number 0: divide by max(divisor, {eps:g})."
     name = "softmax" if event.full_rows else next((n for n in names if n in _SINGULAR), "")
     if not name:
         values = ", ".join(f"{n}={number(v)}" for n, v in event.offending)
@@ -230,16 +234,56 @@ def _inside(name: str, dtype: torch.dtype) -> Replacement:
     return Replacement(f"{name}(x.clamp(-1 + {eps:.2g}, 1 - {eps:.2g}))", lambda x: op(x.clamp(-1 + eps, 1 - eps)))
 
 
-def _quotients(divisor: Tensor, low: float) -> Iterator[Replacement]:
-    """Offer quotients: by a count of at least 1 (no count has a gradient), by a positive divisor, by one of either sign."""
+def _quotients(divisor: Tensor, low: float, is_count: bool) -> Iterator[Replacement]:
+    """Offer quotients: by a count of at least 1, by a positive divisor, by one of either sign."""
     if bool((divisor >= 0).all()):
-        if not divisor.requires_grad and bool((divisor == divisor.round()).all()):
+        if is_count and bool((divisor == divisor.round()).all()):
             yield Replacement("x / y.clamp(min=1)", lambda x, y: x / y.clamp(min=1), 2)
         yield Replacement(f"x / y.clamp(min={low:g})", lambda x, y: x / y.clamp(min=low), 2)
     else:
         yield Replacement(
             f"x / torch.where(y.abs() < {low:g}, {low:g}, y)", lambda x, y: x / torch.where(y.abs() < low, low, y), 2
         )
+
+
+def _powers(operands: Operands, low: float) -> Iterator[Replacement]:
+    if len(operands.tensors) > 1:
+        yield Replacement(f"x.clamp(min={low:g}).pow(p)", lambda x, p: x.clamp(min=low).pow(p), 2)
+    elif operands.numbers:
+        p = operands.numbers[0]
+        yield Replacement(f"x.clamp(min={low:g}).pow({p:g})", lambda x: x.clamp(min=low).pow(p))
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What an op that failed was given.
+
+    Attributes:
+        tensors: in the order of its arguments, those that want a gradient marked so.
+        numbers: the Python numbers among its arguments.
+        is_count: the last tensor was counted: a sum that no gradient goes through, or whole numbers cast.
+    """
+
+    tensors: list[Tensor]
+    numbers: list[float]
+    is_count: bool = False
+
+
+def saved_operands(node: Any) -> Operands:
+    """Return what the forward op of an autograd node was given, from what autograd saved of it. Syncs: no."""
+    try:
+        result = getattr(node, "_saved_result", None)
+        first = getattr(node, "_saved_self", None)
+        if first is None and isinstance(result, Tensor) and node.name() == "SqrtBackward0":
+            first = result.square()
+        found = [first, getattr(node, "_saved_other", None)]
+        exponent = getattr(node, "_saved_exponent", None)
+    except RuntimeError:  # freed, or unpacked by a checkpoint
+        return Operands([], [])
+    tensors = [
+        t.detach().requires_grad_() for t in (*found, exponent) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    return Operands(tensors, [float(exponent)] if isinstance(exponent, (int, float)) else [])
 
 
 _FUSED = {
@@ -266,7 +310,8 @@ def fused_with(op: str, argument: Tensor) -> str:
     return _FUSED.get(name, "")
 
 
-def _offers(op: str, inputs: list[Tensor]) -> Iterator[Replacement]:
+def _offers(op: str, operands: Operands) -> Iterator[Replacement]:
+    inputs = operands.tensors
     dtype = inputs[0].dtype
     low = bound(dtype)
     if op in ("log", "log2", "log10"):
@@ -280,11 +325,13 @@ def _offers(op: str, inputs: list[Tensor]) -> Iterator[Replacement]:
         yield _inside(op, dtype)
     elif op == "logit":
         yield Replacement(f"torch.logit(x, eps={low:g})", lambda x: torch.logit(x, eps=low))
+    elif op == "pow":
+        yield from _powers(operands, low)
     elif op == "reciprocal":
-        for offer in _quotients(inputs[0], low):
+        for offer in _quotients(inputs[0], low, operands.is_count):
             yield Replacement(offer.text.replace("x / ", "1 / ").replace("y", "x"), lambda x, o=offer: o.run(1.0, x))
     elif op == "div" and len(inputs) > 1:
-        yield from _quotients(inputs[1], low)
+        yield from _quotients(inputs[1], low, operands.is_count)
 
 
 def works(replacement: Replacement, inputs: list[Tensor]) -> bool:
@@ -297,25 +344,26 @@ def works(replacement: Replacement, inputs: list[Tensor]) -> bool:
     return finite and bool(out.isfinite().all())
 
 
-def replacement_for(op: str, inputs: list[Tensor]) -> str:
-    """Return an expression that was run on the inputs of an op that failed and is finite there, gradients included.
+def replacement_for(op: str, operands: Operands) -> str:
+    """Return an expression that was run on the operands of an op that failed and is finite there, gradients included.
 
     Args:
         op: plain name.
-        inputs: its tensors, finite.
+        operands: finite.
 
     Returns:
         The expression; empty where none is known or none works.
 
     Syncs: yes.
     """
-    if not inputs or not inputs[0].is_floating_point() or not all(bool(t.isfinite().all()) for t in inputs):
+    inputs = operands.tensors
+    if not inputs or not all(t.is_floating_point() and bool(t.isfinite().all()) for t in inputs):
         return ""
     found: list[str] = []
 
     def run() -> None:
         try:
-            found.extend(r.text for r in _offers(op, inputs) if works(r, inputs))
+            found.extend(r.text for r in _offers(op, operands) if works(r, inputs))
         except RuntimeError:  # shapes or formats that the expression does not take
             pass
 

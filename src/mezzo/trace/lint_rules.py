@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..binding import record
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
@@ -95,6 +96,8 @@ class LintWatch:
         name = call.facts.name
         if name not in _TAKES_CONSTANT and name not in _SCALES:
             return
+        if site.called != name and site.called in vars(functional):
+            return  # torch's own default, such as the eps of normalize, is nobody's habit
         facts = format_of(low.dtype)
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
             vanishes = name in _TAKES_CONSTANT and 0 < abs(value) <= facts.smallest / 2
@@ -134,7 +137,7 @@ class LintWatch:
             self.add("half-weights-in-region", site, low[0][1].dtype, what, float(len(low)))
 
     def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
-        """Look at the tensor backward starts from, and at the region it starts in. Syncs: no."""
+        """Look at the tensor backward starts from, and at the region it starts in. Syncs: where it is 16 bit."""
         if region is not None:
             self.add("backward-in-region", site, region, "backward", 0.0)
         if loss.dtype in LOW_DTYPES:

@@ -229,11 +229,12 @@ def first_bad(bad: Tensor) -> tuple[int, ...]:
 
 
 def whole_numbers(facts: OpFacts, args: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
-    """Return the numbers and whole-number scalars among an op's arguments, by name. Syncs: yes."""
+    """Return the whole numbers and zeros among an op's arguments, by name. Syncs: yes."""
     found = []
     for name, value in zip(facts.arguments, args, strict=False):
         is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point()
-        if is_scalar or (isinstance(value, int) and not isinstance(value, bool) and name == "other"):
+        is_number = isinstance(value, int) or (isinstance(value, float) and value == 0)
+        if is_scalar or (is_number and not isinstance(value, bool) and name == "other"):
             found.append((name, float(value)))
     return tuple(found)
 

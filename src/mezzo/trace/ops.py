@@ -18,6 +18,8 @@ _RENAMED = {
     "convolution_overrideable": "convolution",
     "safe_softmax": "softmax",
     "softmax_backward_data": "softmax_backward",
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss",
 }
 _PREFIXES = ("foreach_", "native_", "cudnn_", "miopen_", "thnn_fused_")
 _SUFFIXES = re.compile(r"(_legit(_no_training)?|_with_update|_for_cpu|_functional)$")

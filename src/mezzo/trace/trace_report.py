@@ -201,7 +201,7 @@ def _charts(sizes: tuple[Size, ...], step: int) -> list[Block]:
         ("Module outputs, in the order they were computed", outputs),
         ("Parameter gradients, from the first layer to the last", gradients),
     ):
-        if found:
+        if any(math.isfinite(_log2(s.amax)) for s in found):
             charts.append(
                 Chart(
                     title=title,

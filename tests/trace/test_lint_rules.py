@@ -1,0 +1,92 @@
+"""Each rule at its edge: what just loses numbers is named, what just does not is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+import mezzo.diagnose as diagnose
+from mezzo.formats import format_of
+from mezzo.trace import explain_lint
+from mezzo.trace.lint_rules import LintWatch, exact_integers
+from mezzo.trace.records import Lint, LintRule, Site
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+SITE = Site(
+    phase="forward", root="", module="", classes=(), user=None, library=None, called="", op="mul", step=0, rank=0
+)
+TINY = format_of(FP16).smallest
+
+EDGES: list[tuple[str, Callable[[], Tensor], Callable[[], Tensor]]] = [
+    (
+        "integers-in-16-bit",
+        lambda: torch.arange(2049, 2052).float().half(),
+        lambda: torch.arange(2040, 2049).float().half(),
+    ),
+    ("integers-in-16-bit", lambda: torch.arange(258, dtype=BF16), lambda: torch.arange(257, dtype=BF16)),
+    ("integers-in-16-bit", lambda: torch.tensor([257]).to(BF16), lambda: torch.tensor([256, 258]).to(BF16)),
+    ("integers-in-16-bit", lambda: torch.tensor([2049.0]).half(), lambda: torch.tensor([2049.5]).half()),
+    ("constant-lost", lambda: torch.ones(2, dtype=FP16) + TINY / 2, lambda: torch.ones(2, dtype=FP16) + TINY),
+    ("constant-lost", lambda: torch.ones(2, dtype=FP16) * 65536.0, lambda: torch.ones(2, dtype=FP16) / 65536.0),
+    ("constant-lost", lambda: torch.ones(2, dtype=FP16) + -1e9, lambda: torch.ones(2, dtype=BF16) + -1e9),
+    (
+        "squares-near-overflow",
+        lambda: torch.full((2,), 129.0, dtype=FP16).square(),
+        lambda: torch.full((2,), 127.0, dtype=FP16).square(),
+    ),
+    (
+        "half-accumulator",
+        lambda: torch.zeros((), dtype=BF16).add_(1.0),
+        lambda: torch.zeros((), dtype=FP32).add_(1.0),
+    ),
+]
+
+
+def rules(run: Callable[[], Tensor]) -> list[str]:
+    with diagnose.trace() as t:
+        run()
+    return [lint.rule for lint in t.record.lints]
+
+
+@pytest.mark.parametrize(("rule", "loses", "keeps"), EDGES)
+def test_a_rule_fires_at_its_edge_and_not_before(
+    rule: str, loses: Callable[[], Tensor], keeps: Callable[[], Tensor]
+) -> None:
+    assert rules(loses) == [rule]
+    assert rules(keeps) == []
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_integers_are_exact_up_to_the_number_named(dtype: torch.dtype) -> None:
+    top = int(exact_integers(dtype))
+    assert torch.equal(torch.arange(top + 1).to(dtype).long(), torch.arange(top + 1))
+    assert int(torch.tensor(top + 1).to(dtype)) != top + 1
+
+
+def test_a_line_is_noted_once_a_rule_and_a_rule_a_bounded_number_of_times() -> None:
+    watch = LintWatch()
+    for _ in range(3):
+        watch.add("constant-lost", SITE, FP16, "0", 1e-9, "aten.add")
+    assert len(watch.records()) == 1
+    for i in range(200):
+        watch.add("constant-lost", SITE, FP16, "0", 1e-9, f"aten.op{i}")
+    assert len(watch.records()) == 64
+
+
+@pytest.mark.parametrize("rule", get_args(LintRule))
+def test_every_rule_says_what_it_costs_and_what_to_write(rule: LintRule) -> None:
+    said = explain_lint(Lint(rule=rule, site=SITE, kernel="", dtype="fp16", what="2 rows", value=3e4))
+    assert said.why.endswith((".", ").")) and said.advice.endswith(".")
+
+
+def test_a_weight_in_16_bit_is_named_only_inside_a_region() -> None:
+    model = torch.nn.Linear(2, 2).to(BF16)
+    watch = LintWatch()
+    watch.model(model, SITE, in_region=False)
+    assert watch.records() == ()
+    watch.model(model, SITE, in_region=True)
+    assert [(x.rule, x.value) for x in watch.records()] == [("half-weights-in-region", 2.0)]
