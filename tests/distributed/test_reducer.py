@@ -119,6 +119,19 @@ def test_buckets_that_overlap_stay_apart() -> None:
                 assert torch.equal(found, torch.stack(shares).bfloat16().double().sum(0).bfloat16().float())
 
 
+def _static(rank: int, world: int) -> list[Grads]:
+    ddp = DistributedDataParallel(_Mixed(), bucket_cap_mb=1e-4, static_graph=True)
+    connect(ddp, Policy.parse("fp32, reduce=bf16"))
+    return [_mixed_step(ddp, rank) for _ in range(3)]
+
+
+def test_a_static_graph_whose_first_pass_sends_all_at_its_end() -> None:
+    wanted = run(3, _in_many_buckets)[0][0][0]
+    for steps in run(3, _static):
+        for grads in steps:
+            assert all(torch.equal(grads[name], wanted[name]) for name in wanted if wanted[name].dtype is torch.float32)
+
+
 def _local(rank: int, world: int) -> Grads:
     model = Bare()
     model(_rows(rank, world)).mean().backward()

@@ -137,7 +137,7 @@ def connect(ddp: DistributedDataParallel, policy: Policy) -> ReplicaWrapper:
     accumulator = None
     if policy.grads is torch.float32:
         accumulator = Accumulator(ddp.module.parameters(), lambda: bool(ddp.require_backward_grad_sync))
-    reducer = GradientReducer(Group(ddp.process_group), policy.reduce, accumulator)
+    reducer = GradientReducer(Group(ddp.process_group), policy.reduce, accumulator, lambda: bool(ddp.static_graph))
     ddp.register_comm_hook(reducer, hook)
     _connected[ddp] = ReplicaWrapper(ddp, reducer)
     return _connected[ddp]

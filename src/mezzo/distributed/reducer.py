@@ -137,13 +137,17 @@ class GradientReducer:
         group: the ranks.
         dtype: of what is sent; fp64 gradients are reduced as they are.
         accumulator: of earlier micro-batches; None if gradients accumulate where they are.
+        is_static: whether the wrapper takes the graph to be the same in each pass, so that buckets are not told apart.
 
     Attributes:
         averaged: ids of the parameters whose gradients were averaged; for others to empty.
     """
 
-    def __init__(self, group: Group, dtype: torch.dtype, accumulator: Accumulator | None) -> None:
+    def __init__(
+        self, group: Group, dtype: torch.dtype, accumulator: Accumulator | None, is_static: Callable[[], bool]
+    ) -> None:
         self.group = group
+        self._is_static = is_static
         self.dtype = dtype
         self.accumulator = accumulator
         self.comm_stats = CommStats(num_ranks=group.size)
@@ -170,7 +174,8 @@ class GradientReducer:
             mean = self._wide_sum.start(self.group, sent, buffer, self.group.size if is_unrounded else 1)
         else:
             mean = self._average(sent, buffer)
-        if bucket.is_last():
+        # In the first pass of a static graph torch sends all buckets behind backward, and calls each of them the first.
+        if bucket.is_last() or self._is_static():
             self._wide_sum.finish(self.group)
         return mean
 
