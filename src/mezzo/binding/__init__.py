@@ -1,14 +1,14 @@
 """A policy made part of a model, so that it holds wherever and however its modules are called."""
 
-from .bind import AfterForward as AfterForward
-from .bind import BeforeForward as BeforeForward
-from .bind import Binding as Binding
 from .bind import bind as bind
 from .bind import innermost as innermost
 from .bind import rebind as rebind
-from .bind import record as record
 from .bind import remember as remember
 from .bind import unbind as unbind
+from .forward import AfterForward as AfterForward
+from .forward import BeforeForward as BeforeForward
+from .forward import Binding as Binding
+from .forward import record as record
 from .module_rules import with_missing_kernels as with_missing_kernels
 from .storage import check_floats as check_floats
 from .storage import check_optimizers as check_optimizers

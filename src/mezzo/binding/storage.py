@@ -15,7 +15,8 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..optim import MasterOptimizer, MasterWeights, check_whole, keeps_masters, local_optimizer, parameters
 from ..policy import FP32_RULES, Policy, Rule, is_matmul_like
-from .bind import class_names, record
+from .bind import class_names
+from .forward import record
 
 
 def check_floats(model: nn.Module, policy: Policy) -> None:

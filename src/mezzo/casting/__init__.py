@@ -9,5 +9,5 @@ from .frame import bind_frame as bind_frame
 from .frame import bind_reentrant as bind_reentrant
 from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
-from .recompute import checkpoint_contexts as checkpoint_contexts
 from .region import autocast as autocast
+from .region import checkpoint_contexts as checkpoint_contexts

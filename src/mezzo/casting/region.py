@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -152,7 +153,8 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
             frame = _Frame(plan.saved(), mode)
         else:
             frame = self._tracked_frame(mode)
-        frame.recorder = record_entry(plan.recorded)
+        if torch.compiler.is_compiling() or num_function_modes():  # an exporter is a mode
+            frame.recorder = record_entry(plan.recorded)
         for device_type, dtype, enabled in plan.switches:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
@@ -227,6 +229,29 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         return inside
 
 
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the two contexts that `torch.utils.checkpoint.checkpoint(..., context_fn=...)` asks for.
+
+    Forward runs as it is; recompute enters the region that is in force now. torch's own engine needs none of this:
+    checkpoint restores torch's autocast state by itself.
+
+    Returns:
+        The contexts of forward and of recompute.
+
+    Syncs: no.
+
+    >>> import torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> x = torch.ones(2, 2, requires_grad=True)
+    >>> with autocast("cpu", dtype=torch.bfloat16):
+    ...     y = checkpoint(torch.mm, x, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    >>> y.sum().backward()
+    >>> x.grad.dtype
+    torch.float32
+    """
+    return nullcontext(), autocast.current()
+
+
 def _is_innermost(frame: _Frame) -> bool:
     """Whether nothing that was entered inside a region is still there when it is left.
 
@@ -268,7 +293,8 @@ def _hand_over(frame: _Frame, inside: Sequence[_Frame]) -> None:
 def _restore(frame: _Frame) -> None:
     if frame.mode is not None:
         drop_mode(frame.mode)
-    record_exit(frame.recorder, len(frame.saved))
+    if frame.recorder is not None or torch.compiler.is_compiling():
+        record_exit(frame.recorder, len(frame.saved))
     for device_type, dtype, enabled in frame.saved:
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch import active_ddp
 from ..binding import AfterForward, BeforeForward, Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
@@ -117,13 +118,13 @@ class Engine:
         if self.replay.is_running:
             return None
         if module is self._root:
-            if self.consensus is None:
+            if self.consensus is None and active_ddp() is not None:
                 self._join(wrapper_around(self.model, self.policy, is_calling=True))
             if self.consensus is not None:
                 self.consensus.note_forward()
             if self._changes.are_there():
                 self._follow_changes()
-        if self.gradients.is_abandoned:
+        if self.buffers.slots and self.gradients.is_abandoned:
             self._give_buffers_up()
         note, watch = self.buffers.begin(), None
         if torch.is_grad_enabled() and self.guard.may_stop:
@@ -262,9 +263,9 @@ class Engine:
                 self.replay.stop_following()
 
     def run_step(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
-        """Take the step with the gradients that are there; see `Stepper.step`."""
-        self.find_ranks()
+        """Take the step with the gradients that are there, whose backward pass has found the ranks; see `Stepper.step`."""
         if self.consensus is not None:
+            self.find_ranks()
             self.consensus.check_step()
         grads = self.gradients.collect(optimizer)
         flags, result = self.check_grads(grads)

@@ -1,0 +1,346 @@
+"""A bound module's forward: the region it runs in, and what is called around the model."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+from .._torch import dynamo_graph_break, dynamo_skip_frame, functorch_level, graph_task_id, own_modules, own_parameters
+from ..casting import WideAttention, autocast, bind_frame, bind_reentrant, is_large, prefers_wide
+from ..errors import StepError
+from ..policy import FP32_RULES, CacheName, Policy
+from .module_rules import Precision, cast_floating, run_ruled
+
+RECORD = "_mezzo_bound"
+"""Where a bound module keeps its record: beside its parameters, not in its state dict."""
+
+
+AfterForward = Callable[[object], None]
+BeforeForward = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
+
+
+@dataclass(eq=False, kw_only=True)
+class Binding:
+    """A policy as it is bound to the modules of one model.
+
+    Attributes:
+        policy: with its compute dtype decided.
+        device_type: of the model's tensors; None for several: the CPU and the accelerator.
+        cache: where casts of weights are kept.
+        before_forward: called before each forward of the root, or of a module that is called without it, outside
+            torch.compile, with module and arguments; what it returns, if anything, is called with the output. It belongs
+            to one stepper and is not copied with the model.
+        owner: the stepper that was made with it; not copied either.
+    """
+
+    policy: Policy
+    device_type: str | None
+    cache: CacheName = "region"
+    before_forward: BeforeForward | None = field(default=None, repr=False)
+    owner: weakref.ref[object] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
+        self._regions: dict[torch.dtype | None, autocast] = {}
+        self.widens_attention = self._widens_attention()
+
+    def _widens_attention(self) -> bool:
+        """Whether short attention is computed in fp32; `modules=none` is torch's autocast to the bit."""
+        policy = self.policy
+        if not (policy.is_low and policy.modules and prefers_wide(self.device_type)):
+            return False
+        return policy.why_engine("cpu", self.cache).engine == "dispatcher"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "before_forward": None, "owner": None, "_regions": {}}
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether the stepper that was made with it lives."""
+        return self.owner is not None and self.owner() is not None
+
+    def region(self, precision: Precision, traced: bool) -> autocast:
+        """Return the region in which a precision holds.
+
+        Args:
+            precision: None for the policy's own compute dtype.
+            traced: functorch is at work, under which torch's dispatcher does not cast; the function mode does,
+                without a cache, since what it would keep are the tracers of one call.
+        """
+        if precision in FP32_RULES or not self._is_low:
+            return autocast(self.device_type, enabled=False)
+        dtype = precision if isinstance(precision, torch.dtype) else self.policy.compute
+        if traced:
+            return autocast(self.device_type, dtype, cache_enabled=False, policy=self._op_rules, cache="persistent")
+        region = None if is_compiling() else self._regions.get(dtype)
+        if region is None:
+            region = autocast(self.device_type, dtype, policy=self._op_rules, cache=self.cache)
+            if not is_compiling():
+                self._regions[dtype] = region  # entered again each time: it keeps what it is inside of by thread
+        return region
+
+    def resumed(self) -> autocast:
+        """Return a region that leaves torch's autocast as it is now and brings the policy's op rules back."""
+        low = self.low_dtype()
+        return autocast(self.device_type, enabled=False) if low is None else self.region(low, traced=False)
+
+    def low_dtype(self) -> torch.dtype | None:
+        """Return the dtype low ops run in just here; None where casting is off."""
+        device = self.device_type or "cpu"
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def follow(self, module: nn.Module) -> None:
+        """Notice that the model was moved to another device since it was bound."""
+        first = _first_parameter(module)
+        if first is not None and self.device_type is not None and first.device.type != self.device_type:
+            self.device_type = None
+            self._regions.clear()
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """Return the first of a module's parameters, without making the iterators of `module.parameters()`."""
+    for parameter in own_parameters(module).values():
+        if parameter is not None:
+            return parameter
+    for child in own_modules(module).values():
+        if child is not None and (found := _first_parameter(child)) is not None:
+            return found
+    return None
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Bound:
+    """What one module knows of the policy it is bound to.
+
+    Attributes:
+        binding: shared by all modules of the model.
+        own: the precision its own rule gives it; None without a rule.
+        around: the precision of the nearest module above it that has a rule; None where none has.
+        is_root: whether it is the module that was prepared.
+        inner: a forward of its own that the module had in place of its class's.
+        attends: whether short attention inside it is computed in fp32.
+        regular: the binding, if inside its region the module does nothing but run its class's forward.
+    """
+
+    binding: Binding
+    own: Precision = None
+    around: Precision = None
+    is_root: bool = False
+    inner: Callable[..., Any] | None = None
+    attends: bool = False
+    regular: Binding | Literal[False] = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_regular = self.own is None and self.inner is None and not self.attends
+        self.regular = is_regular and self.binding
+
+
+class _Here(threading.local):
+    """Which binding's region this thread is in, and whether functorch was at work when it was entered.
+
+    `plain` is the binding where it was not: the one attribute that a module without a rule reads at each call.
+    """
+
+    def __init__(self) -> None:
+        # Not on the class: there the compiler guards on whether a thread has its own, and fails when it gets them.
+        self.binding: Binding | None = None
+        self.plain: Binding | None = None
+        self.traced = False
+        self.outside = False
+
+
+class _Outside:
+    """What a checkpoint recomputes was called from outside the model, and is so again."""
+
+    def __enter__(self) -> None:
+        self._before, _here.outside = _here.outside, True
+
+    def __exit__(self, *_: object) -> None:
+        _here.outside = self._before
+
+
+_here = _Here()
+
+
+def enter_thread() -> None:
+    """Give this thread its state, which torch.compile cannot make. Host only."""
+    _set_thread_state(_here.binding, _here.traced)
+
+
+@dynamo_skip_frame
+def _set_thread_state(binding: Binding | None, traced: bool) -> None:
+    _here.binding, _here.traced, _here.plain = binding, traced, None if traced else binding
+
+
+@dynamo_skip_frame
+def _is_traced() -> bool:
+    return not is_compiling() and functorch_level() is not None
+
+
+@dynamo_skip_frame
+def _is_recompute() -> bool:
+    """Whether a checkpointed part is run again inside a backward pass, under torch's autocast state of its first run.
+
+    torch's checkpoint enters that state, which shows in the nesting of autocast; a module called in a hook does not.
+    """
+    if is_compiling() or _here.outside or graph_task_id() == -1:
+        return False
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting() > 0)
+
+
+def _is_exported() -> bool:
+    """Whether strict export traces, which takes a thread's state, written and put back, for a side effect of the model."""
+    return torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()
+
+
+def _is_inside(binding: Binding, traced: bool) -> bool:
+    if _is_exported():
+        return torch.is_autocast_enabled(binding.device_type or "cpu")
+    return _here.binding is binding and traced is _here.traced
+
+
+@dynamo_graph_break
+def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    traced = _is_traced()
+    if not _is_inside(bound.binding, traced):
+        return _enter(bound, module, forward, args, kwargs, traced)
+    return _run_inside(bound, module, forward, args, kwargs, traced)
+
+
+@dynamo_graph_break
+def _run_inside(
+    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> Any:
+    if bound.own is None:
+        if not bound.attends or traced or is_compiling() or not is_large(args, kwargs):
+            return forward(module, *args, **kwargs)
+        with WideAttention():
+            return forward(module, *args, **kwargs)
+    return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
+
+
+@dynamo_skip_frame
+def _open(
+    bound: Bound, module: nn.Module, args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> tuple[autocast, tuple[Any, ...], Any, AfterForward | None, torch.dtype | None]:
+    """Return the region to run a module in, its arguments there, what to call with its output, and the output's dtype."""
+    binding, is_eager, after = bound.binding, not is_compiling(), None
+    resumes = not bound.is_root and _is_recompute()
+    if is_eager:
+        binding.follow(module)
+        if binding.before_forward is not None and not resumes:
+            after = binding.before_forward(module, args, kwargs)
+    if is_eager and not resumes:
+        (bind_frame if torch.is_grad_enabled() else bind_reentrant)(_Outside)
+    if bound.around in FP32_RULES and bound.own is None and not resumes:
+        args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+    region = binding.resumed() if resumes else binding.region(bound.around, traced)
+    is_inside = resumes or _here.binding is binding
+    return region, args, kwargs, after, None if is_inside else binding.policy.output
+
+
+@dynamo_graph_break
+def _enter(
+    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
+) -> Any:
+    outer, outer_traced = _here.binding, _here.traced
+    region, args, kwargs, after, dtype = _open(bound, module, args, kwargs, traced)
+    if _is_exported():
+        with region:
+            out = _run_inside(bound, module, forward, args, kwargs, traced)
+        return _close(out, dtype, after)
+    _set_thread_state(bound.binding, traced)
+    try:
+        with region:
+            out = _run_inside(bound, module, forward, args, kwargs, traced)
+    finally:
+        _set_thread_state(outer, outer_traced)
+    return _close(out, dtype, after)
+
+
+@dynamo_skip_frame
+def _close(out: Any, dtype: torch.dtype | None, after: AfterForward | None) -> Any:
+    """Return a module's output as its caller gets it: in the policy's output dtype, where the caller is outside."""
+    out = out if dtype is None else cast_floating(out, dtype)
+    if after is not None:
+        after(out)
+    return out
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def bound_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass whose forward enters the region of the record that an instance carries.
+
+    An instance without a record behaves as one of `original`.
+    """
+    if original not in _classes:
+        _classes[original] = _make_class(original)
+    return _classes[original]
+
+
+def _make_class(original: type[nn.Module]) -> type[nn.Module]:
+
+    @dynamo_graph_break
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound: Bound | None = self.__dict__.get(RECORD)
+        if bound is None:
+            return original.forward(self, *args, **kwargs)
+        if _here.plain is bound.regular and (is_dynamo_compiling() or functorch_level() is None):
+            return original.forward(self, *args, **kwargs)
+        return _run(bound, self, original.forward if bound.inner is None else bound.inner, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, protocol)
+        if type(self) is subclass and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # undocumented
+            return (_new_bound, (original,), *reduced[2:])
+        return reduced
+
+    kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {"forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
+    refusals = {"__prepare_scriptable__": _refuse_script, "qconfig": property(_no_qconfig, _refuse_quantization)}
+    make: Any = type(original)
+    subclass: type[nn.Module] = make(original.__name__, (original,), {**kept, **own, **refusals})
+    return subclass
+
+
+def _refuse_script(module: nn.Module) -> None:
+    raise StepError(
+        "torch.jit.script was given a prepared model, and its compiler cannot follow a policy. Call amp.release() first, "
+        "which gives the plain model back; torch.export takes prepared models."
+    )
+
+
+def _no_qconfig(module: nn.Module) -> None:
+    raise AttributeError("qconfig")
+
+
+def _refuse_quantization(module: nn.Module, qconfig: object) -> None:
+    raise StepError(
+        "torch.ao.quantization was given a prepared model, and it replaces modules by their exact class, so it would "
+        "quantize none of them. Call amp.release() first, which gives the plain model back."
+    )
+
+
+def _new_bound(original: type[nn.Module]) -> nn.Module:
+    """Make the empty instance that unpickling and copying fill."""
+    subclass = bound_class(original)
+    return subclass.__new__(subclass)
+
+
+def record(module: nn.Module) -> Bound | None:
+    """Return what a module knows of its policy; None if it is not bound."""
+    found: Bound | None = module.__dict__.get(RECORD)
+    return found

@@ -1,0 +1,64 @@
+"""What a bound module keeps from call to call: its region, which every thread and every nesting enters again."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.binding import record
+from mezzo.binding.forward import _first_parameter
+
+
+def prepared(policy: str = "bf16, output=none") -> nn.Module:
+    return mezzo.prepare(nn.Sequential(nn.Linear(4, 4)), None, policy).model
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, ops=mezzo"])
+def test_the_region_is_made_once(policy: str) -> None:
+    binding = record(prepared(policy)).binding  # type: ignore[union-attr]  # it is bound
+    assert binding.region(None, traced=False) is binding.region(None, traced=False)
+    assert binding.region(None, traced=True) is not binding.region(None, traced=False)
+
+
+def test_a_copy_makes_its_own_region() -> None:
+    model = prepared()
+    model(torch.ones(1, 4))
+    one, other = (record(m).binding for m in (model, copy.deepcopy(model)))  # type: ignore[union-attr]
+    assert one.region(None, traced=False) is not other.region(None, traced=False)
+
+
+def test_two_threads_are_inside_the_one_region_at_once() -> None:
+    model, meet, found = prepared(), threading.Barrier(2), []
+
+    def wait(*_: object) -> None:
+        meet.wait(10)
+
+    def run() -> None:
+        found.append((model(torch.ones(1, 4)).dtype, torch.is_autocast_enabled("cpu")))
+
+    model[0].register_forward_hook(wait)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [(torch.bfloat16, False)] * 2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(2, 2),
+        nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2)), nn.Linear(3, 3)),
+        nn.Sequential(nn.Linear(2, 2, bias=False)),
+        nn.ReLU(),
+    ],
+    ids=["own", "nested", "without bias", "none"],
+)
+def test_the_first_parameter_is_that_of_torch(model: nn.Module) -> None:
+    assert _first_parameter(model) is next(model.parameters(), None)
