@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from .._torch import foreach_mul_, sparse_values
 from ..errors import StepError
 from ..formats import dtype_name
 from ..kernels import GradientCheck, is_dtensor, local, norm_and_finite
+from ..stamp import Stamp
 
 _log = logging.getLogger("mezzo.step")
 
@@ -46,6 +47,7 @@ class AccumulationState:
         penalty_bad: inf or NaN were in what `grad` returned, so that a loss made of it is no witness.
         flushed: shape (), fp32: share of the gradients' elements that 16 bit flushed to zero; None: not measured.
         broken: what failed halfway, so that the gradients are no longer those of the loss; else empty.
+        stale: parameters whose gradients were used up by an earlier step when this one began, with their stamps.
     """
 
     scale: Tensor | None
@@ -55,6 +57,7 @@ class AccumulationState:
     penalty_bad: Flag = False
     flushed: Tensor | None = None
     broken: str = ""
+    stale: dict[Tensor, Stamp] = field(default_factory=dict)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, and remember whether it was finite. Syncs: no."""

@@ -332,9 +332,9 @@ class Engine:
         if self.buffers.slots:
             void = flags.void if skipped is None else any(skipped)
             self.buffers.settle(void if self.policy.guard.restore_buffers else False)
+        self.gradients.close([one.optimizer for one in grads])
         if self.policy.scaling is not None:
             move_scale_(self.loss_scale, flags, self.policy.scaling)
-        self.gradients.close([one.optimizer for one in grads])
         if not self.replay.is_idle:
             self.replay.close()
         self._compare_ranks()

@@ -29,6 +29,7 @@ from .accumulation import (
     without,
 )
 from .foreign_scaler import refuse_scaled
+from .leftovers import Leftovers, forget_zeroed, is_stale
 
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 
@@ -59,7 +60,8 @@ class Gradients:
         self._versions = GradVersions()
         self._pending: AccumulationState | None = None
         self._penalty_bad: Flag = False
-        self._spent_by = ""
+        self._leftovers = Leftovers(optimizers, names)
+        self._carried: Tensor | None = None
         self._is_shown = False
 
     def refresh(self) -> None:
@@ -103,9 +105,10 @@ class Gradients:
         params = self.parameters()
         pending = None if self.is_abandoned else self._pending
         if pending is None:
-            self._refuse_leftovers(params)
-            pending, self._spent_by = self._open(scale), ""
-            self._pending = pending
+            pending = AccumulationState(scale, self.home, penalty_bad=self._penalty_bad)
+            if held := [p for p in params if p.grad is not None]:
+                self._leftovers.open(pending, held, self._versions.stamps)
+            self._pending, self._penalty_bad = pending, False
         else:
             self._refuse_broken(pending, call)
             self._accept_edits(pending, params)
@@ -162,8 +165,8 @@ class Gradients:
         """Show true gradients; see `Stepper.unscaled_grads`. Syncs: no."""
         self._refuse_while_shown("unscaled_grads()")
         pending = self.require("unscaled_grads()")
-        params = self.parameters()
-        self._accept_edits(pending, params)
+        self._accept_edits(pending, self.parameters())
+        params = [p for p in self.parameters() if not is_stale(pending, p)]
         seen = self._are_bad([p.grad for p in params if p.grad is not None])
         pending.gradients_bad = either(seen, pending.gradients_bad)
         self._is_shown = True
@@ -172,7 +175,7 @@ class Gradients:
                 yield {self._name(p): p.grad for p in params if p.grad is not None}
         finally:
             self._is_shown = False
-            self._versions.note(params)
+            self._versions.note(self.parameters())
 
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradients and the step in the making. Syncs: no."""
@@ -181,7 +184,8 @@ class Gradients:
             optimizer.zero_grad(set_to_none)
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
-        self._pending, self._penalty_bad, self._spent_by = None, False, ""
+        self._pending, self._penalty_bad = None, False
+        self._leftovers.drop()
         self._versions.note_zeros(self.parameters())
 
     @property
@@ -192,7 +196,8 @@ class Gradients:
     @property
     def is_abandoned(self) -> bool:
         """Whether somebody dropped the gradients since the backward pass, and with them the step."""
-        return self._pending is not None and all(p.grad is None for p in self.parameters())
+        pending = self._pending
+        return pending is not None and all(p.grad is None or is_stale(pending, p) for p in self.parameters())
 
     def require(self, call: str) -> AccumulationState:
         """Return the step in the making.
@@ -206,9 +211,9 @@ class Gradients:
                 f"{call} was called on a model prepared without an optimizer, for inference. "
                 "Write mezzo.prepare(model, optimizer, policy)."
             )
-        if self._pending is None and self._spent_by:
+        if self._pending is None and self._leftovers.spent_by:
             raise StepError(
-                f"{call} was called after step(optimizer={self._spent_by}), which ended the step of this loss for the "
+                f"{call} was called after step(optimizer={self._leftovers.spent_by}), which ended the step of this loss for the "
                 "other optimizers too. Write amp.step() once, which steps all of them, or amp.backward(loss) for each."
             )
         if self._pending is None:
@@ -240,6 +245,8 @@ class Gradients:
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
         if not found:
             raise StepError(_why_no_gradients(self._model, list(chosen.values()), self._names))
+        if pending.stale:
+            self._leftovers.refuse_stale(pending, [p for one in found for p in one.params])
         return found
 
     def close(self, stepped: Sequence[Optimizer] = ()) -> None:
@@ -250,10 +257,10 @@ class Gradients:
 
         Syncs: no.
         """
-        self._pending = None
-        others = [one for one in self._optimizers if all(one is not known for known in stepped)] if stepped else []
-        is_part = any(p.grad is not None for one in others for p in parameters(one))
-        self._spent_by = " and ".join(type(one).__name__ for one in stepped) if is_part else ""
+        if self._pending is not None:
+            self._carried, self._pending = self._pending.scale, None
+        if stepped:
+            self._leftovers.close(stepped, self._carried)
         self._versions.close(self.parameters())
 
     @property
@@ -265,10 +272,6 @@ class Gradients:
         """Return the parameters of all optimizers, each once. Host only."""
         params = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         return params if len(self._optimizers) == 1 else list({id(p): p for p in params}.values())
-
-    def _open(self, scale: Tensor | None) -> AccumulationState:
-        bad, self._penalty_bad = self._penalty_bad, False
-        return AccumulationState(scale, self.home, penalty_bad=bad)
 
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
         """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""
@@ -287,47 +290,25 @@ class Gradients:
                 f"{call} was called after {pending.broken}. Call amp.zero_grad() and compute the loss again."
             )
 
-    def _refuse_leftovers(self, params: Iterable[Tensor]) -> None:
-        """Refuse gradients that the first backward pass of a step would be added to.
-
-        A gradient of the last step that was written since is taken for one that was set to zero.
-        """
-        stamps = self._versions.stamps
-        stale, foreign = [], []
-        for p in params:
-            if (grad := p.grad) is None:
-                continue
-            stamp = stamps.get(id(p))
-            if stamp is None or not stamp.is_of(grad):
-                foreign.append(self._name(p))
-            elif stamp.is_current(grad):
-                stale.append(self._name(p))
-        if stale:
-            raise StepError(
-                f"backward(loss) would add to the gradients of the last step, which {listed(stale)} still have. "
-                "Call amp.zero_grad() between step() and the next backward(loss)."
-            )
-        if foreign:
-            raise StepError(
-                f"{listed(foreign)} have gradients that amp.backward did not make, so they carry no loss scale. "
-                "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
-            )
-
     def _accept_edits(self, pending: AccumulationState, params: Sequence[Tensor]) -> None:
         """Take true gradients as user code left them, and refuse edits of scaled ones.
 
         Gradients of a policy without loss scale are true between calls, but where earlier micro-batches are summed beside them.
         """
-        if not self._versions.changed(params):
+        changed = self._versions.changed(params)
+        if not changed:
             return
+        zeroed = forget_zeroed(pending, changed) if pending.stale else []
         if pending.scale is None and not any(map(is_summed_apart, params)):
             self._versions.note(params)
-        elif edited := self._versions.edited(params):
+        elif edited := [p for p in self._versions.edited(params) if not any(p is known for known in zeroed)]:
             raise StepError(
                 f"the gradients of {listed([self._name(p) for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
                 "amp.backward(loss) for every loss.backward()."
             )
+        elif zeroed:
+            self._versions.note(params)
 
     def _refuse_while_shown(self, call: str) -> None:
         if self._is_shown:

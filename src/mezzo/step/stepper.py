@@ -230,7 +230,8 @@ class Stepper:
             max_norm: clip the true gradients to this L2 norm, as torch.nn.utils.clip_grad_norm_ does; over all
                 optimizers, or each by itself with skip="independent".
             clip_value: clamp the true gradients to this value in both directions.
-            optimizer: step this one only; the others keep their gradients.
+            optimizer: step this one only; the others keep their gradients, which later backward passes add to, and what
+                the step used up must be dropped before the backward of this one's next step alone.
 
         Returns:
             What happened, read from the device when asked.

@@ -1,0 +1,142 @@
+"""What earlier steps left in gradients, and what a backward pass may add to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import StepError, listed
+from ..loss_scale import parameters
+from ..stamp import Stamp
+from .accumulation import AccumulationState, move, multiply_
+
+
+class Leftovers:
+    """Tells gradients that wait for the step of their optimizer from those that a step has used up.
+
+    Two networks with two optimizers, stepped in turn, add to each other's gradients in backward, and each drops its own
+    before its own backward. So after `step(optimizer=...)` the others may be added to, as in torch, and it is at the step
+    of an optimizer that its gradients must be whole.
+
+    Args:
+        optimizers: of the model.
+        names: of parameters.
+
+    Attributes:
+        spent_by: the optimizers that ended the step of a loss for others too, in words; empty where there are none.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
+        self._optimizers = optimizers
+        self._names = names
+        self._forget()
+
+    def _forget(self) -> None:
+        self.spent_by, self._is_part = "", False
+        self._waiting: list[Tensor] = []
+        self._scale: Tensor | None = None
+
+    def drop(self) -> None:
+        """Take note that every gradient was dropped."""
+        self._forget()
+
+    def close(self, stepped: Sequence[Optimizer], scale: Tensor | None) -> None:
+        """Take note of a step.
+
+        Args:
+            stepped: the optimizers that took or skipped it.
+            scale: shape (), fp32: that the gradients of the others carry.
+
+        Syncs: no.
+        """
+        self._forget()
+        taken = {id(p) for one in stepped for p in parameters(one)}
+        others = [one for one in self._optimizers if all(one is not known for known in stepped)]
+        self._is_part = bool(others)
+        self._waiting = [p for one in others for p in parameters(one) if p.grad is not None and id(p) not in taken]
+        if self._waiting:
+            self.spent_by = " and ".join(type(one).__name__ for one in stepped)
+            self._scale = None if scale is None else scale.clone()
+
+    def open(self, pending: AccumulationState, params: Iterable[Tensor], stamps: Mapping[int, Stamp]) -> None:
+        """Look at the gradients that the first backward pass of a step will be added to.
+
+        Those that wait for their own step go on at the new scale. A gradient that was written since is taken for one that
+        was set to zero.
+
+        Args:
+            pending: the step; takes the gradients that an earlier one has used up.
+            params: of all optimizers.
+            stamps: of the gradients as they were left.
+
+        Raises:
+            StepError: gradients that somebody else made, or those of the last step, where every optimizer took it.
+
+        Writes: gradients that wait, where the scale has moved. Syncs: no.
+        """
+        waiting = {id(p) for p in self._waiting}
+        stale, foreign = {}, []
+        for p in params:
+            if (grad := p.grad) is None:
+                continue
+            stamp = stamps.get(id(p))
+            if stamp is None or not stamp.is_of(grad):
+                foreign.append(p)
+            elif id(p) not in waiting and stamp.is_current(grad):
+                stale[p] = stamp
+        if stale and not self._is_part:
+            raise StepError(
+                f"backward(loss) would add to the gradients of the last step, which {self._listed(stale)} still have. "
+                "Call amp.zero_grad() between step() and the next backward(loss)."
+            )
+        if foreign:
+            raise StepError(
+                f"{self._listed(foreign)} have gradients that amp.backward did not make, so they carry no loss scale. "
+                "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
+            )
+        pending.stale = stale
+        grads = [p.grad for p in self._waiting if p.grad is not None]
+        if grads and self._scale is not None and pending.scale is not None:
+            multiply_(grads, pending.scale / move(self._scale, pending.scale.device))
+        self._forget()
+
+    def refuse_stale(self, pending: AccumulationState, params: Iterable[Tensor]) -> None:
+        """Refuse to step with gradients that an earlier step has used up. Host only.
+
+        Raises:
+            StepError: some of the parameters have such.
+        """
+        stale = [p for p in params if is_stale(pending, p)]
+        if stale:
+            raise StepError(
+                f"step() would apply what the last step left in the gradients of {self._listed(stale)} once more. Call zero_grad() of "
+                "their optimizer before the backward(loss) of its step, or write amp.step(optimizer=...) for the one whose "
+                "step this is."
+            )
+
+    def _listed(self, params: Iterable[Tensor]) -> str:
+        return listed([self._names.get(p, "a parameter") for p in params])
+
+
+def is_stale(pending: AccumulationState, param: Tensor) -> bool:
+    """Whether a parameter has, in its gradient, what a step before this one has used up. Host only."""
+    stamp = pending.stale.get(param)
+    return stamp is not None and param.grad is not None and stamp.is_of(param.grad)
+
+
+def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[Tensor]:
+    """Take used-up gradients that were set to zero in place for dropped.
+
+    Args:
+        pending: the step.
+        params: whose gradients somebody wrote.
+
+    Returns:
+        Those parameters. Syncs: yes, where used-up gradients were written.
+    """
+    zeroed = [p for p in params if is_stale(pending, p) and p.grad is not None and not bool(p.grad.any())]
+    for p in zeroed:
+        del pending.stale[p]
+    return zeroed
