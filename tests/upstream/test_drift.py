@@ -9,12 +9,12 @@ from mezzo.policy.table import DISPATCH_KEYS, FAMILIES, Drift, drift, known_ops,
 
 # Ops that only some of the supported torch versions list: (device, op) -> the first version that has it, the first that has not.
 BY_VERSION = {
-    ("cuda", "linalg_matrix_sqrth"): ("2.15", "99"),
-    ("cpu", "linalg_matrix_sqrth"): ("2.15", "99"),
+    ("cuda", "linalg_matrix_sqrth"): ("2.14", "99"),
+    ("cpu", "linalg_matrix_sqrth"): ("2.14", "99"),
     ("cuda", "rms_norm"): ("2.12", "99"),
     ("xpu", "rms_norm"): ("2.12", "99"),
-    ("cpu", "cholesky"): ("2.11", "2.15"),
-    ("cpu", "qr"): ("2.11", "2.15"),
+    ("cpu", "cholesky"): ("2.11", "2.14"),
+    ("cpu", "qr"): ("2.11", "2.14"),
 }
 CUDA_BUILDS = {"_cudnn_rnn"}
 """Ops that no CPU build lists for CUDA."""
