@@ -15,7 +15,7 @@ import torch
 
 from ..extras import check_installed, is_there
 from ..formats import dtype_name
-from . import text
+from . import plain_text
 from .charts import draw, draw_heat
 from .document import Chart, Document, Heat
 
@@ -49,7 +49,7 @@ def render_page(document: Document) -> str:
         return Markup(draw(block) if isinstance(block, Chart) else draw_heat(block))
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(svg=svg, cell=text.cell, kind=lambda block: type(block).__name__)
+    environment.filters.update(svg=svg, cell=plain_text.cell, kind=lambda block: type(block).__name__)
     template = environment.from_string(files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8"))
     return template.render(doc=document)
 
@@ -73,7 +73,7 @@ class Report:
 
     def to_text(self, *, full: bool = True) -> str:
         """Return the report as text: all of it, or what fits one screen."""
-        return text.render_text(self.document(), full=full)
+        return plain_text.render_text(self.document(), full=full)
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the page in a frame of its own, or the text where jinja2 is not installed."""

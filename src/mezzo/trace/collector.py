@@ -14,7 +14,7 @@ from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
 from .context import OpMode, TraceContext
 from .evidence import HostReads, Read
 from .exponents import LineWatch
-from .fix import Operands, fused_with, replacement_for, saved_operands
+from .fix import OpInputs, fused_with, replacement_for, saved_operands
 from .frames import Owner, caller, is_called_from
 from .lint_rules import LintWatch
 from .lost_updates import FlushWatch, UpdateWatch
@@ -349,13 +349,13 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self.lints.softmax(site, bad[0].dtype, event.full_rows, call.facts.kernel)
         return frozenset((index,))
 
-    def _operands(self, call: Call, site: Site) -> Operands:
+    def _operands(self, call: Call, site: Site) -> OpInputs:
         """Return what an op that failed was given; in backward, what its forward was."""
         if site.phase == "backward":
             return saved_operands(autograd_node())
         given = [t for t in tree_leaves(call.args) if isinstance(t, Tensor)]
         tensors = [t if (o := call.original(t)) is t else t.detach().requires_grad_(o.requires_grad) for t in given]
-        return Operands(tensors, numbers(call.args, {}), bool(given) and self._counts.get(given[-1]) is True)
+        return OpInputs(tensors, numbers(call.args, {}), bool(given) and self._counts.get(given[-1]) is True)
 
     def sink(self, kind: SinkKind, name: str, tensor: Tensor) -> None:
         """Note that a tensor, known to be non-finite, is one that matters. Syncs: no."""

@@ -246,7 +246,7 @@ def _quotients(divisor: Tensor, low: float, is_count: bool) -> Iterator[Replacem
         )
 
 
-def _powers(operands: Operands, low: float) -> Iterator[Replacement]:
+def _powers(operands: OpInputs, low: float) -> Iterator[Replacement]:
     if len(operands.tensors) > 1:
         yield Replacement(f"x.clamp(min={low:g}).pow(p)", lambda x, p: x.clamp(min=low).pow(p), 2)
     elif operands.numbers:
@@ -255,7 +255,7 @@ def _powers(operands: Operands, low: float) -> Iterator[Replacement]:
 
 
 @dataclass(frozen=True, slots=True)
-class Operands:
+class OpInputs:
     """What an op that failed was given.
 
     Attributes:
@@ -269,7 +269,7 @@ class Operands:
     is_count: bool = False
 
 
-def saved_operands(node: Any) -> Operands:
+def saved_operands(node: Any) -> OpInputs:
     """Return what the forward op of an autograd node was given, from what autograd saved of it. Syncs: no."""
     try:
         result = getattr(node, "_saved_result", None)
@@ -279,11 +279,11 @@ def saved_operands(node: Any) -> Operands:
         found = [first, getattr(node, "_saved_other", None)]
         exponent = getattr(node, "_saved_exponent", None)
     except RuntimeError:  # freed, or unpacked by a checkpoint
-        return Operands([], [])
+        return OpInputs([], [])
     tensors = [
         t.detach().requires_grad_() for t in (*found, exponent) if isinstance(t, Tensor) and t.is_floating_point()
     ]
-    return Operands(tensors, [float(exponent)] if isinstance(exponent, (int, float)) else [])
+    return OpInputs(tensors, [float(exponent)] if isinstance(exponent, (int, float)) else [])
 
 
 _FUSED = {
@@ -310,7 +310,7 @@ def fused_with(op: str, argument: Tensor) -> str:
     return _FUSED.get(name, "")
 
 
-def _offers(op: str, operands: Operands) -> Iterator[Replacement]:
+def _offers(op: str, operands: OpInputs) -> Iterator[Replacement]:
     inputs = operands.tensors
     dtype = inputs[0].dtype
     low = bound(dtype)
@@ -344,7 +344,7 @@ def works(replacement: Replacement, inputs: list[Tensor]) -> bool:
     return finite and bool(out.isfinite().all())
 
 
-def replacement_for(op: str, operands: Operands) -> str:
+def replacement_for(op: str, operands: OpInputs) -> str:
     """Return an expression that was run on the operands of an op that failed and is finite there, gradients included.
 
     Args:
