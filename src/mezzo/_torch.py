@@ -106,8 +106,8 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers registered on a module itself, by name, to be read and assigned."""
-    return module._buffers
+    """Return the buffers registered on a module itself, by name, to be read and assigned; of a scripted one to be read."""
+    return module._buffers if isinstance(module._buffers, dict) else dict(module._buffers.items())
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

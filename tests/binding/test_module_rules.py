@@ -52,6 +52,27 @@ def test_evaluation_obeys_the_rules_of_modules_inside() -> None:
     assert seen == [torch.float32] * 2
 
 
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16, scaling.init_scale=16"])
+def test_modules_whose_ops_take_no_mixed_dtypes_run_in_fp32(policy: str) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.pair, self.words = (
+                nn.Embedding(9, 4),
+                nn.Bilinear(4, 4, 4),
+                nn.AdaptiveLogSoftmaxWithLoss(4, 9, [3]),
+            )
+
+        def forward(self, ids: Tensor) -> Tensor:
+            h = self.table(ids)
+            return self.words(self.pair(h, h), ids).loss
+
+    model = Both()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    amp.backward(model(torch.arange(9)))
+    assert amp.step() and {"Bilinear", "AdaptiveLogSoftmaxWithLoss"} <= {rule.pattern for rule in amp.policy.modules}
+
+
 def test_a_rule_for_an_lstm_without_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.LSTM(3, 4, num_layers=2, bidirectional=True))
     with mock.patch.object(module_rules, "has_lstm_kernel", lambda dtype: False), caplog.at_level(logging.INFO):

@@ -282,3 +282,23 @@ def test_functional_transforms_and_odd_layouts_under_the_mode(cache: str) -> Non
             assert torch.autograd.forward_ad.unpack_dual(out).tangent.dtype is BF16
     bound = 8 * torch.finfo(BF16).eps * one.abs().max()
     assert (per_sample[0] - one).abs().max() <= bound
+
+
+def test_functions_whose_body_runs_later_are_refused() -> None:
+    async def coroutine() -> None: ...
+
+    def generator():  # type: ignore[no-untyped-def]
+        yield
+
+    async def both():  # type: ignore[no-untyped-def]
+        yield
+
+    for function in (coroutine, generator, both):
+        with pytest.raises(RegionError, match=f"was put on {function.__name__}, a generator or coroutine.*Write `with"):
+            autocast("cpu")(function)
+
+
+def test_enabled_is_read_as_true_or_false() -> None:
+    for enabled, dtype in ((None, torch.float32), (0, torch.float32), (1, torch.bfloat16)):
+        with autocast("cpu", enabled=enabled):  # type: ignore[arg-type]  # what a config may hold
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype

@@ -100,7 +100,7 @@ MISFITS = [
     (put("remainder", lambda t: t.to("meta")), "its remainder is int16[4,8] meta, on another device"),
     (put("exp_avg", lambda t: t[0].expand(4, 8)), "expanded: several of its elements are one in memory"),
     (free, "its exp_avg is fp32[4,8] cpu, and ends beyond its storage of 8 bytes"),
-    (become_fp16, "parameter 0 fp16[4,8] cpu cannot be stepped: it is and has to be bf16 with master=split"),
+    (become_fp16, "parameter 0 fp16[4,8] cpu cannot be stepped: it has to be bf16 with master=split"),
     (one_memory, "in the memory of exp_avg"),
     (memory_of_another, "in the memory of exp_avg"),
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.errors import ScalerError
+from mezzo.errors import CheckpointError, ScalerArgumentError, ScalerError
 from mezzo.loss_scale import GradScaler
 
 from .scalers import Scaler, one, refused, sgd
@@ -300,3 +300,19 @@ def test_stepping_directly_on_divided_gradients_is_allowed(clip: bool) -> None:
     if not clip or nn.utils.clip_grad_norm_([param], 10.0).isfinite():
         optimizer.step()
     assert param.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_what_is_no_optimizer(call: str) -> None:
+    scaler = GradScaler("cpu")
+    for given, kind in ((nn.Linear(1, 1), "Linear"), ([sgd(one())], "list")):
+        with pytest.raises(ScalerError, match=rf"{call}\(\) takes an optimizer, and got {kind}"):
+            getattr(scaler, call)(given)
+
+
+def test_scales_that_are_no_numbers() -> None:
+    with pytest.raises(ScalerArgumentError, match="init_scale='65536' must be a number"):
+        GradScaler("cpu", init_scale="65536")
+    scaler = GradScaler("cpu")
+    with pytest.raises(CheckpointError, match="scale='x', which is no number"):
+        scaler.load_state_dict({**scaler.state_dict(), "scale": "x"})

@@ -229,3 +229,36 @@ def test_sparse_gradients_are_refused(optimizer: Any) -> None:
         f"{optimizer.__name__} was given a sparse gradient for fp32[4,2] cpu: its update is dense. "
         "Write sparse=False in the embedding, or torch.optim.SparseAdam for its parameters."
     )
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", float("nan")),
+        ("lr", "1e-3"),
+        ("lr", None),
+        ("eps", float("inf")),
+        ("betas", (0.9, 0.9, 0.9)),
+        ("betas", 0.9),
+    ],
+)
+def test_options_set_to_what_no_update_can_use(name: str, value: Any, backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param], lr=0.1, backend=backend)
+    optimizer.param_groups[0][name] = value
+    param.grad = torch.ones(3)
+    with pytest.raises(ConfigError, match=f"a group of AdamW has {name}=.*: write .* finite number"):
+        optimizer.step()
+    assert param.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("count", ["3", torch.zeros(3), None])
+def test_a_step_count_that_is_no_number(count: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param], lr=0.1)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state[param] = {**optimizer.state[param], "step": count}
+    with pytest.raises(ConfigError, match=r"the state of parameter 0 has step=.*write one number"):
+        optimizer.step()

@@ -118,6 +118,35 @@ class TestEveryKind:
         assert_equal(model, before)
 
 
+SILENT: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "data in place": lambda model, x: model.running.data.mul_(0.9).add_(x.mean()),
+    "data anew": lambda model, x: setattr(model.running, "data", model.running.data + x.mean()),
+    "numpy": lambda model, x: model.running.numpy().__iadd__(float(x.mean())),
+    "sparse": lambda model, x: setattr(model, "late", torch.eye(3).to_sparse() * x.mean()),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16, scaling.init_scale=16"])
+@pytest.mark.parametrize("kind", SILENT)
+def test_writes_that_move_no_version(kind: str, policy: str) -> None:
+    class Silent(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            SILENT[kind](self, x.detach())
+            return self.linear(x)
+
+    model = Silent()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), f"{policy}, guard.patience=100")
+    for x in (bad(), good(), bad()):
+        before = {name: None if b is None else b.to_dense().clone() for name, b in model._buffers.items()}
+        amp.zero_grad()
+        amp.backward(model(x).square().mean())
+        is_applied = bool(amp.step())
+        after = {name: None if b is None else b.to_dense() for name, b in model._buffers.items()}
+        if not is_applied:
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+        assert is_applied is bool(x.isfinite().all())
+
+
 class TestNobodysStep:
     def test_loading_after_an_evaluation_with_gradients_on(self, run: Run) -> None:
         model, _ = run

@@ -79,6 +79,7 @@ FAULTS: dict[str, tuple[Callable[[State], None], str]] = {
     "moment misshapen": (_set("optimizers/0/state/0/exp_avg", torch.ones(3)), r"exp_avg.*\[3\]"),
     "moment text": (_set("optimizers/0/state/1/exp_avg", "x"), "exp_avg"),
     "master misshapen": (_set("optimizers/0/state/0/master", torch.ones(3)), r"master.*\[3\]"),
+    "rate text": (_set("optimizers/0/param_groups/0/lr", "fast"), "lr.*'fast', and must be a number"),
     "state of nobody": (_set("optimizers/0/state/99", {}), "99"),
     "state no mapping": (_set("optimizers/0/state/0", 3), "state"),
 }

@@ -58,3 +58,53 @@ def test_a_weighted_loss_is_no_scaled_loss() -> None:
         x, y = batch()
         amp.backward(mse(model(x), y) * factor)
         assert amp.step()
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "words"),
+    [
+        (None, None, "nn.Module as its model, and got NoneType"),
+        (nn.Linear, None, "nn.Module as its model, and got the class Linear"),
+        (torch.optim.SGD([torch.ones(1)]), nn.Linear(1, 1), "got SGD. The model comes first"),
+        (nn.Linear(1, 1), torch.optim.SGD, "optimizer that was made, or a list of them, and got the class SGD"),
+        (nn.Linear(1, 1), {"a": 1}, "optimizer that was made, or a list of them, and got str"),
+        (nn.Linear(1, 1), "AdamW", "optimizer that was made, or a list of them, and got str"),
+    ],
+)
+def test_what_is_no_model_and_no_optimizer(model: object, optimizer: object, words: str) -> None:
+    with pytest.raises(StepError, match=words):
+        mezzo.prepare(model, optimizer, "bf16")
+
+
+def test_bounds_that_are_no_numbers() -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16")
+    x, y = batch()
+    amp.backward(mse(model(x), y))
+    with pytest.raises(StepError, match=r"step\(1.0\): what comes first is a closure. Write step\(max_norm="):
+        amp.step(1.0)
+    with pytest.raises(StepError, match=r"step\(max_norm='1'\)"):
+        amp.step(max_norm="1")
+    assert amp.step(max_norm=torch.tensor(1.0))
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and torch traces a batch norm with a warning
+@pytest.mark.parametrize("compute", ["bf16", "fp16, scaling.init_scale=16"])
+def test_a_model_with_scripted_parts_trains(compute: str) -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x).relu()
+
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(Norm(), torch.randn(3, 4)), nn.Linear(4, 1))
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), compute)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    amp.backward(model(torch.full((3, 4), float("nan"))).square().mean())
+    assert not amp.step()
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+    amp.zero_grad()
+    amp.backward(model(torch.randn(3, 4)).square().mean())
+    assert amp.step()

@@ -129,6 +129,14 @@ def has_lstm_kernel(dtype: torch.dtype) -> bool:
     return True
 
 
+_WITHOUT_KERNEL = {
+    nn.LSTM: Rule.FP32_LOW_OUT,  # where torch chooses one that the CPU has not
+    nn.Bilinear: Rule.FP32,  # its weights stay fp32, and its op takes no mixed dtypes
+    nn.AdaptiveLogSoftmaxWithLoss: Rule.FP32,  # gathers 16-bit values in a tensor of fp32
+}
+"""Modules that 16-bit inputs may stop on a CPU, and what lets them run."""
+
+
 def with_missing_kernels(policy: Policy, model: nn.Module, device_type: str) -> Policy:
     """Return a policy with a rule, which any rule of its own overrides, for modules that have no 16-bit kernel here.
 
@@ -142,11 +150,15 @@ def with_missing_kernels(policy: Policy, model: nn.Module, device_type: str) -> 
     low = policy.compute
     if low is None or not policy.is_low or device_type != "cpu" or policy.op_rules.table != "torch":
         return policy
-    if not any(isinstance(m, nn.LSTM) for m in model.modules()) or has_lstm_kernel(low):
-        return policy
-    _log.info("this CPU has no %s kernel for nn.LSTM, so LSTM=fp32_low_out is added to the policy", dtype_name(low))
-    rule = ModuleRule(pattern="LSTM", precision=Rule.FP32_LOW_OUT, required=False)
-    return policy.replace(modules=(rule, *policy.modules))
+    there = {kind for kind in _WITHOUT_KERNEL for m in model.modules() if isinstance(m, kind)}
+    if nn.LSTM in there and has_lstm_kernel(low):
+        there.remove(nn.LSTM)
+    rules = []
+    for name, precision in ((kind.__name__, _WITHOUT_KERNEL[kind]) for kind in there):
+        edit = f"{name}={precision.value}"
+        _log.info("this CPU has no %s kernel for nn.%s, so %s is added to the policy", dtype_name(low), name, edit)
+        rules.append(ModuleRule(pattern=name, precision=precision, required=False))
+    return policy.replace(modules=(*rules, *policy.modules)) if rules else policy
 
 
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -94,7 +95,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         cache: CacheName = "region",
         strict: bool = False,
     ) -> None:
-        devices = device_types(device_type)
+        devices, enabled = device_types(device_type), bool(enabled)
         is_decided = enabled and dtype is not None
         defaults = () if is_decided else tuple([torch.get_autocast_dtype(device) for device in devices])
         self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache, strict)
@@ -214,6 +215,11 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
                 f"autocast()(func) requires a callable, but got {type(function).__name__}: autocast(...) decorates a "
                 f"function, not a {type(function).__name__}; or use `with`."
             )
+        if any(is_late(function) for is_late in _RUNS_LATER):
+            raise RegionTypeError(
+                f"autocast(...) was put on {getattr(function, '__name__', 'a function')}, a generator or coroutine, whose body "
+                "runs when the region has been left. Write `with mezzo.autocast(...):` inside, around code without await or yield."
+            )
 
         @functools.wraps(function)  # torch.jit.script cannot compile this class: write torch.autocast in scripted code
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -250,6 +256,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     torch.float32
     """
     return nullcontext(), autocast.current()
+
+
+_RUNS_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+"""Kinds of functions that return before their body has run."""
 
 
 def _is_innermost(frame: _Frame) -> bool:

@@ -45,7 +45,9 @@ class Operand:
 
     def refuse(self, weight: Tensor, reason: str) -> OperandError:
         """Return the error that says why this operand does not fit its weight. Host only."""
-        what = "it is" if self.name == "weight" else f"its {self.name} is {describe(self.tensor)},"
+        what = f"its {self.name} is {describe(self.tensor)},"
+        if self.name == "weight":
+            what, reason = "it" if reason.startswith("and ") else "it is", reason.removeprefix("and ")
         advice = _ADVICE.get(self.name, _STATE_ADVICE)
         return OperandError(f"{self.owner} {describe(weight)} cannot be stepped: {what} {reason}. {advice}")
 

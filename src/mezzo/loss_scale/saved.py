@@ -37,6 +37,8 @@ def floor_under(scale: float, floor: float) -> float:
     >>> floor_under(8.0, 1.0), floor_under(0.5, 1.0), floor_under(0.5, 0.25)
     (1.0, 0.0, 0.25)
     """
+    if not isinstance(scale, float | int):
+        return floor  # whoever makes the config refuses it
     return 0.0 if floor == _DEFAULT_FLOOR and not (scale >= floor or scale <= 0) else floor
 
 
@@ -75,7 +77,10 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
             f"load_state_dict() misses {', '.join(missing)}, so this is not a scaler's state. "
             "Pass what GradScaler.state_dict() returned."
         )
-    scale = float(entries["scale"])
+    try:
+        scale = float(entries["scale"])
+    except (TypeError, ValueError):
+        raise CheckpointError(f"load_state_dict() got scale={entries['scale']!r}, which is no number.") from None
     floor = entries.get("min_scale", own.config.min_scale)
     floor = floor_under(scale, floor) if math.isfinite(scale) else floor
     if not (math.isfinite(scale) and scale > 0 and scale >= floor):

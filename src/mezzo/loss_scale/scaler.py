@@ -395,6 +395,10 @@ class GradScaler(TorchNames):
         return Saved(self._config, self._patience, self._live.state.numbers())
 
     def _state_of(self, optimizer: Optimizer, call: str) -> dict[str, Any]:
+        if not hasattr(optimizer, "param_groups"):
+            raise ScalerError(
+                f"{call}() takes an optimizer, and got {messages.kind(optimizer)}. Call it for one after the other."
+            )
         self._require_scale(call)
         state = self._per_optimizer_states[id(optimizer)]
         state["optimizer"] = optimizer

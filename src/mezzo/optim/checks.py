@@ -1,4 +1,4 @@
-"""What an optimizer refuses when it is built."""
+"""What an optimizer refuses when it is built, and of what is set on it later."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def check_rate(lr: float | Tensor) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements; write one of 1, or a group for each rate.")
     check_range("lr", float(lr))
+
+
+def check_count(label: str, step: object) -> None:
+    """Refuse a step count that is no number. Host only.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(step, float | int) and not (isinstance(step, Tensor) and step.numel() == 1):
+        what = describe(step) if isinstance(step, Tensor) else repr(step)
+        raise ConfigError(f"the state of {label} has step={what}: it counts steps, so write one number.")
 
 
 def check_differentiable(optimizer: torch.optim.Optimizer, differentiable: bool) -> None:

@@ -24,6 +24,7 @@ from ..kernels import (
     local_tensors,
     mix,
 )
+from .checks import check_count
 from .optimizer_state import mode_of, moment_dtype
 
 Order = tuple[int, ...] | None
@@ -65,9 +66,11 @@ class Active:
         """Refuse a gradient, or state that is there already, of another shape than the parameter.
 
         Raises:
+            ConfigError: a step count that is no number.
             OperandError: the first of them.
         """
         check_shape(self.label, "gradient", self.grad, self.param)
+        check_count(self.label, self.state.get("step", 0))
         for name, held in self.state.items():
             if name != "step" and isinstance(held, Tensor):
                 check_shape(self.label, name, held, self.param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,8 @@ class Copy:
         return self.value is not None and bool(self.value.isfinite().all())
 
 
+_FIRST_FORWARDS = 3
+"""Forwards after which the values of buffers are compared too, not only their versions."""
 ABSENT = Copy(None, None, is_registered=False)
 
 
@@ -49,7 +51,7 @@ class Slot:
         name: in the model.
         module: that owns it.
         key: its name there.
-        is_statistic: written by batch norm's kernel, which does not move the version of what it writes.
+        is_statistic: written without a new version: by batch norm's kernel, or by a forward through `.data`.
         copy: the newest copy.
         is_stale: a statistic that may have been written since.
         dtype: that it had at first, or that a forward gave it.
@@ -176,8 +178,8 @@ def take_copies(slots: Sequence[Slot]) -> None:
 
 
 def is_alike(value: Tensor | None, buffer: Tensor | None) -> bool:
-    """Whether two tensors can be copied into each other: one shape, dtype, device and layout. Host only."""
-    if value is None or buffer is None:
+    """Whether two tensors can be copied into each other: dense, of one shape, dtype and device. Host only."""
+    if value is None or buffer is None or buffer.layout is not torch.strided:
         return False
     kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (value, buffer)]
     return kinds[0] == kinds[1]
@@ -216,8 +218,8 @@ class Buffers:
 
     A forward belongs to the step if a backward pass comes through its output. Others, and whoever writes in between,
     are nobody's step. Copies are taken of what moved, so buffers that are never written cost one copy in all; the
-    statistics of batch norm are copied in every step. A custom kernel that writes a buffer behind the version
-    counter's back is not seen.
+    statistics of batch norm are copied in every step, and so are buffers that one of the first forwards wrote behind the
+    version counter's back, as `buffer.data.mul_(0.9)` does.
 
     Args:
         model: where the buffers are, and where others may turn up.
@@ -335,6 +337,8 @@ class Buffers:
 
     def _end(self, forward: _Forward, output: object) -> None:
         self._leave()
+        if forward.number < _FIRST_FORWARDS:
+            self._notice_silent_writes(forward.before)
         if not any(slot.is_moved(forward.before.get(name, ABSENT)) for name, slot in self.slots.items()):
             return
         leaves = tree_leaves(output)
@@ -373,6 +377,15 @@ class Buffers:
         take_copies(foreign)
         for forward in forwards:
             forward.before.update({slot.name: slot.copy for slot in foreign})
+
+    def _notice_silent_writes(self, before: Mapping[str, Copy]) -> None:
+        """Copy from now on what a forward has written without a new version. Syncs: yes."""
+        for name, slot in self.slots.items():
+            was, buffer = before.get(name, ABSENT), slot.buffer
+            if slot.is_statistic or not was.is_of(buffer) or was.value is None or buffer is None:
+                continue
+            if is_alike(was.value, buffer) and not torch.equal(was.value, buffer):
+                slot.is_statistic = slot.is_stale = True
 
     def _expect_statistics(self) -> None:
         for slot in self.slots.values():

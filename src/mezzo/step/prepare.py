@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -69,7 +69,7 @@ def prepare(
 
     Raises:
         PolicyError: the policy cannot be bound to this model or contradicts the optimizer.
-        StepError: model or optimizer are prepared already, or the optimizer has no hooks of torch's base class.
+        StepError: something else than a model and optimizers; model or optimizer are prepared already, or the optimizer has no hooks of torch's base class.
         MasterError: trainable weights are, or by the policy become, 16 bit, and the optimizer keeps no masters.
 
     Writes: class and forward of each module; the storage of weights, where the policy gives them another dtype. If it
@@ -82,7 +82,7 @@ def prepare(
     >>> bool(amp.step())
     True
     """
-    wrapped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    wrapped = _optimizers(model, optimizer)
     inner, given = innermost(model), [_inner_optimizer(one) for one in wrapped]
     _refuse_prepared(inner, given)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -112,6 +112,34 @@ def prepare(
     if optimizers and device.type == "cpu":
         offer()
     return stepper
+
+
+def _optimizers(model: object, optimizer: object) -> list[Optimizer]:
+    """Return what was given as optimizers, after a look at the kinds of both.
+
+    Raises:
+        StepError: the model is none, or one of the optimizers.
+    """
+    if not isinstance(model, nn.Module):
+        hint = " The model comes first." if isinstance(model, Optimizer) else ""
+        raise StepError(
+            f"prepare(model, optimizer, policy) takes an nn.Module as its model, and got {_kind(model)}.{hint}"
+        )
+    if optimizer is None:
+        return []
+    optimizers = []
+    for one in optimizer if isinstance(optimizer, Iterable) else [optimizer]:
+        if not isinstance(one, Optimizer):
+            raise StepError(
+                f"prepare(model, optimizer, policy) takes an optimizer that was made, or a list of them, and got {_kind(one)}. "
+                "Write torch.optim.AdamW(model.parameters(), lr=...), or None for inference."
+            )
+        optimizers.append(one)
+    return optimizers
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _inner_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -114,6 +114,10 @@ def _check_optimizer(part: str, entry: Any, optimizer: Optimizer) -> None:
         _refuse(
             f"{part}.param_groups", f"are {len(found)} groups with {found} params, and this optimizer's have {sizes}"
         )
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for name, own in group.items():
+            if isinstance(own, float) and not _is_number(saved.get(name, own)):
+                _refuse(f"{part}.param_groups[{index}]['{name}']", f"is {saved[name]!r}, and must be a number")
     _check_mapping(f"{part}.state", entry.get("state"))
     owners = dict(zip(chain.from_iterable(group["params"] for group in groups), params, strict=True))
     for key, saved in entry["state"].items():
@@ -122,6 +126,10 @@ def _check_optimizer(part: str, entry: Any, optimizer: Optimizer) -> None:
             _refuse(where, f"belongs to none of the {len(params)} parameters")
         _check_mapping(where, saved)
         _check_entry(where, saved, owners[key], optimizer)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _check_entry(part: str, saved: Mapping[str, Any], param: Tensor, optimizer: Optimizer) -> None:

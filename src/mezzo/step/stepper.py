@@ -258,6 +258,8 @@ class Stepper:
     ) -> StepResult:
         self._engine.refuse_capture("step()")
         self._engine.check_before_step()
+        if closure is not None and not callable(closure):
+            raise StepError(f"step({closure!r}): what comes first is a closure. Write step(max_norm=...) to clip.")
         if closure is not None:
             return step_by_closure(self._engine, closure, optimizer, clip)
         if self.policy.guard.on_overflow == "retry":

@@ -120,8 +120,8 @@ class Clip:
                 f"step(max_norm={self.max_norm}, clip_value={self.value}): clip by norm or by value, not both."
             )
         for name, bound in (("max_norm", self.max_norm), ("clip_value", self.value)):
-            if bound is not None and not bound > 0:
-                raise StepError(f"step({name}={bound}) would leave no gradient; write a positive number, or None.")
+            if bound is not None and not (isinstance(bound, float | int | Tensor) and bound > 0):
+                raise StepError(f"step({name}={bound!r}) would leave no gradient; write a positive number, or None.")
 
     def coefficient(self, norm: Tensor | float) -> Tensor | None:
         """Return what brings gradients of a true norm down to `max_norm`: shape (), fp32, at most 1. Syncs: no."""
