@@ -1,6 +1,6 @@
 """What torch's own kernels leave to gain on a CPU: each workload beside a run of it that nothing of mezzo's is part of.
 
-Run: `python benchmarks/limits.py [launch] [text] [recipe] [ROUNDS]`; all three without a name. It prints a table and one line of
+Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [ROUNDS]`; all four without a name. It prints a table and one line of
 JSON. The ways take turns, a step each; figures are medians.
 
 `launch` and `text`: BERT. "16 bit" keeps nothing in fp32: weights and moments in bf16, under torch.autocast, stepped by torch's
@@ -9,6 +9,9 @@ masters, decisions and binding cost nothing. One thread, its processor time.
 
 `recipe`: "products" are those of a step alone, by torch.mm into memory that is there; "roofline" is that of `mezzo bench recipe`.
 All threads, wall time.
+
+`casts`: the default path. "weight casts" makes the 16-bit copy of every matrix and kernel once, in memory that is there: what a step
+would gain if its copies came for nothing. All threads, wall time, the C library keeping memory.
 """
 
 from __future__ import annotations
@@ -20,14 +23,16 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mezzo import keep_memory
 from mezzo.bench.machine import describe_machine
 from mezzo.bench.roofline import measure_peak_rates, roofline_seconds
 from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting, Workload
 from mezzo.bench.workloads.bert import BertLogits, Overhead, Text, classification_loss, review_batches
 from mezzo.bench.workloads.recipe import Recipe
+from mezzo.bench.workloads.zoo import Gpt2, Lstm, Resnet
 
 CPU = torch.device("cpu")
 SETTING = Setting(device=CPU, dtype=torch.bfloat16)
@@ -152,7 +157,32 @@ def recipe(rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-PARTS = {"launch": launch, "text": text, "recipe": recipe}
+def weight_casts(model: nn.Module) -> Way:
+    """Return the casts of all matrices and kernels of a model, each into a copy that is there."""
+    pairs = [(p.detach(), p.detach().to(torch.bfloat16)) for p in model.parameters() if p.ndim >= 2]
+
+    def run() -> None:
+        for weight, copy in pairs:
+            copy.copy_(weight)
+
+    return run
+
+
+def casts(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure the default path beside the casts of its weights."""
+    found = {}
+    with keep_memory():
+        for workload in (Gpt2(steps=1), Resnet(steps=1), Lstm(steps=1)):
+            ways = {"prepare": built(workload, "prepare"), "weight casts": weight_casts(workload.make_model())}
+            found[f"casts {type(workload).__name__} {workload.label}"] = medians(ways, rounds, time.perf_counter)
+        size = Recipe(in_size=2048, out_size=2048, num_batches=1, epochs=1)
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(size.num_layers)])
+        ways = {"prepare": built(size, "prepare"), "weight casts": weight_casts(model)}
+        found["casts recipe 512 x 2048 x 3"] = medians(ways, rounds, time.perf_counter)
+    return found
+
+
+PARTS = {"launch": launch, "text": text, "recipe": recipe, "casts": casts}
 
 
 def main() -> None:

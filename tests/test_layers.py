@@ -9,7 +9,7 @@ SRC = Path(__file__).parents[1] / "src" / "mezzo"
 RENAMED = ("dist", "scaling")  # raise an error that names the new word
 ORDER = [
     "errors", "extras", "files", "formats", "allocator", "_torch", "random_state", "stamp", "report", "policy",
-    "casting", "kernels", "loss_scale", "cuda", "optim", "distributed", "binding", "trace", "step", "diagnose",
+    "kernels", "casting", "loss_scale", "cuda", "optim", "distributed", "binding", "trace", "step", "diagnose",
     "integrations", "train", "bench", "cli",
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -220,3 +221,54 @@ def test_ops_of_a_tiny_attention_are_not_watched(
     monkeypatch.setattr(attention.WideAttention, "__torch_function__", noted)
     prepared(CausalSelfAttention())(torch.randn(1, tokens, 32))
     assert bool(seen) is is_watched
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> dict[torch.dtype, int]:
+    found: dict[torch.dtype, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return found
+
+
+def test_query_key_and_value_wait_for_backward_in_16_bit() -> None:
+    x = torch.randn(2, 64, 32)
+    model = prepared(CausalSelfAttention(), "bf16, output=bf16")
+    element = x.numel()
+    saved = saved_bytes(model, x)
+    assert saved[FP32] == element * 4 + 2 * 4 * 64 * 4  # the result, and a number for each row of scores
+    assert saved[BF16] >= 3 * element * 2
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_what_waits_in_16_bit_gives_the_same_gradients(around: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 64, 32)
+    model = prepared(CausalSelfAttention())
+
+    def run() -> list[Tensor]:
+        if not around:
+            return gradients(model(x), model)
+        with torch.autograd.graph.save_on_cpu():
+            return gradients(model(x), model)
+
+    found = run()
+    monkeypatch.setattr(attention, "_saved_as_given", lambda *inputs: contextlib.nullcontext())
+    assert all(map(torch.equal, found, run()))
+
+
+def test_an_input_that_is_written_before_backward_is_an_error_as_in_torch() -> None:
+    class Writes(CausalSelfAttention):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = super().attend(q, k, v)
+            with torch.no_grad():
+                k.mul_(2)
+            return out
+
+    model = prepared(Writes())
+    loss = model(torch.randn(2, 64, 32)).sum()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: query, key or value of an attention"):
+        loss.backward()

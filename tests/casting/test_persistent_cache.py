@@ -92,3 +92,13 @@ def test_a_fused_step_makes_a_kept_cast_stale() -> None:
     model(x).square().sum().backward()
     optimizer.step()
     assert torch.equal(run(model, x), nn.functional.linear(x.to(BF16), *(p.to(BF16) for p in model.parameters())))
+
+
+def test_a_report_of_a_prepared_model_says_what_its_kept_casts_hold() -> None:
+    model = torch.nn.Linear(32, 16, bias=False).eval()
+    amp = mezzo.prepare(model, policy="bf16", cache="persistent")
+    assert "kept casts" not in str(amp.report())
+    with torch.no_grad():
+        model(torch.randn(2, 32))
+    (row,) = [row for row in amp.report().rows if row.what == "kept casts"]
+    assert (row.observed, row.nbytes) == ((("bf16", 1),), 32 * 16 * 2)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.test_cpu_kernels import same
@@ -31,6 +32,7 @@ from mezzo.kernels.ops.adamw import cpu as adamw_cpu
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
+from mezzo.kernels.ops.linear import cpu as linear_cpu
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
 from mezzo.kernels.ops.sgd import reference as sgd_reference
@@ -249,6 +251,20 @@ def check(seed: int) -> None:
     OUTCOMES["stepped"] += 1
 
 
+def check_linear(seed: int) -> None:
+    """Make one product of few rows, its operands at the ends of their memory, and look at it."""
+    rng = random.Random(seed)
+    rows, inner, width = rng.randint(1, 8), rng.choice([1, 7, 32, 65, 300]), rng.choice([1, 3, 33, 64])
+    x, weight, bias = [torch.randn(shape).bfloat16() for shape in ((rows, inner), (width, inner), (width,))]
+    has_bias = rng.random() < 0.5
+    bias *= has_bias
+    found = linear_cpu.linear(x, weight, bias if has_bias else None)
+    wide = F.linear(x.double(), weight.double(), bias.double())
+    sums = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    assert bool(((found - wide).abs() <= 2**-8 * wide.abs() + (inner + 1) * 2**-23 * sums).all()), f"seed {seed}"
+    OUTCOMES["multiplied"] += 1
+
+
 def main(calls: int) -> None:
     """Make many calls; those that fail are made smaller by hypothesis, down to a seed."""
     root = Tensor.sqrt
@@ -260,6 +276,8 @@ def main(calls: int) -> None:
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     bounded(given(st.integers(min_value=0, max_value=1 << 62))(check))()
+    for seed in range(calls // 20):
+        check_linear(seed)
     print(f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import forward_ad_level, has_amx
-from ..formats import LOW_DTYPES
+from .._torch import forward_ad_level, functorch_level, has_amx, saved_tensors_hooks, version
+from ..formats import LOW_DTYPES, describe
 from .frame import bind_frame, bind_reentrant
 from .op_rule_table import decomposed_composites
 
@@ -42,7 +43,8 @@ class WideAttention(TorchFunctionMode):
 
     torch's 16-bit kernel for the CPU takes 1.6 times the time of its fp32 kernel at 128 keys, most of it in backward.
     The fp32 one reads the same values, widened exactly, and only the result and the gradients of the inputs are rounded,
-    where the other rounds the probabilities too. The price: it keeps query, key, value and result in fp32 for backward.
+    where the other rounds the probabilities too. Query, key and value wait for backward in 16 bit, as they were given; the
+    price is the result, which waits in fp32.
 
     Long sequences, tiny ones, dropout, and tensors that are not plain are left to torch and the region.
 
@@ -85,7 +87,8 @@ class WideAttention(TorchFunctionMode):
         torch.set_autocast_enabled("cpu", False)
         try:
             query, key, value = [t.float() for t in inputs]
-            wide = F.scaled_dot_product_attention(query, key, value, mask, 0.0, *rest, **options)
+            with _saved_as_given(inputs, (query, key, value)):
+                wide = F.scaled_dot_product_attention(query, key, value, mask, 0.0, *rest, **options)
         finally:
             torch.set_autocast_enabled("cpu", True)
         return wide.to(torch.get_autocast_dtype("cpu"))
@@ -96,3 +99,32 @@ def _is_castable(tensor: Tensor) -> bool:
 
 
 _CASTABLE = (torch.float32, *LOW_DTYPES)
+
+
+def _saved_as_given(inputs: Sequence[Tensor], wide_inputs: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Have backward keep 16-bit inputs as they were given and widen them again: half the bytes for the same values.
+
+    Hooks on saved tensors that are there already, such as a checkpoint's, get what is kept.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or functorch_level() is not None:
+        return nullcontext()
+    given = {wide.data_ptr(): low for low, wide in zip(inputs, wide_inputs, strict=True) if low is not wide}
+    around = saved_tensors_hooks()
+
+    def pack(tensor: Tensor) -> tuple[Any, bool, int]:
+        low = given.get(tensor.data_ptr())
+        is_given = low is not None and low.shape == tensor.shape
+        kept = low.detach() if low is not None and is_given else tensor
+        return (kept if around is None else around[0](kept)), is_given, version(kept) if is_given else 0
+
+    def unpack(packed: tuple[Any, bool, int]) -> Tensor:
+        held, is_given, counted = packed
+        kept: Tensor = held if around is None else around[1](held)
+        if is_given and around is None and version(kept) != counted:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"query, key or value of an attention, {describe(kept)}. Write to a copy of it."
+            )
+        return kept.float() if is_given else kept
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

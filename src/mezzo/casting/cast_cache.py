@@ -186,6 +186,10 @@ class WeightCastCache:
         storage = storage_key(tensor)
         self._casts = {key: cast for key, cast in self._casts.items() if cast.storage != storage}
 
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each weight that lives with each of its casts. Host only."""
+        return [(owner, cast.copy) for cast in self._casts.values() if (owner := cast.owner()) is not None]
+
     def nbytes(self) -> int:
         """Return the bytes that all casts hold. Syncs: no."""
         return sum(cast.copy.nbytes for cast in self._casts.values())

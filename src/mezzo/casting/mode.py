@@ -8,11 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode
 from ..errors import CastError, ForbiddenOpError
+from ..kernels import reads_faster, small_linear
 from ..policy import OpRow, Rule
 from .cast_cache import RegionCache
 from .frame import bind_frame, bind_reentrant
@@ -167,6 +169,8 @@ class CastMode(TorchFunctionMode):
         return self.cache.cast(tensor, dtype)
 
     def _below(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is F.linear and self._keeps_weights() and reads_faster(*args, **kwargs):
+            return small_linear(*args, **kwargs)
         if self.standalone is not None:
             return func(*args, **kwargs)
         torch.set_autocast_enabled(device, False)
@@ -174,6 +178,10 @@ class CastMode(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             torch.set_autocast_enabled(device, True)
+
+    def _keeps_weights(self) -> bool:
+        """Whether casts of weights outlive the region: then they are there to be read, by a faster kernel too."""
+        return self.cache is not None and self.cache.store is not None
 
     def _explain(
         self, error: RuntimeError, func: Any, row: OpRow | None, args: tuple[Any, ...], kwargs: dict[str, Any]

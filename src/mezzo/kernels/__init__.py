@@ -20,6 +20,8 @@ from .ops.gradients import ScaledGradients as ScaledGradients
 from .ops.gradients import norm_and_finite as norm_and_finite
 from .ops.gradients.check import values as values
 from .ops.gradients.reference import CHUNK as CHUNK
+from .ops.linear import reads_faster as reads_faster
+from .ops.linear import small_linear as small_linear
 from .ops.rounding import mix as mix
 from .ops.rounding import random_key as random_key
 from .ops.sgd import SGDRule as SGDRule

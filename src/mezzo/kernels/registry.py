@@ -26,6 +26,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "gradients": ("cpu", "foreach", "reference"),
     "adamw": ("cpu", "triton", "reference"),
     "sgd": ("cpu", "triton", "reference"),
+    "linear": ("cpu", "reference"),
 }
 _log = logging.getLogger("mezzo.kernels")
 _warned: list[str] = []
@@ -76,7 +77,7 @@ def _said(error: NativeBuildError) -> str:
     if not _warned:
         _warned.append(str(error))
         _log.warning(
-            "optimizer steps and gradient checks on the CPU run in plain torch, not in compiled kernels: %s. %s",
+            "optimizer steps, gradient checks and linear layers of few rows on the CPU run in plain torch, not in compiled kernels: %s. %s",
             error,
             error.remedy,
         )
@@ -105,7 +106,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
     """Return which implementation of an op runs for a device and dtype.
 
     Args:
-        op: "gradients", "adamw" or "sgd".
+        op: "gradients", "adamw", "sgd" or "linear".
         device: where the tensors lie.
         dtype: of the weights, or of the gradients for op "gradients".
         backend: "auto", or the one that must run.

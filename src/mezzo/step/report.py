@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .._torch import sparse_indices, sparse_values
 from ..binding import storage_targets
+from ..casting import weight_casts
 from ..distributed import comm_stats_around, is_summed_apart, reduced_dtypes
 from ..errors import InvariantError
 from ..formats import LOW_DTYPES, dtype_name
@@ -134,9 +135,10 @@ def make_report(
     ]
     total, count = sum(row.nbytes for row in rows), sum(p.numel() for p in names)
     floating = [(name, b, buffers.get(name)) for name, b in model.named_buffers() if b.is_floating_point()]
+    kept_casts: list[Found] = [(names[p], cast, None) for p, cast in weight_casts.copies() if p in names]
     return StateReport(
         policy=str(policy),
-        rows=(*rows, *_row("buffers", floating), *_reduction_row(model, policy)),
+        rows=(*rows, *_row("buffers", floating), *_row("kept casts", kept_casts), *_reduction_row(model, policy)),
         num_parameters=count,
         bytes_per_parameter=total / max(count, 1),
     )

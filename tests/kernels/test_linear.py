@@ -1,0 +1,175 @@
+"""Linear layers of few rows: the compiled product against fp64, where it is taken, and where it must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mezzo
+from mezzo.kernels import reads_faster, registry
+from mezzo.kernels.ops.linear import cpu, few_rows, reference
+
+BF16 = torch.bfloat16
+needs_compiler = pytest.mark.skipif(
+    registry.choose("linear", torch.device("cpu"), BF16).backend != "cpu", reason="no compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "SMALLEST", 0)
+
+
+def operands(rows: tuple[int, ...], inner: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(*rows, inner).to(BF16), torch.randn(width, inner).to(BF16), torch.randn(width).to(BF16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [*[(n,) for n in range(1, 9)], (), (2, 3), (1, 1)])
+@pytest.mark.parametrize(("inner", "width"), [(1, 1), (15, 3), (64, 33), (129, 70), (512, 31)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_it_is_the_product_rounded_once(rows: tuple[int, ...], inner: int, width: int, has_bias: bool) -> None:
+    x, weight, bias = operands(rows, inner, width)
+    given = (x, weight, bias if has_bias else None)
+    found, exact = cpu.linear(*given), F.linear(*[None if t is None else t.double() for t in given])
+    sums = F.linear(*[None if t is None else t.double().abs() for t in given])
+    assert found.shape == (*rows, width)
+    assert found.dtype is BF16
+    allowed = torch.finfo(BF16).eps / 2 * exact.abs() + (inner + 1) * torch.finfo(torch.float32).eps * sums
+    assert bool(((found.double() - exact).abs() <= allowed).all())
+
+
+@needs_compiler
+def test_inf_and_nan_arrive_where_they_belong() -> None:
+    x, weight, _ = operands((3,), 40, 5)
+    x[1, 7], weight[4, 39] = torch.inf, torch.nan
+    found = cpu.linear(x, weight)
+    assert found[0, :4].isfinite().all()
+    assert found[1, :4].isinf().all()
+    assert found[:, 4].isnan().all()
+
+
+@needs_compiler
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = operands((3,), 100, 200)
+    once = cpu.linear(x, weight, bias)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert torch.equal(once, cpu.linear(x, weight, bias))
+
+
+class Subclass(Tensor):
+    pass
+
+
+REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]] = {
+    "fp32 weight": lambda x, w, b: (x, w.float(), b),
+    "fp32 rows": lambda x, w, b: (x.float(), w, b),
+    "another bias": lambda x, w, b: (x, w, b.float()),
+    "many rows": lambda x, w, b: (x.expand(9, -1).contiguous(), w, b),
+    "no rows": lambda x, w, b: (x[:0], w, b),
+    "a transposed weight": lambda x, w, b: (x, w.t().contiguous().t(), b),
+    "rows with gaps": lambda x, w, b: (torch.cat([x, x], 1)[:, ::2].expand(2, -1), w, b),
+    "a weight of one dimension": lambda x, w, b: (x, w[0], None),
+    "another width": lambda x, w, b: (x[:, :-1].contiguous(), w, b),
+    "a bias of another length": lambda x, w, b: (x, w, b[:-1]),
+    "a subclass": lambda x, w, b: (x.as_subclass(Subclass), w, b),
+    "meta": lambda x, w, b: (x.to("meta"), w.to("meta"), b.to("meta")),
+    "a gradient to come": lambda x, w, b: (x, torch.nn.Parameter(w), b),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
+    x, weight, bias = operands((1,), 32, 16)
+    assert reads_faster(x, weight, bias)
+    assert reads_faster(input=x, weight=weight)
+    assert not reads_faster(*REFUSED[name](x, weight, bias))
+
+
+def test_a_weight_beyond_its_storage_is_left_to_torch() -> None:
+    x, weight, _ = operands((1,), 32, 16)
+    weight.untyped_storage().resize_(64)
+    assert not reads_faster(x, weight)
+
+
+def test_who_watches_ops_sees_torchs() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weight, _ = operands((1,), 32, 16)
+    seen: list[bool] = []
+    with FlopCounterMode(display=False):
+        seen.append(reads_faster(x, weight))
+    torch.func.vmap(lambda row: seen.append(reads_faster(row, weight)) or row)(x)
+    with pytest.warns(DeprecationWarning):
+        torch.jit.trace(lambda row: seen.append(reads_faster(row, weight)) or row * 1, (x,), check_trace=False)
+    assert seen and not any(seen)
+
+
+class Calls:
+    """Counts the products that the compiled layer takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr("mezzo.casting.mode.small_linear", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.count += 1
+        return few_rows.small_linear(*args, **kwargs)
+
+
+@needs_compiler
+def test_a_region_that_keeps_weights_takes_it_and_sees_a_weight_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, layer, x = Calls(monkeypatch), torch.nn.Linear(64, 48), torch.randn(2, 64)
+    with torch.no_grad():
+        for _ in range(3):
+            with mezzo.autocast("cpu", torch.bfloat16, cache="persistent"):
+                found = layer(x)
+            exact = F.linear(*[t.to(BF16).double() for t in (x, layer.weight, layer.bias)])
+            torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
+            layer.weight.mul_(-2.0)
+    assert calls.count == 3
+
+
+def test_other_regions_and_training_leave_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, layer, x = Calls(monkeypatch), torch.nn.Linear(64, 48), torch.randn(2, 64)
+    with torch.no_grad(), mezzo.autocast("cpu", torch.bfloat16, policy="bf16, ops=mezzo"):
+        layer(x)
+    with mezzo.autocast("cpu", torch.bfloat16, cache="persistent"):
+        layer(x).sum().backward()
+    assert calls.count == 0
+    assert layer.weight.grad is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_a_prepared_model_in_inference_takes_it(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, x = Calls(monkeypatch), torch.randn(2, 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.GELU(), torch.nn.Linear(48, 4)).eval()
+    with torch.no_grad():
+        exact = model(x)
+    mezzo.prepare(model, policy=policy, cache="persistent")
+    with torch.inference_mode():
+        found = model(x)
+    assert calls.count == 2
+    torch.testing.assert_close(found, exact, rtol=2**-5, atol=2**-5)
+
+
+def test_without_a_compiled_kernel_torchs_product_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = operands((1,), 32, 16)
+    monkeypatch.setattr(few_rows, "_kernel", lambda: reference)
+    assert not reads_faster(x, weight, bias)
+    assert torch.equal(reference.linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@needs_compiler
+def test_rows_beyond_what_this_processor_reads_faster_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.most_rows() in (4, 8)
+    monkeypatch.setattr(cpu, "most_rows", lambda: 4)
+    found = [reads_faster(*operands((rows,), 32, 16)) for rows in (1, 4, 5, 8)]
+    assert found == [True, True, False, False]
