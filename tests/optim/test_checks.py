@@ -1,0 +1,130 @@
+"""What an optimizer refuses when it is built, or given parameters and gradients that it cannot step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mezzo.errors import ConfigError, MasterError
+from mezzo.optim import SGD, AdamW
+
+
+def low(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+
+
+REFUSALS: list[tuple[Any, str]] = [
+    (
+        lambda: AdamW([("a.weight", low(2, 3)), ("b.weight", torch.nn.Parameter(torch.ones(2)))]),
+        (
+            "1 of 2 trainable parameters are 16 bit (a.weight bf16[2,3] cpu) and master='none' keeps nothing beside them: "
+            "an update smaller than half their spacing, 0.2 to 0.4 % of a bf16 weight, vanishes. Write master='split' (bf16) or "
+            "'fp32' (exact), or 'kahan' (almost exact); or master='stochastic' (no extra memory, exact on average); or keep "
+            "trainable parameters in fp32."
+        ),
+    ),
+    (
+        lambda: SGD([torch.nn.Parameter(torch.ones(2).half()) for _ in range(7)], master="split"),
+        (
+            "master='split' was asked for 7 fp16 parameters (parameter 0 fp16[2] cpu, parameter 1 fp16[2] cpu, "
+            "parameter 2 fp16[2] cpu, parameter 3 fp16[2] cpu, parameter 4 fp16[2] cpu, ...): 16 more bits make an fp32 value "
+            "of a bf16 weight, but not of an fp16 one, whose exponent is another. Write master='fp32', or params in bf16."
+        ),
+    ),
+    (lambda: AdamW([low(1)], master="spilt"), "unknown master mode 'spilt'. Did you mean 'split'?"),
+    (
+        lambda: AdamW([low(1)], master="split", state_dtype=torch.float16),
+        "state_dtype=fp16 cannot hold moments; write torch.float32 or torch.bfloat16.",
+    ),
+    (
+        lambda: AdamW([low(1)], master="split", backend="referenc"),
+        "unknown backend 'referenc'. Did you mean 'reference'?",
+    ),
+    (
+        lambda: SGD([low(1)], master="split", differentiable=True),
+        (
+            "differentiable=True was asked of mezzo.optim.SGD: rounding to 16 bit has no gradient. "
+            "Write torch.optim.SGD with fp32 parameters."
+        ),
+    ),
+    (lambda: AdamW([low(1)], master="split", lr=-1.0), "lr=-1.0 must be in [0, inf)."),
+    (lambda: AdamW([low(1)], master="split", betas=(0.9, 1.0)), "betas[1]=1.0 must be in [0, 1.0)."),
+    (lambda: AdamW([low(1)], master="split", eps=-1e-8), "eps=-1e-08 must be in [0, inf)."),
+    (
+        lambda: SGD([low(1)], master="split", lr=torch.ones(2)),
+        "lr is a tensor of 2 elements; write one of 1, or a group for each rate.",
+    ),
+    (
+        lambda: SGD([low(1)], master="split", nesterov=True),
+        (
+            "nesterov=True was asked with momentum=0.0, dampening=0.0: it looks ahead along undamped momentum. "
+            "Write momentum > 0 and dampening=0."
+        ),
+    ),
+    (lambda: AdamW([low(2)], master="split").master(low(2)), "bf16[2] cpu is not a parameter of this AdamW."),
+    (
+        lambda: AdamW([low(2)], master="split").set_masters_({low(2): torch.ones(2)}),
+        "bf16[2] cpu is not a parameter of this AdamW.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSALS)
+def test_refusals(build: Any, message: str) -> None:
+    with pytest.raises((MasterError, ConfigError)) as refused:
+        build()
+    assert str(refused.value) == message
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(MasterError):
+        optimizer.add_param_group({"params": [low(2)]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, SGD])
+def test_sparse_gradients_are_refused(optimizer: Any) -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError) as refused:
+        optimizer(table.parameters()).step()
+    assert str(refused.value) == (
+        f"{optimizer.__name__} was given a sparse gradient for fp32[4,2] cpu: its update is dense. "
+        "Write sparse=False in the embedding, or torch.optim.SparseAdam for its parameters."
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", float("nan")),
+        ("lr", "1e-3"),
+        ("lr", None),
+        ("eps", float("inf")),
+        ("betas", (0.9, 0.9, 0.9)),
+        ("betas", 0.9),
+    ],
+)
+def test_options_set_to_what_no_update_can_use(name: str, value: Any, backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param], lr=0.1, backend=backend)
+    optimizer.param_groups[0][name] = value
+    param.grad = torch.ones(3)
+    with pytest.raises(ConfigError, match=f"a group of AdamW has {name}=.*: write .* finite number"):
+        optimizer.step()
+    assert param.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("count", ["3", torch.zeros(3), None])
+def test_a_step_count_that_is_no_number(count: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param], lr=0.1)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state[param] = {**optimizer.state[param], "step": count}
+    with pytest.raises(ConfigError, match=r"the state of parameter 0 has step=.*write one number"):
+        optimizer.step()
