@@ -7,45 +7,18 @@ import inspect
 import math
 import warnings
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from tests.loss_scale.scalers import OPTIMIZERS, batches, network, weights
 from torch import Tensor, nn
 
 from mezzo.errors import PolicyError
 from mezzo.loss_scale import GradScaler
 
-Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
-OPTIMIZERS: Optimizers = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True),
-    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
-    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
-}
 OVERFLOWS = (2, 5, 6)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-def batches(count: int = 10) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(count):
-        yield torch.randn(4, 6, generator=generator)
 
 
 def train(scaler: torch.amp.GradScaler | None, optimizer: str, clip: bool = False, micro: int = 1) -> Tensor:

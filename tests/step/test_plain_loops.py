@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.step import plain_sequence_loops  # noqa: F401  # adds its loops
 from tests.step.plain_loops import LOOPS, Fp32
 from torch import Tensor, nn
 from torch.nn import functional as F

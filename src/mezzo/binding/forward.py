@@ -14,7 +14,15 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from .._torch import dynamo_graph_break, dynamo_skip_frame, functorch_level, graph_task_id, own_modules, own_parameters
+from .._torch import (
+    dynamo_graph_break,
+    dynamo_skip_frame,
+    functorch_level,
+    graph_task_id,
+    own_modules,
+    own_parameters,
+    saved_tensors_hooks,
+)
 from ..casting import WideAttention, autocast, bind_frame, bind_reentrant, is_large, prefers_wide
 from ..errors import StepError
 from ..policy import FP32_RULES, CacheName, Policy
@@ -241,7 +249,10 @@ def _open(
         if binding.before_forward is not None and not resumes:
             after = binding.before_forward(module, args, kwargs)
     if is_eager and not resumes:
-        (bind_frame if torch.is_grad_enabled() else bind_reentrant)(_Outside)
+        if not torch.is_grad_enabled():
+            bind_reentrant(_Outside)
+        elif saved_tensors_hooks() is not None:
+            bind_frame(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
     region = binding.resumed() if resumes else binding.region(bound.around, traced)

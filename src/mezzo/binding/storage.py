@@ -42,7 +42,7 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str]) -> None:
-    """Refuse 16-bit trainable weights without masters, and optimizers that contradict the policy.
+    """Refuse 16-bit trainable weights without masters, and optimizers that contradict the policy. Host only.
 
     Raises:
         MasterError: trainable weights are or will be 16 bit, and their optimizer keeps nothing beside them.
@@ -169,7 +169,7 @@ def _convert_spread_(model: nn.Module, targets: Mapping[Tensor, torch.dtype]) ->
 def store_(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
     """Give parameters other tensors to be stored in, of any dtype; sharded ones by way of their modules.
 
-    Writes: the storage of parameters, which keep their identity.
+    Writes: the storage of parameters, which keep their identity. Syncs: no.
     """
     if any(is_dtensor(p) for p in values):
         apply_to_tensors_(model, lambda tensor: values.get(tensor, tensor))
@@ -182,7 +182,7 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
     """Return the dtype that a policy stores parameters of a bound model in, for those it decides about.
 
     Without optimizers those are all that feed low ops; else the ones that are trained, since a weight that no
-    optimizer has yet would lose what its master must know.
+    optimizer has yet would lose what its master must know. Host only.
     """
     trained = {p for optimizer in optimizers for p in parameters(optimizer)}
     targets: dict[Tensor, torch.dtype] = {}

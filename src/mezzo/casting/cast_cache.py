@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._torch import forward_ad_level, functorch_level, storage_id, tracing_state, version, view_base
+from ..stamp import Stamp
 
 _hooked = False
 
@@ -47,9 +48,7 @@ _RECENT_ACTIVATIONS = 2
 
 @dataclass(slots=True)
 class _Entry:
-    source: weakref.ref[Tensor]
-    version: int
-    storage: int
+    source: Stamp
     cast: Tensor
 
 
@@ -71,15 +70,13 @@ def _cacheable(tensor: Tensor) -> bool:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what all views of one storage have in common."""
+    """Return what all views of one storage have in common. Host only."""
     return storage_id(tensor)
 
 
 @dataclass(slots=True)
 class _WeightCast:
-    owner: weakref.ref[Tensor]
-    version: int
-    storage: int
+    owner: Stamp
     copy: Tensor
 
 
@@ -149,15 +146,15 @@ class WeightCastCache:
         assert owner is not None
         key = (id(owner), weight.storage_offset(), tuple(weight.shape), weight.stride(), dtype)
         found = self._casts.get(key)
-        if found is None or found.owner() is not owner or found.storage != storage_key(weight):
+        if found is None or not found.owner.is_of(owner) or found.owner.storage != storage_key(weight):
             gone = weakref.ref(owner, lambda _: self._casts.pop(key, None))
             copy = _copy(weight, dtype)
-            found = self._casts[key] = _WeightCast(gone, version(weight), storage_key(weight), copy)
+            found = self._casts[key] = _WeightCast(Stamp(gone, version(weight), storage_key(weight)), copy)
             self._drop_old_slices(owner, dtype)
-        elif found.version != version(weight) or (is_first and self._is_stale(weight, found.copy)):
+        elif found.owner.version != version(weight) or (is_first and self._is_stale(weight, found.copy)):
             with torch.inference_mode(False), torch.no_grad():
                 found.copy.copy_(weight)
-            found.version = version(weight)
+            found.owner = found.owner._replace(version=version(weight))
         return found.copy
 
     def _is_stale(self, weight: Tensor, copy: Tensor) -> bool:
@@ -177,18 +174,18 @@ class WeightCastCache:
             if room < 0:
                 del self._casts[key]
 
-    def storages(self) -> set[int]:
+    def storages(self) -> set[int | None]:
         """Return the storages of the weights that have a cast here."""
-        return {cast.storage for cast in self._casts.values()}
+        return {cast.owner.storage for cast in self._casts.values()}
 
     def drop(self, tensor: Tensor) -> None:
-        """Forget the casts of a tensor's storage."""
+        """Forget the casts of a tensor's storage. Host only."""
         storage = storage_key(tensor)
-        self._casts = {key: cast for key, cast in self._casts.items() if cast.storage != storage}
+        self._casts = {key: cast for key, cast in self._casts.items() if cast.owner.storage != storage}
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return each weight that lives with each of its casts. Host only."""
-        return [(owner, cast.copy) for cast in self._casts.values() if (owner := cast.owner()) is not None]
+        return [(owner, cast.copy) for cast in self._casts.values() if (owner := cast.owner.tensor()) is not None]
 
     def nbytes(self) -> int:
         """Return the bytes that all casts hold. Syncs: no."""
@@ -251,11 +248,7 @@ class RegionCache:
             return self.store.cast(tensor, dtype, is_first)
         entries = self._weights if weight else self._activations
         entry = entries.get(key)
-        if (
-            entry is not None
-            and entry.source() is tensor
-            and (entry.version, entry.storage) == (version(tensor), storage)
-        ):
+        if entry is not None and entry.source.is_current(tensor):
             return _connected(tensor, entry.cast)
         if torch.is_inference_mode_enabled():
             cast = _copy(tensor, dtype)
@@ -263,19 +256,19 @@ class RegionCache:
         else:
             cast = tensor.to(dtype)
             kept = cast.detach()
-        entries[key] = _Entry(weakref.ref(tensor), version(tensor), storage, kept)
+        entries[key] = _Entry(Stamp.of(tensor, with_storage=True), kept)
         if not weight:
             self._activations.move_to_end(key)
             while len(self._activations) > _RECENT_ACTIVATIONS:
                 self._activations.popitem(last=False)
         return cast
 
-    def storages(self) -> set[int]:
+    def storages(self) -> set[int | None]:
         """Return the storages of the weights that have a cast here."""
-        return {entry.storage for entry in self._weights.values()}
+        return {entry.source.storage for entry in self._weights.values()}
 
     def stop_tracking(self, tensor: Tensor) -> None:
-        """Cast a tensor's storage at every use from now on: a write through `.data` leaves no version behind."""
+        """Cast a tensor's storage at every use from now on: a write through `.data` leaves no version behind. Host only."""
         self._untracked.add(storage_key(tensor))
         if self.store is not None:
             self.store.drop(tensor)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode
+from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode, saved_tensors_hooks
 from ..errors import CastError, ForbiddenOpError
 from ..kernels import reads_faster, small_linear
 from ..policy import OpRow, Rule
@@ -35,7 +35,7 @@ def eligible(value: object, device_type: str) -> bool:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to a tensor, or to the tensors in a list or tuple of them."""
+    """Apply a function to a tensor, or to the tensors in a list or tuple of them. Syncs: as the function."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)) and value and any(isinstance(item, Tensor) for item in value):
@@ -47,7 +47,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among arguments, one level of lists deep."""
+    """Return the tensors among arguments, one level of lists deep. Host only."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -126,7 +126,10 @@ class CastMode(TorchFunctionMode):
 
     def _run(self, func: Any, row: OpRow, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.current is not None and self.has_grad and not torch.compiler.is_compiling():
-            (bind_frame if torch.is_grad_enabled() else bind_reentrant)(functools.partial(self.current, self))
+            if not torch.is_grad_enabled():
+                bind_reentrant(functools.partial(self.current, self))
+            elif saved_tensors_hooks() is not None:
+                bind_frame(functools.partial(self.current, self))
         low = self.standalone or torch.get_autocast_dtype(device)
         if row.rule is Rule.FORBID:
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")

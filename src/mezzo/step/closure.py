@@ -87,8 +87,10 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
     smaller scale: until the step is taken, the guard stops the run, or it was tried guard.patience times.
 
     Raises:
-        StepError: several optimizers and none named.
+        StepError: no function, or several optimizers and none named.
     """
+    if not callable(closure):
+        raise StepError(f"step({closure!r}): what comes first is a closure. Write step(max_norm=...) to clip.")
     chosen = engine.optimizers if optimizer is None else (optimizer,)
     if len(chosen) != 1:
         raise StepError(

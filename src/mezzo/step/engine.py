@@ -25,8 +25,7 @@ from .accumulation import OptimizerGrads, Skip, is_bad
 from .buffers import Buffers
 from .gradients import Gradients
 from .invariants import ALWAYS, Invariants, look
-from .model_changes import ModelChanges
-from .names import ParameterNames
+from .model_changes import ModelChanges, ParameterNames
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
@@ -264,6 +263,11 @@ class Engine:
 
     def run_step(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there, whose backward pass has found the ranks; see `Stepper.step`."""
+        if self.policy.guard.on_overflow == "retry":
+            raise StepError(
+                "step() was called without a closure, and the policy declares guard.on_overflow=retry, which computes "
+                "the loss again. Write amp.step(closure), or guard.on_overflow=skip."
+            )
         if self.consensus is not None:
             self.find_ranks()
             self.consensus.check_step()

@@ -1,9 +1,10 @@
-"""Weights that are loaded into a prepared model by `load_state_dict` are the ones its masters go on from."""
+"""Loading a checkpoint into a run; and weights loaded into its model, which are the ones its masters go on from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..formats import LOW_DTYPES
 from ..optim import keeps_masters, local_optimizer, parameters
+from . import state_dict as checkpoint
+from .engine import Engine
+from .guard import Counters
 
 
 class MastersFollow:
@@ -75,3 +79,26 @@ class _Inert:
 
     def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
         return _Inert, ()
+
+
+def load_run_(engine: Engine, follow: MastersFollow, state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Bring a run to where a checkpoint left it; see `Stepper.load_state_dict`.
+
+    Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
+    """
+    complete = checkpoint.check(state, len(engine.optimizers))
+    with follow.paused():
+        loaded = checkpoint.load_(engine.model, engine.optimizers, complete, engine.policy)
+    counters = Counters(**(complete["counters"] or {}))
+    engine.recovery.forget()
+    engine.drop(set_to_none=True)
+    counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
+    sentences = (
+        *checkpoint.compare_policies(complete["policy"], engine.policy),
+        *loaded,
+        *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], engine.policy.scaling),
+    )
+    engine.guard.state = replace(engine.guard.state, counters=counters)
+    engine.buffers.forgive()
+    checkpoint.say(sentences)
+    return sentences

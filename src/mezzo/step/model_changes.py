@@ -1,14 +1,15 @@
-"""Whether a model or its optimizers are not what they were: modules replaced or added, groups added, layers unfrozen."""
+"""What a model and its optimizers have now: the names of parameters, and whether modules, groups or layers came or changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import own_modules
+from ..optim import parameters
 
 
 class ModelChanges:
@@ -46,3 +47,29 @@ class ModelChanges:
 
     def _all_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+class ParameterNames(dict[Tensor, str]):
+    """The parameters of a model and its optimizers, each with its name.
+
+    Args:
+        model: its names count first.
+        optimizers: of parameters that the model does not have, which get numbers.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the names anew. Host only."""
+        self.clear()
+        self.update({p: name for name, p in self._model.named_parameters()})
+        for index, optimizer in enumerate(self._optimizers):
+            for k, p in enumerate(parameters(optimizer)):
+                self.setdefault(p, f"optimizer {index} parameter {k}")
+
+    def __missing__(self, param: Tensor) -> str:
+        self.refresh()
+        return self.get(param, "a parameter")

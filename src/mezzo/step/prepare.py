@@ -30,7 +30,7 @@ from ..optim import adopt, parameters
 from ..policy import CacheName, PolicyLike, as_policy
 from .accumulation import Skip
 from .loading import MastersFollow
-from .names import ParameterNames
+from .model_changes import ParameterNames
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
 from .stepper import Stepper

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import innermost, store_, unbind
+from ..errors import StepError
 from ..formats import LOW_DTYPES
 from ..optim import MasterWeights, keeps_masters, parameters, release
 from .update import allow_direct_steps
@@ -95,3 +97,12 @@ def let_go(optimizer: Optimizer, given: Optimizer) -> None:
         optimizer.drop_masters()
     else:
         release(optimizer)
+
+
+class Released:
+    """In the place of a released stepper's engine."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StepError(
+            "this stepper was released. Write amp = mezzo.prepare(model, optimizer, policy) to prepare again."
+        )

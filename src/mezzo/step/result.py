@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from html import escape
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -344,6 +344,16 @@ class StepResult:
         what = "applied" if flags.applied else f"skipped: {flags.reason} not finite"
         lost = f", {flags.flushed:.0%} of the gradients flushed to zero" if flags.flushed else ""
         return f"StepResult({what}, scale={flags.scale:g}, grad_norm={flags.grad_norm:.6g}{lost})"
+
+
+class StepObserver(Protocol):
+    """What is told of every step, around it."""
+
+    def before_step(self) -> None:
+        """Called with the gradients of the step, as they are carried."""
+
+    def after_step(self, result: StepResult) -> None:
+        """Called with what happened, which the host has not read yet."""
 
 
 def _to_host(vector: Tensor) -> tuple[Tensor, torch.Event | None]:

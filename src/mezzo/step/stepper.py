@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from html import escape
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -23,22 +22,12 @@ from .accumulation import Skip
 from .closure import step_by_closure
 from .engine import Engine, weakly
 from .guard import Counters
-from .loading import MastersFollow
+from .loading import MastersFollow, load_run_
 from .recovery import check_demotion
-from .release import Original, release_
+from .release import Original, Released, release_
 from .report import StateReport, refuse_differing
-from .result import StepResult
+from .result import StepObserver, StepResult
 from .update import Clip, forbid_direct_steps
-
-
-class StepObserver(Protocol):
-    """What is told of every step, around it."""
-
-    def before_step(self) -> None:
-        """Called with the gradients of the step, as they are carried."""
-
-    def after_step(self, result: StepResult) -> None:
-        """Called with what happened, which the host has not read yet."""
 
 
 class Stepper:
@@ -75,7 +64,7 @@ class Stepper:
             forbid_direct_steps(optimizer, self._engine, self)
 
     def __repr__(self) -> str:
-        if isinstance(self._engine, _Released):
+        if isinstance(self._engine, Released):
             return "Stepper(released)"
         names = ", ".join(type(part).__name__ for part in (self.model, *self.optimizers))
         counters = self.counters()
@@ -84,7 +73,7 @@ class Stepper:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: what was done, and what is kept."""
-        report = "" if isinstance(self._engine, _Released) else self.report()._repr_html_()
+        report = "" if isinstance(self._engine, Released) else self.report()._repr_html_()
         return f"<p><code>{escape(repr(self))}</code></p>{report}"
 
     def backward(
@@ -248,26 +237,16 @@ class Stepper:
         """
         for observer in self._observers:
             observer.before_step()
-        result = self._step(closure, Clip(max_norm=max_norm, value=clip_value), optimizer)
+        engine, clip = self._engine, Clip(max_norm=max_norm, value=clip_value)
+        engine.refuse_capture("step()")
+        engine.check_before_step()
+        if closure is None:
+            result = engine.run_step(optimizer, clip)
+        else:
+            result = step_by_closure(engine, closure, optimizer, clip)
         for observer in self._observers:
             observer.after_step(result)
         return result
-
-    def _step(
-        self, closure: Callable[[], Tensor | float] | None, clip: Clip, optimizer: Optimizer | None
-    ) -> StepResult:
-        self._engine.refuse_capture("step()")
-        self._engine.check_before_step()
-        if closure is not None and not callable(closure):
-            raise StepError(f"step({closure!r}): what comes first is a closure. Write step(max_norm=...) to clip.")
-        if closure is not None:
-            return step_by_closure(self._engine, closure, optimizer, clip)
-        if self.policy.guard.on_overflow == "retry":
-            raise StepError(
-                "step() was called without a closure, and the policy declares guard.on_overflow=retry, which computes "
-                "the loss again. Write amp.step(closure), or guard.on_overflow=skip."
-            )
-        return self._engine.run_step(optimizer, clip)
 
     def on_applied(self, function: Callable[[], object], optimizer: Optimizer | None = None) -> Callable[[], object]:
         """Have a function called after each step that was taken: a scheduler's step, an EMA update, a counter.
@@ -378,22 +357,7 @@ class Stepper:
 
         Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
         """
-        engine, complete = self._engine, checkpoint.check(state, len(self.optimizers))
-        with self._masters_follow.paused():
-            loaded = checkpoint.load_(self.model, self.optimizers, complete, self.policy)
-        counters = Counters(**(complete["counters"] or {}))
-        engine.recovery.forget()
-        self.zero_grad()
-        counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
-        sentences = (
-            *checkpoint.compare_policies(complete["policy"], self.policy),
-            *loaded,
-            *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], self.policy.scaling),
-        )
-        engine.guard.state = replace(engine.guard.state, counters=counters)
-        engine.buffers.forgive()
-        checkpoint.say(sentences)
-        return sentences
+        return load_run_(self._engine, self._masters_follow, state)
 
     def report(self, strict: bool = False) -> StateReport:
         """Return what is declared beside what is: dtypes of weights, gradients, moments, masters and buffers, and bytes.
@@ -433,19 +397,10 @@ class Stepper:
         self._masters_follow.remove()
         release_(self.model, self.optimizers, self._was)
         self.optimizers = self._was.optimizers
-        self._engine = cast(Engine, _Released())
+        self._engine = cast(Engine, Released())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StepError(
             "a stepper cannot be pickled or copied, since it belongs to one model in one process. Save amp.state_dict(), "
             "and load it into the stepper that mezzo.prepare makes there."
-        )
-
-
-class _Released:
-    """In the place of a released stepper's engine."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise StepError(
-            "this stepper was released. Write amp = mezzo.prepare(model, optimizer, policy) to prepare again."
         )
