@@ -43,12 +43,12 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage while it lives; views share it."""
+    """Return the identity of a tensor's storage while it lives; views share it. Host only."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of; None if it is none. Without it slices of weights are cast anew."""
+    """Return the tensor that this one is a view of; None if it is none. Without it slices of weights are cast anew. Host only."""
     return tensor._base if tensor._is_view() else None
 
 
@@ -56,12 +56,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """Return what lies here of a DTensor, without the autograd of `to_local`; a plain tensor is its own part.
 
     Without it the optimizers look at every sharded tensor anew in every step.
+
+    Host only.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def sparse_values(grad: Tensor) -> Tensor:
-    """Return the values of a sparse tensor, to be written; `.values()` wants it coalesced and refuses to be written."""
+    """Return the values of a sparse tensor, to be written; `.values()` wants it coalesced and refuses to be written. Host only."""
     return grad._values()
 
 
@@ -69,6 +71,8 @@ def constant_factor(product: Tensor) -> Tensor | None:
     """Return the tensor without graph that a number was multiplied by last; None if there is none.
 
     Without it a loss that a GradScaler scaled is not told from any other.
+
+    Host only.
     """
     node: Any = product.grad_fn
     if node is None or node.name() != "MulBackward0" or product.numel() != 1:
@@ -79,7 +83,7 @@ def constant_factor(product: Tensor) -> Tensor | None:
 
 
 def sparse_indices(grad: Tensor) -> Tensor:
-    """Return the indices of a sparse tensor that may not be coalesced, to be counted."""
+    """Return the indices of a sparse tensor that may not be coalesced, to be counted. Host only."""
     return grad._indices()
 
 
@@ -106,7 +110,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers registered on a module itself, by name, to be read and assigned; of a scripted one to be read."""
+    """Return the buffers registered on a module itself, by name, to be read and assigned; of a scripted one to be read. Host only."""
     return module._buffers if isinstance(module._buffers, dict) else dict(module._buffers.items())
 
 
@@ -116,7 +120,7 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def apply_to_tensors_(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the tensors of a module and its children, as `module.to` does. Writes: the module."""
+    """Replace the tensors of a module and its children, as `module.to` does. Writes: the module. Syncs: as the function does."""
     module._apply(function)  # type: ignore[no-untyped-call]  # torch's own
 
 
@@ -421,14 +425,14 @@ def node_number(node: Any) -> int:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor behind the wrappers of vmap, grad and jvp. Without it a hook cannot read what they run."""
+    """Return the tensor behind the wrappers of vmap, grad and jvp. Without it a hook cannot read what they run. Host only."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Say whether a tensor is one of forward mode's zeros, which have a shape and no values; reading one crashes."""
+    """Say whether a tensor is one of forward mode's zeros, which have a shape and no values; reading one crashes. Host only."""
     return tensor._is_zerotensor()
 
 
