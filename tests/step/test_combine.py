@@ -87,3 +87,10 @@ def test_finite_parts_whose_squares_add_up_beyond_fp32_are_bad() -> None:
     other = rank(has_parts=True, flags=torch.zeros(4), squares=torch.tensor([2.25e38, 2.25e38]))
     found, _ = combine(fine(grads), grads, CPU, other, 1)
     assert bool(found.optimizers[0]) and bool(found.elsewhere)
+
+
+def test_what_is_found_here_is_said_of_the_optimizer_it_is_about() -> None:
+    second = grads_of({1: torch.optim.SGD([weight(1.0)])}, None)
+    own = Findings(False, False, False, [True])
+    found, _ = combine(own, second, CPU, rank(has_parts=False, flags=torch.zeros(5), squares=torch.zeros(3)), 2)
+    assert bool(found.optimizers[0]) and bool(found.elsewhere)
