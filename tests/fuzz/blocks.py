@@ -38,11 +38,11 @@ class Convolution(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM over a short sequence."""
+    """A recurrent net over a short sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.cell = nn.LSTM(2, WIDTH, batch_first=True)
+        self.cell = kind(2, WIDTH, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cell(x.view(-1, 4, 2))[0][:, -1]
@@ -70,6 +70,18 @@ class Tokens(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ids = 2 * torch.arange(WIDTH, device=x.device) + (x > 0).long()
         return x + self.table(ids).mean(1)
+
+
+class Bag(nn.Module):
+    """Means over some rows of a table, and a sum over the neighbours of each row of the batch by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(2 * torch.arange(WIDTH, device=x.device) + (x > 0).long())
+        return x + h + torch.zeros_like(h).index_add_(0, torch.arange(len(h), device=h.device).roll(1), h)
 
 
 class Tied(nn.Module):
@@ -119,7 +131,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.LayerNorm(WIDTH),
     "group norm": lambda: nn.GroupNorm(2, WIDTH),
     "rms norm": lambda: nn.RMSNorm(WIDTH),
-    "lstm": Recurrent,
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "cumulative norm": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
     "attention": Attention,
     "transformer": lambda: nn.Sequential(
         nn.Unflatten(1, (1, WIDTH)),
@@ -127,11 +141,13 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
         nn.Flatten(),
     ),
     "embedding": Tokens,
+    "bag": Bag,
     "tied": Tied,
     "twice": Twice,
     "dropout": lambda: nn.Dropout(0.25),
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
     "reentrant": lambda: Checkpointed(use_reentrant=True),
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
 }
 

@@ -46,6 +46,8 @@ WITHOUT_KERNEL = {("lstm", torch.float16)}
 TORCH_CANNOT = {
     ("torch.SGD fused", "freeze"),  # some momenta None and some not: a TypeError in torch 2.13
     ("weight norm", "pickle"),
+    ("spectral norm", "pickle"),
+    ("spectral norm", "copy"),  # its weight is no leaf once it has run
 }
 """Optimizers and blocks, and events that torch itself refuses with them."""
 

@@ -435,7 +435,9 @@ class Run:
         Where each step has the same size, gradients of `tolerance` and less may decide its direction.
         """
         clips = any(isinstance(event, Train) and event.clip == "value" for event in self.program.events)
-        without_gradient = 2 if "batch norm" in self.program.blocks else 1  # what goes into it may have a bias
+        without_gradient = (
+            2 if {"batch norm", "cumulative norm"} & set(self.program.blocks) else 1
+        )  # what goes into it may have a bias
         share = 4 * math.sqrt(self.tolerance()) * without_gradient
         return share if self.maker.is_adaptive or clips else self.tolerance()
 
