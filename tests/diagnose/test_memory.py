@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import mezzo.diagnose as diagnose
 import mezzo.optim
 from mezzo.diagnose.memory import size
-from mezzo.errors import MasterError
+from mezzo.errors import PolicyError
 from mezzo.step import prepare
 
 
@@ -41,6 +41,10 @@ SETUPS = [
     ("fp16-master", lambda p: mezzo.optim.AdamW(p, master="fp32")),
     ("bf16-master, master=kahan", lambda p: mezzo.optim.SGD(p, lr=0.1, momentum=0.9, master="kahan")),
     ("bf16-master, master=stochastic", lambda p: mezzo.optim.AdamW(p, master="stochastic")),
+    ("bf16-master", lambda p: torch.optim.AdamW(p)),
+    ("bf16-master", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    ("bf16-master", lambda p: mezzo.optim.AdamW(p)),
+    ("fp16-master", lambda p: torch.optim.RMSprop(p)),
     ("bf16-master, master=fp32", lambda p: mezzo.optim.MasterWeights(torch.optim.AdamW(p), mode="fp32")),
 ]
 
@@ -107,10 +111,12 @@ def test_activations_are_what_forward_saves() -> None:
     assert fp32.peak_bytes == fp32.held_bytes + fp32.bytes_of("activations")
 
 
-def test_an_optimizer_without_masters_is_refused_as_prepare_refuses_it() -> None:
+def test_an_optimizer_of_another_master_mode_is_refused_as_prepare_refuses_it() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(MasterError):
-        diagnose.memory(model, torch.optim.AdamW(model.parameters()), "bf16-master")
+    optimizer = mezzo.optim.AdamW(model.parameters(), master="kahan")
+    for use in (diagnose.memory, prepare):
+        with pytest.raises(PolicyError, match="master='split'"):
+            use(model, optimizer, "bf16-master")
 
 
 def test_no_memory_is_taken_to_predict() -> None:

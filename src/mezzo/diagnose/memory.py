@@ -17,7 +17,7 @@ from ..binding import check_optimizers, convert_
 from ..binding.bind import bind
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name
-from ..optim import MasterWeights
+from ..optim import MasterWeights, adopt
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Chart, Document, Note, Pairs, Report, Series, Table
 from ..trace import preserve_state
@@ -162,7 +162,9 @@ def _outline(model: nn.Module, policy: Policy, is_trained: bool) -> nn.Module:
     return outline
 
 
-def _state_of_element(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[torch.dtype, int]:
+def _state_of_element(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, policy: Policy
+) -> dict[torch.dtype, int]:
     """Return the bytes by dtype that an optimizer keeps for one element, found by stepping a small parameter.
 
     Raises:
@@ -171,12 +173,14 @@ def _state_of_element(optimizer: Optimizer, group: dict[str, Any], dtype: torch.
     inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
     known = inspect.signature(type(inner).__init__).parameters
     options = {name: value for name, value in group.items() if name in known and name != "params"}
-    probe = nn.Parameter(torch.ones(_PROBE, dtype=dtype))
-    probe.grad = torch.ones_like(probe)
+    probe = nn.Parameter(torch.ones(_PROBE))
     try:
         small: Optimizer = type(inner)([probe], **options)
         if isinstance(optimizer, MasterWeights):
             small = MasterWeights(small, optimizer.masters.mode)
+        small = adopt(small, policy)
+        probe.data = probe.data.to(dtype)
+        probe.grad = torch.ones_like(probe)
         small.step()
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -247,7 +251,10 @@ def memory(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     chosen = as_policy(policy).resolve(device_of(model))
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    check_optimizers(optimizers, chosen, names)
+    # a copy stands for each: what `prepare` would step, while the given one stays as it was
+    check_optimizers(
+        [adopt(copy.deepcopy(one, {id(p): p for p in names}), chosen) for one in optimizers], chosen, names
+    )
     outline = _outline(model, chosen, bool(optimizers))
     stored = dict(zip(model.parameters(), outline.parameters(), strict=True))
     tally = _Tally()
@@ -286,7 +293,7 @@ def _count_optimizer(
             grads = policy.grads or dtype
             tally.add("gradients", grads, p.numel() * grads.itemsize)
             if (i, dtype) not in learned:
-                learned[i, dtype] = _state_of_element(optimizer, group, dtype)
+                learned[i, dtype] = _state_of_element(optimizer, group, dtype, policy)
             for kept, count in learned[i, dtype].items():
                 tally.add("optimizer state", kept, p.numel() * count)
 
