@@ -154,9 +154,11 @@ def _fix_underflow(event: Event) -> Fix:
 
 def _fix_singularity(event: Event) -> Fix:
     if event.replacement:
+        is_root = event.site.op == "sqrt" and event.site.phase == "backward"
+        reason = "its derivative at 0 is infinite: " if is_root else ""
         return Fix(
             edit="",
-            advice=f"write {event.replacement}{event.fused and f', or better {event.fused}'}{_cancelled(event)}.",
+            advice=f"{reason}write {event.replacement}{event.fused and f', or better {event.fused}'}{_cancelled(event)}.",
             tried=f"{event.replacement} on these values: finite, and so are its gradients",
         )
     return Fix(edit="", advice=_singular_advice(event))
@@ -166,7 +168,7 @@ def _cancelled(event: Event) -> str:
     """Say what a negative argument of a root or logarithm comes from."""
     value = dict(event.offending).get("self", 0.0)
     is_near = -_NEAR < value < 0 or (value < 0 and event.site.op in ("sqrt", "rsqrt"))
-    if event.site.op not in _ROOTS or not is_near:
+    if event.site.op not in _ROOTS or event.site.phase == "backward" or not is_near:
         return ""
     return "; an argument below 0 is what a difference of nearly equal numbers leaves, such as E[x^2] - E[x]^2"
 

@@ -44,9 +44,15 @@ def exact_integers(dtype: torch.dtype) -> float:
 
 
 class LintWatch:
-    """Checks each op against the rules that one op can break. Syncs: yes, at the ops it judges."""
+    """Checks each op against the rules that one op can break. Syncs: yes, at the ops it judges.
+
+    Attributes:
+        of_defaults: whether constants that torch's own functions fill in are judged too, such as the eps of normalize.
+        has_fp16: whether a forward op gave fp16.
+    """
 
     def __init__(self) -> None:
+        self.of_defaults = False
         self._found: dict[tuple[object, ...], Lint] = {}
         self._counts: dict[LintRule, int] = {}
         self.has_fp16 = False
@@ -96,8 +102,8 @@ class LintWatch:
         name = call.facts.name
         if name not in _TAKES_CONSTANT and name not in _SCALES:
             return
-        if site.called != name and site.called in vars(functional):
-            return  # torch's own default, such as the eps of normalize, is nobody's habit
+        if not self.of_defaults and site.called != name and site.called in vars(functional):
+            return
         facts = format_of(low.dtype)
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
             vanishes = name in _TAKES_CONSTANT and 0 < abs(value) <= facts.smallest / 2

@@ -35,6 +35,7 @@ class Trace:
         step: number of the first step.
         on_reached: called, with the trace, after a non-finite value reached a loss, gradient, parameter, buffer or output.
         on_root: called, with the number of the step, before each outermost module runs.
+        of_defaults: whether the lint rules judge constants too that torch's own functions fill in.
 
     Raises:
         RegionError: a trace that already ran is entered again.
@@ -50,9 +51,11 @@ class Trace:
         step: int = 0,
         on_reached: Callable[[Trace], None] | None = None,
         on_root: Callable[[int], None] | None = None,
+        of_defaults: bool = False,
     ) -> None:
         self._context = TraceContext(model, step, self._on_root, self._on_output)
         self._collector = Collector(self._context, self._on_sink, self._on_loss)
+        self._collector.lints.of_defaults = of_defaults
         self._context.names.on_read = self._collector.on_read_in_python
         self._on_reached = on_reached
         self._tell_step = on_root
