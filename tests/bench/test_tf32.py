@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from mezzo.bench.worker import set_tf32
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = convolutions
 
 
 @pytest.mark.parametrize(("is_on", "precision"), [(True, "high"), (False, "highest")])

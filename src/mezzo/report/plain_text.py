@@ -62,8 +62,11 @@ def grid(
 
 
 def _folded(text: str, width: int) -> list[str]:
-    lines = (textwrap.wrap(line, width, break_on_hyphens=False) or [""] for line in text.split("\n"))
-    return [text] if len(text) <= width and "\n" not in text else [part for found in lines for part in found]
+    """Fold at blanks alone: a path or an expression that is cut could not be copied."""
+    if len(text) <= width and "\n" not in text:
+        return [text]
+    folds = (textwrap.wrap(line, width, break_on_hyphens=False, break_long_words=False) for line in text.split("\n"))
+    return [part for lines in folds for part in lines or [""]]
 
 
 def table_text(

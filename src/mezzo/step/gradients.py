@@ -259,7 +259,7 @@ class Gradients:
         """
         if self._pending is not None:
             self._carried, self._pending = self._pending.scale, None
-        if stepped:
+        if stepped and (len(stepped) < len(self._optimizers) or self._leftovers.is_part):
             self._leftovers.close(stepped, self._carried)
         self._versions.close(self.parameters())
 

@@ -25,6 +25,7 @@ class Leftovers:
         names: of parameters.
 
     Attributes:
+        is_part: whether the last step was that of some optimizers and not of all.
         spent_by: the optimizers that ended the step of a loss for others too, in words; empty where there are none.
     """
 
@@ -34,7 +35,7 @@ class Leftovers:
         self._forget()
 
     def _forget(self) -> None:
-        self.spent_by, self._is_part = "", False
+        self.spent_by, self.is_part = "", False
         self._waiting: list[Tensor] = []
         self._scale: Tensor | None = None
 
@@ -54,7 +55,7 @@ class Leftovers:
         self._forget()
         taken = {id(p) for one in stepped for p in parameters(one)}
         others = [one for one in self._optimizers if all(one is not known for known in stepped)]
-        self._is_part = bool(others)
+        self.is_part = bool(others)
         self._waiting = [p for one in others for p in parameters(one) if p.grad is not None and id(p) not in taken]
         if self._waiting:
             self.spent_by = " and ".join(type(one).__name__ for one in stepped)
@@ -86,7 +87,7 @@ class Leftovers:
                 foreign.append(p)
             elif id(p) not in waiting and stamp.is_current(grad):
                 stale[p] = stamp
-        if stale and not self._is_part:
+        if stale and not self.is_part:
             raise StepError(
                 f"backward(loss) would add to the gradients of the last step, which {self._listed(stale)} still have. "
                 "Call amp.zero_grad() between step() and the next backward(loss)."
