@@ -99,7 +99,7 @@ def test_every_op_of_the_lists_whatever_float_comes_in(name: str, op: Op, want: 
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("low", LOW_DTYPES)
+@pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_compiled_the_dtypes_are_the_same(low: str) -> None:
     torch._dynamo.reset()
     differing = []

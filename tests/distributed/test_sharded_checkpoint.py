@@ -150,7 +150,7 @@ FEW = [RUNS[1], RUNS[3], RUNS[6]]
     [
         *[(*each, 1, 2, "sharded") for each in RUNS],
         *[
-            (*each, *way)
+            pytest.param(*each, *way, marks=pytest.mark.slow if way[1] == 4 and each is not FEW[0] else ())
             for way in ((2, 1, "sharded"), (2, 4, "sharded"), (1, 2, "copies"), (2, 1, "copies"))
             for each in FEW
         ],

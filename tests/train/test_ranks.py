@@ -50,7 +50,7 @@ def _differing(one: Any, other: Any, path: str = "") -> list[str]:
 
 
 # 33 rows in batches of 16: the last batch has one row, and so none for the second rank.
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master"])
+@pytest.mark.parametrize("policy", [pytest.param("fp32", marks=pytest.mark.slow), "bf16", "bf16-master"])
 def test_two_ranks_train_as_one_bit_for_bit(policy: str, data: Path, tmp_path: Path) -> None:
     one, two = (
         tiny(data, tmp_path / name, policy=policy, limit=33, micro_batches=2, lr=3e-3) for name in ("one", "two")

@@ -114,8 +114,16 @@ def differences(
 EXCUSED = {f"{op} under {engine}" for op, (engines, _) in EXCEPTIONS.items() for engine in engines}
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("given", ["fp32", "low"])
+@pytest.mark.parametrize(
+    ("given", "low"),
+    [
+        ("fp32", torch.bfloat16),
+        pytest.param("fp32", torch.float16, marks=pytest.mark.slow),
+        pytest.param("low", torch.bfloat16, marks=pytest.mark.slow),
+        ("low", torch.float16),
+    ],
+    ids=str,
+)
 def test_every_op_matches_torch_bit_for_bit(low: torch.dtype, given: str) -> None:
     found = differences(ENGINES, low, torch.float32 if given == "fp32" else low)
     assert found <= EXCUSED, sorted(found - EXCUSED)
