@@ -218,6 +218,24 @@ def test_threads_do_not_change_a_bit() -> None:
     assert same(runs[0], runs[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_numbers_of_a_step_are_those_of_each_parameters_count(dtype: torch.dtype) -> None:
+    rule, counts = AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8), [1.0, 3.0, 3.0, 1e6]
+    wanted = [(1 - 0.01 * 0.1, -0.01 / (1 - 0.9**t), math.sqrt(1 - 0.999**t)) for t in counts]
+    for step in (torch.tensor(counts), torch.tensor(counts[1:2] * 5)):
+        found = adamw_scalars(step, rule, 0.01, 0.1, dtype)
+        rows = wanted if step.numel() == 4 else wanted[1:2] * 5
+        torch.testing.assert_close(
+            found, torch.tensor(rows, dtype=dtype), rtol=2e-13 if dtype.itemsize == 8 else 1.2e-7, atol=0
+        )
+        on_device = adamw_scalars(step, rule, torch.tensor(0.01, dtype=dtype), 0.1, dtype)
+        torch.testing.assert_close(found, on_device, rtol=3e-7, atol=0)
+    momentum = SGDRule(weight_decay=0.0, momentum=0.9)
+    rows_sgd = sgd_scalars(torch.tensor(counts), momentum, 0.1, 0.2, dtype)
+    assert rows_sgd.tolist() == torch.tensor([(-0.1, 0, 1), *[(-0.1, 0.9, 0.8)] * 3], dtype=dtype).tolist()
+    assert adamw_scalars(torch.zeros(2), rule, 0.01, 0.1).isfinite().all(), "a step that was left out counts none"
+
+
 def test_a_written_weight_has_a_new_version() -> None:
     rule, weights = SGDRule(weight_decay=0.0, momentum=0.9), weights_of("split", torch.bfloat16)
     sums, step = sums_of(weights), counts(weights, 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -52,6 +54,8 @@ def adamw_scalars(
 
     Syncs: no.
     """
+    if is_counted_on_host(step, lr):
+        return rows_by_count(step, lambda count: _numbers(count, rule, float(lr), weight_decay), dtype)
     count = step.to(widest(step.device))
     # beta^t - 1, the corrections with their signs changed
     over1 = torch.expm1(count * math.log(rule.beta1)) if rule.beta1 > 0 else -torch.ones_like(count)
@@ -63,6 +67,38 @@ def adamw_scalars(
         decay = torch.full_like(step, 1 - lr * weight_decay, dtype=dtype)
         size = torch.full_like(count, lr) / over1
     return torch.stack([decay, size.to(dtype), (-over2).sqrt().to(dtype)], dim=-1)
+
+
+def _numbers(count: float, rule: AdamWRule, lr: float, weight_decay: float) -> Row:
+    over1, over2 = [math.expm1(count * math.log(beta)) if beta > 0 else -1.0 for beta in (rule.beta1, rule.beta2)]
+    return 1 - lr * weight_decay, lr / over1, math.sqrt(-over2)
+
+
+Row = tuple[float, float, float]
+"""What a kernel takes of one parameter."""
+
+
+def is_counted_on_host(step: Tensor, lr: float | Tensor) -> bool:
+    """Whether the host knows what a step's numbers are made of, without waiting: then no tensor op is run for them."""
+    is_known = type(step) is Tensor and step.device.type == "cpu" and not isinstance(lr, Tensor)
+    return is_known and not torch.compiler.is_compiling()
+
+
+def rows_by_count(step: Tensor, row_of: Callable[[float], Row], dtype: torch.dtype) -> Tensor:
+    """Return a row for each parameter, computed once for each number of steps; where none was taken nothing is read.
+
+    Args:
+        step: shape (n,), fp32, on the CPU: steps taken by each, this one included.
+        row_of: returns the numbers of a parameter that has taken so many, 1 or more.
+        dtype: of the result.
+
+    Returns:
+        Shape (n, 3), `dtype`. Syncs: no.
+    """
+    counts = step.tolist()
+    rows = {count: row_of(count) if count >= 1 else (1.0, 0.0, 1.0) for count in set(counts)}
+    numbers = array("d" if dtype is torch.float64 else "f", chain.from_iterable(map(rows.__getitem__, counts)))
+    return torch.frombuffer(numbers, dtype=dtype).view(-1, 3)
 
 
 def rate_on(device: torch.device, lr: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...operands import Operands
 from ...weights import MOMENT_STREAM, read_master, write_master_
-from ..adamw.reference import rate_on, store_means_
+from ..adamw.reference import is_counted_on_host, rate_on, rows_by_count, store_means_
 from ..rounding import random_key
 
 
@@ -50,6 +50,9 @@ def sgd_scalars(
     """
     if rule.momentum == 0 and not isinstance(lr, Tensor):
         return torch.full((*step.shape, 3), -lr, dtype=dtype, device=step.device)
+    if is_counted_on_host(step, lr):
+        first, later = (-lr, 0.0, 1.0), (-lr, rule.momentum, 1 - dampening)
+        return rows_by_count(step, lambda count: first if count == 1 else later, dtype)
     one = torch.ones_like(step, dtype=dtype)
     rate = rate_on(step.device, lr, dtype) * one if isinstance(lr, Tensor) else one * lr
     keep = torch.where(step == 1, 0 * one, one * rule.momentum)
