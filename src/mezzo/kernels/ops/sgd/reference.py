@@ -51,13 +51,14 @@ def sgd_scalars(
     if rule.momentum == 0 and not isinstance(lr, Tensor):
         return torch.full((*step.shape, 3), -lr, dtype=dtype, device=step.device)
     if is_counted_on_host(step, lr):
-        first, later = (-lr, 0.0, 1.0), (-lr, rule.momentum, 1 - dampening)
+        rate = float(lr)
+        first, later = (-rate, 0.0, 1.0), (-rate, rule.momentum, 1 - dampening)
         return rows_by_count(step, lambda count: first if count == 1 else later, dtype)
     one = torch.ones_like(step, dtype=dtype)
-    rate = rate_on(step.device, lr, dtype) * one if isinstance(lr, Tensor) else one * lr
+    rates = rate_on(step.device, lr, dtype) * one if isinstance(lr, Tensor) else one * lr
     keep = torch.where(step == 1, 0 * one, one * rule.momentum)
     add = torch.where(step == 1, one, one * (1 - dampening))
-    return torch.stack([-rate, keep, add], dim=-1)
+    return torch.stack([-rates, keep, add], dim=-1)
 
 
 def step_(
