@@ -79,7 +79,7 @@ Row = tuple[float, float, float]
 
 
 def is_counted_on_host(step: Tensor, lr: float | Tensor) -> bool:
-    """Whether the host knows what a step's numbers are made of, without waiting: then no tensor op is run for them."""
+    """Whether the host knows what a step's numbers are made of, without waiting: then no tensor op is run for them. Host only."""
     is_known = type(step) is Tensor and step.device.type == "cpu" and not isinstance(lr, Tensor)
     return is_known and not torch.compiler.is_compiling()
 
