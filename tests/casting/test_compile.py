@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._dynamo
+from tests.torch_versions import traces_regions
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -20,6 +21,8 @@ REGIONS = {
     "mode": {"policy": MEZZO},
     "persistent": {"policy": MEZZO, "cache": "persistent"},
 }
+# Around a compiled function a region of torch's own table is state, one with rules is a mode to be traced.
+AROUND = ["dispatcher", *(pytest.param(name, marks=traces_regions) for name in ("mode", "persistent"))]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -72,6 +75,7 @@ def check_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         assert (a.float() - b.float()).abs().max() <= 3 * torch.finfo(BF16).eps * b.abs().max().float()
 
 
+@traces_regions
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.parametrize("style", [contains, decorated])
 def test_a_function_that_contains_the_region(
@@ -86,7 +90,7 @@ def test_a_function_that_contains_the_region(
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("name", AROUND)
 def test_a_compiled_function_called_inside_the_region(name: str) -> None:
     net, x = Net(), torch.randn(4, 8)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
@@ -97,6 +101,7 @@ def test_a_compiled_function_called_inside_the_region(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@traces_regions
 def test_the_first_cache_of_a_process_may_be_made_while_the_compiler_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cast_cache, "_hooked", False)
     net, x = Net(), torch.randn(4, 8)
@@ -112,8 +117,8 @@ def outside(net: Net, region: dict[str, object]) -> Callable[[torch.Tensor], tup
     return torch.compile(contains(net, region), fullgraph=True)
 
 
-@pytest.mark.parametrize("name", REGIONS)
-@pytest.mark.parametrize("place", [inside, outside])
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("place", [inside, pytest.param(outside, marks=traces_regions)])
 def test_inductor_gives_the_same_dtypes_and_close_values(
     name: str, place: Callable[..., Callable[..., tuple[torch.Tensor, torch.Tensor]]]
 ) -> None:
@@ -149,7 +154,7 @@ class Broken(nn.Module):
     "ignore:Dynamo does not know how to trace:UserWarning", "ignore:The .grad attribute:UserWarning"
 )
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("name", AROUND)
 def test_a_model_that_breaks_the_graph_inside_the_region_runs_as_in_eager(name: str, backend: str) -> None:
     net, x = Broken(), torch.randn(4, 8)
     forward = contains(net, REGIONS[name])

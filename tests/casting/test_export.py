@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 from torch.export import ExportedProgram, export
 
@@ -70,6 +71,9 @@ def prepared(policy: str) -> nn.Module:
     return model
 
 
+STRICT = pytest.mark.parametrize(
+    "strict", [False, pytest.param(True, marks=traces_regions)], ids=["not-strict", "strict"]
+)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: lambda region=region: WithRegion(**region) for name, region in REGIONS.items()},
     "nested": Nested,
@@ -93,7 +97,7 @@ def check_program(program: ExportedProgram, model: nn.Module, x: Tensor) -> None
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["not-strict", "strict"])
+@STRICT
 @pytest.mark.parametrize("name", MODELS)
 def test_the_program_casts_as_eager_does(name: str, strict: bool) -> None:
     model, x = MODELS[name](), torch.randn(4, 8)
@@ -101,7 +105,7 @@ def test_the_program_casts_as_eager_does(name: str, strict: bool) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["not-strict", "strict"])
+@STRICT
 @pytest.mark.parametrize("name", ["dispatcher", "nested", "bf16, output=fp32"])
 def test_core_aten_ops_cast_too(name: str, strict: bool) -> None:
     model, x = MODELS[name](), torch.randn(4, 8)

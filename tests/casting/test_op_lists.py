@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 
 import mezzo
@@ -99,6 +100,7 @@ def test_every_op_of_the_lists_whatever_float_comes_in(name: str, op: Op, want: 
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=atol)
 
 
+@traces_regions
 @pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_compiled_the_dtypes_are_the_same(low: str) -> None:
     torch._dynamo.reset()
@@ -113,11 +115,12 @@ def test_compiled_the_dtypes_are_the_same(low: str) -> None:
     assert not differing
 
 
-@pytest.mark.parametrize("low", LOW_DTYPES)
-@pytest.mark.parametrize("make", [nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell])
-def test_recurrent_layers_and_cells_run_in_16_bit(make: type[nn.Module], low: str) -> None:
+RECURRENT = [nn.RNN, nn.GRU, nn.LSTM, nn.RNNCell, nn.GRUCell, nn.LSTMCell]
+
+
+def recurrent(make: type[nn.Module], low: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
+    """A recurrent layer, it in a region, and what goes in."""
     model = make(4, 4)
-    x = torch.randn(3, 4) if make.__name__.endswith("Cell") else torch.randn(3, 2, 4)
 
     def run(x: Tensor) -> Tensor:
         with mezzo.autocast("cpu", policy=f"{low}, modules=none, ops=mezzo"):
@@ -126,6 +129,13 @@ def test_recurrent_layers_and_cells_run_in_16_bit(make: type[nn.Module], low: st
             out = out[0]
         return out
 
+    return model, run, torch.randn(3, 4) if make.__name__.endswith("Cell") else torch.randn(3, 2, 4)
+
+
+@pytest.mark.parametrize("low", LOW_DTYPES)
+@pytest.mark.parametrize("make", RECURRENT)
+def test_recurrent_layers_and_cells_run_in_16_bit(make: type[nn.Module], low: str) -> None:
+    model, run, x = recurrent(make, low)
     out = run(x)
     assert out.dtype is LOW_DTYPES[low]
     out.float().sum().backward()
@@ -134,12 +144,34 @@ def test_recurrent_layers_and_cells_run_in_16_bit(make: type[nn.Module], low: st
     while isinstance(exact, tuple):
         exact = exact[0]
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=16 * torch.finfo(LOW_DTYPES[low]).eps)
-    model.float()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # of torch 2.11
+@pytest.mark.parametrize("low", LOW_DTYPES)
+@pytest.mark.parametrize("make", RECURRENT)
+def test_the_region_is_left_where_the_compiler_gives_up_inside(make: type[nn.Module], low: str) -> None:
+    _, run, x = recurrent(make, low)
     before = torch.get_autocast_dtype("cpu")
     with torch.no_grad():
         assert torch.compile(run, backend="eager")(x).dtype is LOW_DTYPES[low]
-    assert torch.get_autocast_dtype("cpu") is before  # although the compiler gave up inside the region
+    assert torch.get_autocast_dtype("cpu") is before
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_fractional_pooling_draws_its_regions_in_the_dtype_of_its_input(dims: int) -> None:
+    pool = {2: F.fractional_max_pool2d, 3: F.fractional_max_pool3d}[dims]
+    x = torch.randn(8, 16, *[9] * dims, dtype=torch.float16)
+
+    def pooled(region: torch.autocast, **options: bool) -> Tensor:
+        torch.manual_seed(0)
+        with region:
+            return pool(x, 2, output_size=4, **options)
+
+    ours, torchs = mezzo.autocast("cpu", policy="fp16, modules=none, ops=mezzo"), torch.autocast("cpu", torch.float16)
+    want = pooled(torchs)
+    assert want.dtype is torch.float32 and torch.equal(pooled(ours), want)
+    assert torch.equal(pooled(ours, return_indices=True)[1], pooled(torchs, return_indices=True)[1])
 
 
 def test_why_gives_the_reason() -> None:

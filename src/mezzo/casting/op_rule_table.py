@@ -26,6 +26,13 @@ _LEAVES = frozenset(
 )
 
 
+# Functions that draw numbers in the dtype of their input: torch casts below the draw, so each is opened in the form that shows it.
+_DRAWING = {
+    F.fractional_max_pool2d: F.fractional_max_pool2d_with_indices,
+    F.fractional_max_pool3d: F.fractional_max_pool3d_with_indices,
+}
+
+
 def _full_name(name: str, function: AnyCallable) -> str:
     """Return linalg_polar for torch.linalg.polar, which is another op than torch.polar."""
     own = getattr(function, "__name__", "")
@@ -81,13 +88,23 @@ def _is_composite(function: FunctionType) -> bool:
 
 
 @lru_cache
-def decomposed_composites() -> dict[AnyCallable, FunctionType]:
+def decomposed_composites() -> dict[AnyCallable, AnyCallable]:
     """Return the Python functions of torch whose parts must be seen one by one, each with a copy that shows them.
 
     torch's Python functions begin with `if has_torch_function(...)`, which hands the whole call to the mode once
     more; the copy answers that question with no. Syncs: no.
     """
-    return {f: _decomposed(f) for _, f in _namespaces() if isinstance(f, FunctionType) and _is_composite(f)}
+    opened: dict[AnyCallable, AnyCallable] = {
+        f: _decomposed(f) for _, f in _namespaces() if isinstance(f, FunctionType) and _is_composite(f)
+    }
+    return opened | {f: _without_indices(shown) for f, shown in _DRAWING.items()}
+
+
+def _without_indices(function: AnyCallable) -> AnyCallable:
+    def values(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)[0]
+
+    return values
 
 
 @lru_cache
@@ -107,8 +124,7 @@ def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, OpRow]
             op=name, rule=rule, reason="edited in the policy", instead="another op, or another rule for it"
         )
     names = callables_by_name()
-    ruled = {function: row for name, row in rows.items() for function in names.get(name, ())}
-    return ruled
+    return {f: row for name, row in rows.items() for f in names.get(name, ()) if f not in _DRAWING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +137,7 @@ class OpRuleTable:
     """
 
     rows: dict[str, dict[AnyCallable, OpRow]]
-    opened: dict[AnyCallable, FunctionType]
+    opened: dict[AnyCallable, AnyCallable]
 
 
 @lru_cache
