@@ -9,7 +9,7 @@ import pytest
 
 from mezzo.bench import load
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
-from mezzo.bench.performance import PAGE, RESULTS, figures, newest, page, with_figures
+from mezzo.bench.performance import PAGE, RESULTS, figures, newest, page, sentence, with_figures
 from mezzo.bench.results_table import markdown_table
 from mezzo.bench.roofline import PeakRates
 from mezzo.cli import main
@@ -78,6 +78,24 @@ def test_several_sizes_are_one_line(tmp_path: Path) -> None:
     ]
 
 
+def test_the_sentence_of_the_figures(tmp_path: Path) -> None:
+    """Kept memory against rivals as they are, over all training workloads; memory beside fp32's."""
+    rival = (measured("torch-autocast", 2.0), measured("torch-amp", 4.0), measured("fp32", 4.0))
+    ours = {
+        "recipe": (measured("prepare+keep", 1.0), measured("prepare-master", 1.0, peak_bytes=70)),
+        "bert": (measured("prepare+keep", 4.0),),
+        "lora": (measured("prepare+keep", 0.1),),  # no model as people train it: does not count
+    }
+    for workload, found in ours.items():
+        one = dataclasses.replace(result(workload), measurements=(*rival, *found))
+        (tmp_path / f"{workload}.json").write_text(one.to_json())
+    assert sentence(tmp_path) == (
+        "Training steps of `recipe`, `bert`, with [memory kept](docs/memory.md), beside the fastest eager rival as people run it: "
+        "0.50x to 2.00x as fast under policy `bf16` (geometric mean of 2: 1.00x). "
+        "The published amp tutorial takes 0.25x of fp32's time and 0.70x of its memory under `bf16-master`."
+    )
+
+
 def test_a_page_without_a_place_for_figures(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no place for the figures; write <!-- figures"):
         with_figures("# mezzo", tmp_path)
@@ -121,11 +139,14 @@ def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFix
     stored, place, readme = tmp_path / "results", tmp_path / "docs" / "performance.md", tmp_path / "README.md"
     stored.mkdir()
     words = ["bench", "docs", "--results", str(stored), "--page", str(place), "--readme", str(readme)]
-    readme.write_text("before <!-- figures: made by `mezzo bench docs` -->\n<!-- end of figures --> after")
+    readme.write_text(
+        "<!-- speed: made by `mezzo bench docs` --><!-- end of speed --> before "
+        "<!-- figures: made by `mezzo bench docs` -->\n<!-- end of figures --> after"
+    )
     assert main([*words, "--check"]) == 1
     assert "run `mezzo bench docs`" in capsys.readouterr().err
     assert main(words) == 0
-    assert "| workload | policy |" in readme.read_text()
+    assert "| workload | policy |" in readme.read_text() and "-->No figures are stored yet.<!--" in readme.read_text()
     assert "No results are stored yet." in place.read_text()
     assert main([*words, "--check"]) == 0
     (stored / "a.json").write_text(result().to_json())

@@ -16,7 +16,7 @@ from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.workload import WORKLOADS, Point, Setting, Workload, find_workload
 from mezzo.bench.workloads import bert as text
 from mezzo.bench.workloads.bert import Overhead, review_batches
-from mezzo.bench.workloads.inference import DecoderLayer, Inference
+from mezzo.bench.workloads.inference import DRAWN, DecoderLayer, Inference, draw_weights_
 from mezzo.bench.workloads.lora import Lora, LoraLinear
 from mezzo.bench.workloads.recipe import Recipe
 from mezzo.bench.workloads.reviews import Reviews
@@ -234,3 +234,13 @@ def test_defaults_pass_their_own_check() -> None:
     for name in WORKLOADS:
         for device in ("cpu", "cuda"):
             find_workload(name).for_device(torch.device(device)).check()
+
+
+def test_weights_drawn_once_and_repeated_spread_as_torchs_do() -> None:
+    wide = nn.ModuleDict({"linear": nn.Linear(1024, 1200, bias=False), "norm": nn.RMSNorm(1024)})
+    torch.manual_seed(0)
+    draw_weights_(wide.to_empty(device="cpu"))
+    drawn, torchs = wide["linear"].weight, nn.Linear(1024, 1200, bias=False).weight
+    assert torch.equal(drawn.flatten()[DRAWN:], drawn.flatten()[: drawn.numel() - DRAWN])
+    assert wide["norm"].weight.eq(1).all() and len(drawn[:900].unique(dim=0)) == 900
+    torch.testing.assert_close(drawn.std(), torchs.std(), rtol=2e-3, atol=0)

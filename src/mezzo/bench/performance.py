@@ -17,7 +17,8 @@ from .workload import WORKLOADS
 RESULTS = Path("benchmarks/results")
 PAGE = Path("docs/performance.md")
 README = Path("README.md")
-_BEGIN, _END = "<!-- figures: made by `mezzo bench docs` -->", "<!-- end of figures -->"
+TRAINED = ("recipe", "text", "bert", "gpt2", "llama", "vit", "resnet", "lstm")
+"""The workloads that are training steps of a model at one size."""
 INTRODUCTION = """# Performance
 
 This page is made from `benchmarks/results/*.json` by `mezzo bench docs`; a test holds it to them.
@@ -162,17 +163,20 @@ def _figures_row(result: Result, policy: str, compiled: bool) -> str | None:
     return f"| {' | '.join(cells)} |"
 
 
+def _newest_on_cpu(folder: Path) -> list[Result]:
+    return [one for one in newest(list(_loaded(folder).values())) if one.machine["device"] == "cpu"]
+
+
 def figures(folder: Path) -> str:
     """Return the table of every policy of `mezzo.prepare` beside the fastest rival, from the newest results on a CPU.
 
     Raises:
         BenchError: a file in the folder is not a result, or of no workload there is.
     """
-    chosen = [one for one in newest(list(_loaded(folder).values())) if one.machine["device"] == "cpu"]
     head = ("workload", "policy", "nothing kept", "mezzo kept, rival not", "both kept", "peak memory of the rival's")
     rows = [
         row
-        for result in chosen
+        for result in _newest_on_cpu(folder)
         for policy in ("prepare", "prepare-master")
         for compiled in (False, True)
         if (row := _figures_row(result, policy, compiled)) is not None
@@ -180,14 +184,70 @@ def figures(folder: Path) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---|---|---:|---:|---:|---:|", *rows])
 
 
-def with_figures(text: str, folder: Path) -> str:
-    """Return a page with the table of figures between its two marks.
+def sentence(folder: Path) -> str:
+    """Return what the figures come to, from the newest training steps on a CPU: each policy with kept memory, and the recipe.
 
     Raises:
-        BenchError: the marks are missing; or from `figures`.
+        BenchError: a file in the folder is not a result, or of no workload there is.
     """
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise BenchError(f"the page has no place for the figures; write {_BEGIN} and {_END} where they belong.")
-    return f"{before}{begin}\n{figures(folder)}\n{end}{after}"
+    chosen = [result for result in _newest_on_cpu(folder) if result.workload in TRAINED]
+    kept = {policy: _beside_rivals_unkept(chosen, f"{policy}+keep") for policy in ("prepare", "prepare-master")}
+    names = [result.workload for result in chosen if any(result.workload in found for found in kept.values())]
+    clauses = [
+        f"{min(found.values()):.2f}x to {max(found.values()):.2f}x as fast under policy `{_policy_name(chosen, policy)}` "
+        f"(geometric mean of {len(found)}: {statistics.geometric_mean(found.values()):.2f}x)"
+        for policy, found in kept.items()
+        if found
+    ]
+    models = f"Training steps of {', '.join(f'`{name}`' for name in dict.fromkeys(names))}, with [memory kept](docs/memory.md)"
+    found = [f"{models}, beside the fastest eager rival as people run it: {', '.join(clauses)}."] if clauses else []
+    return " ".join([*found, *_beside_fp32(chosen)]) or "No figures are stored yet."
+
+
+def _beside_rivals_unkept(results: Sequence[Result], variant: str) -> dict[str, float]:
+    """Return how many times as fast a variant is as the fastest eager rival whose memory is not kept, by workload."""
+    compared = {
+        result.workload: compare(result, m, keeps=False, compiled=False)
+        for result in results
+        for m in result.measurements
+        if m.variant == variant
+    }
+    return {workload: one.ratio for workload, one in compared.items() if one is not None}
+
+
+def _policy_name(results: Sequence[Result], policy: str) -> str:
+    one = next(m for result in results for m in result.measurements if m.variant == f"{policy}+keep")
+    return label(one).removeprefix("prepare ").partition(",")[0]
+
+
+def _beside_fp32(results: Sequence[Result]) -> list[str]:
+    """Return a sentence about the first recipe in which masters were measured beside fp32, if there is one."""
+    for result in results:
+        own = result.at(points_of(result)[0])
+        fp32, master = own.get("fp32"), own.get("prepare-master")
+        if result.workload == "recipe" and fp32 is not None and fp32.peak_bytes > 0 and master is not None:
+            time, memory = master.median / fp32.median, master.peak_bytes / fp32.peak_bytes
+            name = label(master).removeprefix("prepare ")
+            return [
+                f"The published amp tutorial takes {time:.2f}x of fp32's time and {memory:.2f}x of its memory under `{name}`."
+            ]
+    return []
+
+
+def with_figures(text: str, folder: Path) -> str:
+    """Return a page with the table of figures, and the sentence they come to, between their marks.
+
+    Raises:
+        BenchError: marks are missing; or from `figures`.
+    """
+    return _placed(_placed(text, "figures", f"\n{figures(folder)}\n"), "speed", sentence(folder))
+
+
+def _placed(text: str, name: str, content: str) -> str:
+    """Return a page with other content between the two marks of a name."""
+    begin, end = f"<!-- {name}: made by `mezzo bench docs` -->", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise BenchError(f"the page has no place for the {name}; write {begin} and {end} where they belong.")
+    return f"{before}{begin}{content}{end}{after}"
