@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 
-@pytest.fixture(autouse=True)
-def accelerate_starts_anew() -> Iterator[None]:
-    yield
+def start_anew() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def accelerate_starts_anew() -> Iterator[None]:
+    before = dict(os.environ)  # a plugin writes its options there
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    start_anew()

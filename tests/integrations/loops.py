@@ -8,10 +8,14 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import TensorDataset
 
 import mezzo
+from mezzo.distributed import fully_shard
 
 POLICIES = ("bf16", "fp16", "bf16-master")
 OVERFLOWING = "fp16, scaling.init_scale=16777216"
@@ -51,16 +55,23 @@ def make_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler
     return optimizer, StepLR(optimizer, step_size=1, gamma=0.8)
 
 
+def shard(model: nn.Module, policy: str, mesh: DeviceMesh | None = None) -> nn.Module:
+    fully_shard(model, policy, units=[part for part in model.modules() if isinstance(part, nn.Linear)], mesh=mesh)
+    return model
+
+
 @cache
-def expected(policy: str, case: Case, epochs: int = EPOCHS) -> dict[str, Tensor]:
+def expected(policy: str, case: Case, epochs: int = EPOCHS, is_sharded: bool = False) -> dict[str, Tensor]:
     """Weights after the loop with `prepare`, never interrupted."""
-    model = make_model()
+    model = shard(make_model(), policy) if is_sharded else make_model()
     optimizer, scheduler = make_optimizer(model)
     amp = mezzo.prepare(model, optimizer, policy)
     amp.on_applied(scheduler.step)
     x, y = make_data().tensors
     for step in range(epochs * BATCHES):
         rows = slice(step % BATCHES * BATCH, (step % BATCHES + 1) * BATCH)
+        if isinstance(model, FSDPModule):  # as frameworks do
+            model.set_requires_gradient_sync((step + 1) % case.accumulate == 0)
         amp.backward(F.cross_entropy(model(x[rows]), y[rows]) / case.accumulate)
         if (step + 1) % case.accumulate == 0:
             amp.step(max_norm=case.max_norm)
@@ -69,13 +80,15 @@ def expected(policy: str, case: Case, epochs: int = EPOCHS) -> dict[str, Tensor]
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    """Copies of the weights, put together where they are sharded."""
+    found = model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in found.items()}
 
 
 def assert_same(model: nn.Module, scheduler: LRScheduler, policy: str, case: Case) -> None:
     """The weights and the learning rate are those of the loop with `prepare`, bit for bit."""
     found = {"lr": torch.tensor(scheduler.get_last_lr()), **copied(model)}
-    wanted = expected(policy, case)
+    wanted = expected(policy, case, is_sharded=any(isinstance(p, DTensor) for p in model.parameters()))
     different = [n for n, v in wanted.items() if v.dtype is not found[n].dtype or not torch.equal(v, found[n])]
     assert different == []
     assert not torch.equal(wanted["0.weight"], make_model().state_dict()["0.weight"].to(wanted["0.weight"].dtype))

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests.integrations import loops
+from tests.integrations.conftest import start_anew
 from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
+from tests.torch_versions import looks_at_grad
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import mezzo
 from mezzo.integrations.accelerate import Accelerator
 
 
-def run(policy: str, case: Case, epochs: int = EPOCHS, load: Path | None = None, save: Path | None = None):
+def plain(**options: Any) -> Accelerator:
+    return Accelerator(cpu=True, **options)
+
+
+def sharding(policy: str, plugin: dict[str, Any] | None = None, **options: Any) -> Accelerator:
+    """Return an Accelerator as it starts for FSDP2 on GPUs; on CPUs Accelerate itself ignores the plugin."""
+    how = {"transformer_cls_names_to_wrap": ["Linear"], "state_dict_type": "SHARDED_STATE_DICT", **(plugin or {})}
+    given = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **how)
+    accelerator = plain(policy=policy, fsdp_plugin=given, **options)
+    for state in (accelerator.state, PartialState()):
+        vars(state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=given)
+    assert accelerator.is_fsdp2
+    return accelerator
+
+
+def run(
+    policy: str,
+    case: Case,
+    epochs: int = EPOCHS,
+    load: Path | None = None,
+    save: Path | None = None,
+    start: Callable[..., Accelerator] = plain,
+):
     """The loop as people write it for Accelerate."""
-    accelerator = Accelerator(cpu=True, policy=policy, gradient_accumulation_steps=case.accumulate)
+    accelerator = start(policy=policy, gradient_accumulation_steps=case.accumulate)
     model = loops.make_model()
     optimizer, scheduler = loops.make_optimizer(model)
     loader = DataLoader(loops.make_data(), batch_size=BATCH)
@@ -51,6 +82,51 @@ def test_weights_are_those_of_prepare(policy: str, case: Case, tmp_path: Path) -
     else:
         _, model, scheduler, _ = run(policy, case)
     loops.assert_same(model, scheduler, policy, case)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_sharded_by_fsdp2_are_those_of_prepare(policy: str, case: Case, one_rank: None, tmp_path: Path) -> None:
+    if case.is_resumed:
+        run(policy, case, epochs=1, save=tmp_path, start=sharding)
+        start_anew()
+    epochs, load = (1, tmp_path) if case.is_resumed else (EPOCHS, None)
+    _, model, scheduler, _ = run(policy, case, epochs=epochs, load=load, start=sharding)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    loops.assert_same(model, scheduler, policy, case)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"activation_checkpointing": True},
+        {"cpu_ram_efficient_loading": True},
+        {"transformer_cls_names_to_wrap": ["LayerNorm"]},
+    ],
+    ids=str,
+)
+def test_options_of_fsdp2_change_no_bit(given: dict[str, Any], one_rank: None) -> None:
+    models = []
+    for options in ({}, given):
+        models.append(run("bf16", Case(), epochs=1, start=partial(sharding, plugin=options))[1])
+        start_anew()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+
+
+@pytest.mark.parametrize("given", [{"mixed_precision_policy": "bf16"}, {"ignored_modules": "0"}], ids=str)
+def test_what_contradicts_the_policy_in_an_fsdp2_plugin_is_refused(given: dict[str, Any], one_rank: None) -> None:
+    with pytest.raises(
+        mezzo.errors.PolicyError, match=f"FullyShardedDataParallelPlugin has {next(iter(given))}=.*policy=fp16"
+    ):
+        run("fp16", Case(), start=partial(sharding, plugin=given))
 
 
 def test_an_overflow_is_reported_and_skips_the_scheduler(tmp_path: Path) -> None:
@@ -172,6 +248,7 @@ def test_the_region_can_be_entered_and_left() -> None:
             assert (a @ a).dtype is torch.float32
 
 
+@looks_at_grad
 def test_a_compiled_model_trains() -> None:
     accelerator = Accelerator(cpu=True, policy="bf16", dynamo_backend="aot_eager")
     model = loops.make_model()

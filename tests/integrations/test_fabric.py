@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from tests.integrations import loops
-from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
+from tests.integrations.loops import BATCH, BATCHES, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -80,6 +80,21 @@ def test_model_and_optimizer_may_come_one_after_the_other() -> None:
     fabric.backward(model(torch.ones(2, 6)).sum())
     optimizer.step()
     assert fabric._precision.stepper.counters().applied == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_of_a_model_that_came_first_are_those_of_prepare(policy: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=MezzoPrecision(policy))
+    model = fabric.setup_module(loops.make_model())
+    optimizer, scheduler = loops.make_optimizer(model)
+    optimizer = fabric.setup_optimizers(optimizer)
+    fabric._precision.stepper.on_applied(scheduler.step)
+    x, y = (t.split(BATCH) for t in loops.make_data().tensors)
+    for step in range(EPOCHS * BATCHES):
+        fabric.backward(F.cross_entropy(model(x[step % BATCHES]), y[step % BATCHES]))
+        optimizer.step()
+        optimizer.zero_grad()
+    loops.assert_same(model.module, scheduler, policy, Case())
 
 
 def test_the_region_is_that_of_fabric() -> None:

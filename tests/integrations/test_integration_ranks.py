@@ -11,14 +11,20 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
-POLICIES = ("bf16-master",)
 
 
-def test_two_ranks_equal_prepare_under_every_framework() -> None:
-    program = [str(Path(__file__).with_name("ranks_program.py")), *POLICIES]
+@pytest.mark.parametrize(
+    ("how", "policies", "frameworks"),
+    [
+        ("copies", ("bf16-master",), 4),
+        pytest.param("shards", ("bf16", "fp16, scaling.init_scale=64", "bf16-master"), 3, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_equal_prepare_under_every_framework(how: str, policies: tuple[str, ...], frameworks: int) -> None:
+    program = [str(Path(__file__).with_name("ranks_program.py")), how, *policies]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("equal: ") == 2 * 4 * len(POLICIES)
+    assert done.stdout.count("equal: ") == 2 * frameworks * len(policies)

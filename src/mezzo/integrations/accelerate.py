@@ -6,11 +6,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..distributed import fully_shard, load_checkpoint, save_checkpoint
 from ..errors import PolicyError
 from ..policy import PolicyLike
 from ..step import Stepper
@@ -19,10 +22,12 @@ from .adapter import Adapter, innermost_optimizer
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer, move_to_device
-    from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs
+    from accelerate.utils import AutocastKwargs, DistributedType, DynamoBackend, GradScalerKwargs, is_compiled_module
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_auto_wrap_policy
 except ImportError as error:
     raise ImportError("mezzo.integrations.accelerate needs Accelerate: pip install 'mezzo[accelerate]'") from error
 
+_SHARDS = "mezzo_shards"
 _REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
 
@@ -82,13 +87,9 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models and optimizers under the policy, then as Accelerate does."""
-        models = [a for a in args if isinstance(a, nn.Module)]
-        optimizers = [innermost_optimizer(a) for a in args if isinstance(a, Optimizer)]
+        models, optimizers = _parts(args)
         if self.is_fsdp2:
-            result = super().prepare(*args, device_placement=device_placement)
-            sharded = [r for r in (result if isinstance(result, tuple) else (result,)) if isinstance(r, nn.Module)]
-            self._adapter.prepare(sharded, optimizers)
-            return result
+            models, optimizers = [], []  # prepared when they are sharded
         for model in models:
             if self.device_placement:
                 model.to(self.device)
@@ -98,6 +99,39 @@ class Accelerator(accelerate.Accelerator):
         if models or optimizers:
             self._adapter.prepare(models, optimizers)
         return super().prepare(*args, device_placement=device_placement)
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """Shard and prepare the model; Accelerate would shard all of it in one dtype."""
+        models, optimizers = _parts(args)
+        done = list(args)
+        for model in models:  # one, which Accelerate has checked
+            done[args.index(model)] = self._sharded(model, optimizers)
+            self._models.append(model)
+        for is_first in (True, False):  # schedulers come after their optimizers
+            done = [a if isinstance(a, nn.Module) else self._prepare_one(a, first_pass=is_first) for a in done]
+        return tuple(done)
+
+    def _sharded(self, model: nn.Module, optimizers: list[Optimizer]) -> nn.Module:
+        plugin, dynamo = self.state.fsdp_plugin, self.state.dynamo_plugin
+        _check_plugin(plugin, self._adapter.policy)
+        plugin.set_auto_wrap_policy(model)
+        if plugin.activation_checkpointing:
+            model = fsdp2_apply_ac(self, model)
+        if plugin.cpu_ram_efficient_loading:
+            _broadcast(model, self.device)
+        mesh, before = self.torch_device_mesh, dict(model.named_parameters())
+        fully_shard(
+            model,
+            self._adapter.policy,
+            units=_units(plugin, model),
+            mesh=None if mesh is None else mesh[tuple(self.parallelism_config.fsdp_dim_names)],
+            reshard_after_forward=plugin.reshard_after_forward,
+            offload_policy=plugin.cpu_offload,
+        )
+        _replace_params(optimizers, {before[name]: param for name, param in model.named_parameters()})
+        self._adapter.prepare([model], optimizers)
+        is_compiled = dynamo.backend != DynamoBackend.NO and not is_compiled_module(model)
+        return cast(nn.Module, torch.compile(model, **dynamo.to_kwargs())) if is_compiled else model
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model by itself: to be run, or before its optimizer."""
@@ -137,10 +171,76 @@ class Accelerator(accelerate.Accelerator):
         with self._adapter.region(enabled=autocast_handler is None or autocast_handler.enabled):
             yield
 
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the run as Accelerate does; under FSDP2 each rank writes its part of weights and optimizers into a new folder."""
+        register = self.register_save_state_pre_hook
+        with self._sharded_state(register, lambda models, weights, folder: Path(folder, _SHARDS), save_checkpoint):
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Go on from what `save_state` wrote; under FSDP2 on any number of ranks."""
+        register = self.register_load_state_pre_hook
+        with self._sharded_state(register, lambda models, folder: Path(folder, _SHARDS), load_checkpoint):
+            super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _sharded_state(
+        self, register: Callable[..., Any], find: Callable[..., Path], act: Callable[[Stepper, Path], Any]
+    ) -> Iterator[None]:
+        """Under FSDP2 have a checkpoint of the stepper's stand for models, optimizers and scaler."""
+        if not self.is_fsdp2:
+            yield
+            return
+        aside = {name: getattr(self, name) for name in ("_models", "_optimizers", "scaler")}
+        self.__dict__.update(_models=[], _optimizers=[], scaler=None)
+        hook = register(lambda *found: act(self.stepper, find(*found)))
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.__dict__.update(aside)
+
     def free_memory(self, *objects: Any) -> Any:
         """Let go of models, optimizers and the stepper."""
         self._adapter.forget()
         return super().free_memory(*objects)
+
+
+def _parts(args: Iterable[Any]) -> tuple[list[nn.Module], list[Optimizer]]:
+    args = list(args)
+    return [a for a in args if isinstance(a, nn.Module)], [
+        innermost_optimizer(a) for a in args if isinstance(a, Optimizer)
+    ]
+
+
+def _check_plugin(plugin: Any, policy: PolicyLike) -> None:
+    given = {name: getattr(plugin, name, None) for name in ("mixed_precision_policy", "ignored_modules")}
+    found = [name for name, value in given.items() if value]
+    if found:
+        raise PolicyError(
+            f"FullyShardedDataParallelPlugin has {found[0]}={given[found[0]]!r}, and under policy={policy!s} the policy decides "
+            "in which dtype every weight is sharded, gathered and reduced. Leave it out; 'reduce=bf16' in the policy is the dtype of gradients on their way."
+        )
+
+
+def _units(plugin: Any, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a plugin has gathered as a whole, none inside another."""
+    is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
+    found = [module for module in model.modules() if module is not model and is_unit(module)]
+    return [m for m in found if not any(inner is not m and inner in found for inner in m.modules())]
+
+
+def _broadcast(model: nn.Module, device: torch.device) -> None:
+    """Give each rank the first one's weights and buffers, which alone may have read them. Syncs: yes."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        sent = tensor.detach().to(device)
+        torch.distributed.broadcast(sent, 0)
+        tensor.detach().copy_(sent)
+
+
+def _replace_params(optimizers: Iterable[Optimizer], new: dict[nn.Parameter, nn.Parameter]) -> None:
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = [new.get(param, param) for param in group["params"]]
 
 
 def check_precision(other: object, policy: PolicyLike) -> None:

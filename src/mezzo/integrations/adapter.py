@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ..casting import autocast
 from ..errors import StepError
-from ..policy import PolicyLike, as_policy
+from ..formats import LOW_DTYPES
+from ..policy import Policy, PolicyLike, as_policy
 from ..step import Stepper, StepResult, prepare
 
 _WHICH = (
@@ -87,7 +88,7 @@ class Adapter:
             raise StepError(_WHICH.format(count=len(trained)))
         for model in models:
             if model not in _owners and (not optimizers or model is not trained[0]):
-                prepare(model, None, self.policy)
+                prepare(model, None, _alone(model, self.policy))
         self._models = list(known)
         if optimizers:
             if trained[0] in _owners:
@@ -196,6 +197,13 @@ class Adapter:
             if own == asked:
                 return optimizer
         return None
+
+
+def _alone(model: nn.Module, policy: PolicyLike) -> Policy:
+    """Return the policy of a model without optimizer: one may come, whose masters must know weights that were never rounded."""
+    chosen = as_policy(policy)
+    is_kept = chosen.params in LOW_DTYPES and any(p.requires_grad for p in model.parameters())
+    return chosen.replace(params=torch.float32, master="none") if is_kept else chosen
 
 
 def innermost_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -48,6 +48,12 @@ class PolicyMixin:
                     f"policy={self._policy!s} keeps. Leave it out: a prepared model evaluates in the policy."
                 )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
+        if self.accelerator.is_fsdp2 and args.save_strategy != "no":  # type: ignore[attr-defined]  # the Trainer's
+            raise PolicyError(
+                f"TrainingArguments(fsdp=..., save_strategy={args.save_strategy.value!r}) would save optimizers of sharded weights "
+                f"without the masters and moments that policy={self._policy!s} keeps. Write save_strategy='no' and save with "
+                "mezzo.distributed.save_checkpoint(trainer.stepper, folder), or train with mezzo's Accelerator."
+            )
         adopt(self.accelerator, self._policy)  # type: ignore[attr-defined]  # the Trainer's
 
     @property
