@@ -1,7 +1,7 @@
 """What torch's own kernels leave to gain on a CPU: each workload beside a run of it that nothing of mezzo's is part of.
 
-Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [ROUNDS]`; all four without a name. It prints a table and one line of
-JSON. The ways take turns, a step each; figures are medians.
+Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [ROUNDS]`; all without a name. It prints a table and
+one line of JSON. The ways take turns, a step each; figures are medians.
 
 `launch` and `text`: BERT. "16 bit" keeps nothing in fp32: weights and moments in bf16, under torch.autocast, stepped by torch's
 fused AdamW without a check, unscaling or clipping. It cannot be trained with, and is what a prepared step would take if
@@ -12,10 +12,18 @@ All threads, wall time.
 
 `casts`: the default path. "weight casts" makes the 16-bit copy of every matrix and kernel once, in memory that is there: what a step
 would gain if its copies came for nothing. All threads, wall time, the C library keeping memory.
+
+`memory`: MB that tensors take at the largest moment of a step: at the loss, when all that backward reads is kept, or at the end of backward,
+when all gradients are there. Under torch.autocast they are counted; "bf16-master" is what is left of the same step with weights and
+remainders of 2 bytes, moments of 8 and gradients of 2 a parameter, and no casts of weights. Nothing is timed.
+
+`compiled`: LoRA at batch 1. Compiled, a region's casts are part of the graph, and no copy outlives it: "weight casts" makes those of the
+frozen weights into fresh memory. "frozen in bf16" trains adapters on layers that were stored in bf16 before. All threads, wall time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -25,14 +33,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+import mezzo
 from mezzo import keep_memory
 from mezzo.bench.machine import describe_machine
 from mezzo.bench.roofline import measure_peak_rates, roofline_seconds
 from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting, Workload
 from mezzo.bench.workloads.bert import BertLogits, Overhead, Text, classification_loss, review_batches
+from mezzo.bench.workloads.lora import Lora, LoraLinear
 from mezzo.bench.workloads.recipe import Recipe
-from mezzo.bench.workloads.zoo import Gpt2, Lstm, Resnet
+from mezzo.bench.workloads.zoo import Gpt2, Llama, Lstm, ModelSteps, Resnet, Vit
 
 CPU = torch.device("cpu")
 SETTING = Setting(device=CPU, dtype=torch.bfloat16)
@@ -182,7 +192,76 @@ def casts(rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-PARTS = {"launch": launch, "text": text, "recipe": recipe, "casts": casts}
+def kept_for_backward(workload: ModelSteps, model: nn.Module) -> dict[int, int]:
+    """Return the bytes of each storage that a step under torch.autocast keeps for backward, beside the weights, by address."""
+    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    batch = workload.make_batch()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        loss = workload.loss(model, batch)
+    del loss
+    return {address: count for address, count in kept.items() if address not in weights}
+
+
+def memory(_: int) -> dict[str, dict[str, float]]:
+    """Count the memory of training steps of more than ten million parameters."""
+    found = {}
+    for workload in (Gpt2(), Llama(), Vit(), Resnet()):
+        model = workload.make_model()
+        count = sum(p.numel() for p in model.parameters())
+        casts = 2 * sum(p.numel() for p in model.parameters() if p.ndim >= 2 and not _is_embedding(model, p))
+        kept = sum(kept_for_backward(workload, model).values())
+        found[f"memory {type(workload).__name__} {workload.label}"] = {
+            "torch.autocast": max(12 * count + kept, 16 * count) / 1e6,
+            "bf16-master": max(12 * count + kept - casts, 14 * count) / 1e6,
+            "kept for backward": kept / 1e6,
+        }
+    return found
+
+
+def _is_embedding(model: nn.Module, p: Tensor) -> bool:
+    """Whether a parameter is only looked up, and so never cast."""
+    users = [module for module in model.modules() if any(p is own for own in module.parameters(recurse=False))]
+    return all(isinstance(module, nn.Embedding) for module in users)
+
+
+def compiled(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure LoRA at batch 1, where a compiled step casts its frozen weights and an eager one keeps their copies."""
+    size = Lora.for_device(CPU)
+    point = dataclasses.replace(size, batches=(1,), steps=1)
+    frozen = [torch.randn(point.width, point.width) for _ in range(point.layers)]
+    ways = {name: built(point, name) for name in ("prepare-master", "prepare-master+compile")}
+    ways["weight casts"] = lambda: [weight.to(torch.bfloat16) for weight in frozen]
+    ways["frozen in bf16"], ways["frozen in bf16, compiled"] = (stored_in_bf16(point, is_on) for is_on in (False, True))
+    return {"LoRA, batch 1": medians(ways, rounds, time.perf_counter)}
+
+
+def stored_in_bf16(size: Lora, is_compiled: bool) -> Way:
+    """Return a prepared step of adapters on frozen layers that are bf16 already."""
+    model = nn.Sequential(*[m for _ in range(size.layers) for m in (LoraLinear(size.width, size.rank), nn.ReLU())])
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.base.to(torch.bfloat16)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    amp = mezzo.prepare(model, torch.optim.AdamW(adapters, fused=True), "bf16-master")
+    if is_compiled:
+        model.compile()
+    inputs, targets = torch.randn(1, size.width), torch.randn(1, size.width)
+
+    def step() -> None:
+        amp.backward(nn.functional.mse_loss(model(inputs), targets))
+        amp.step()
+        amp.zero_grad()
+
+    return step
+
+
+PARTS = {"launch": launch, "text": text, "recipe": recipe, "casts": casts, "memory": memory, "compiled": compiled}
+UNITS = {"memory": "MB"}
 
 
 def main() -> None:
@@ -193,11 +272,18 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     for name in asked:
         torch.set_num_threads(threads)
-        found |= PARTS[name](rounds)
-    for name, row in found.items():
-        first, *_ = row.values()
-        print(f"{name:28}", "  ".join(f"{way} {ms:.2f} ms ({ms / first:.2f}x)" for way, ms in row.items()))
-    print(json.dumps({"unit": "ms", "rounds": rounds, "found": found, "machine": describe_machine(CPU)}))
+        rows = PARTS[name](rounds)
+        for title, row in rows.items():
+            first, *_ = row.values()
+            unit = UNITS.get(name, "ms")
+            print(
+                f"{title:28}",
+                "  ".join(f"{way} {taken:.2f} {unit} ({taken / first:.2f}x)" for way, taken in row.items()),
+            )
+        found |= rows
+    print(
+        json.dumps({"unit": "ms, and MB of memory", "rounds": rounds, "found": found, "machine": describe_machine(CPU)})
+    )
 
 
 if __name__ == "__main__":
