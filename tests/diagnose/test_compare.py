@@ -189,6 +189,9 @@ def test_a_model_without_trainable_weights_is_judged_by_its_outputs() -> None:
     assert report.measurement.gradients is None
     assert report.measurement.figure == report.measurement.outputs.total
     assert str(report).splitlines()[1].startswith("The outputs agree with fp32 to")
+    assert (
+        "dB is how far the error lies below the values of fp32: 20 dB are 10 % of them" in str(report).splitlines()[2]
+    )
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp32, *.norm=fp32"])
