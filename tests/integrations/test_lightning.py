@@ -197,6 +197,22 @@ def test_a_gan_steps_its_optimizers_by_hand(tmp_path: Path) -> None:
     assert fit.precision_plugin.stepper.counters().seen == 2 * loops.BATCHES
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_fused_and_unfused_optimizers_end_alike(policy: str, tmp_path: Path) -> None:
+    class Adam(Module):
+        fused = False
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.1, fused=self.fused)
+
+    modules = [Adam(policy), Adam(policy)]
+    for module, fused in zip(modules, (False, True), strict=True):
+        module.fused = fused
+        trainer(policy, tmp_path, max_steps=3, enable_checkpointing=False).fit(module, loader())
+    ours, fused = (dict(module.named_parameters()) for module in modules)
+    torch.testing.assert_close(ours, fused)
+
+
 def test_a_step_without_a_loss_is_left_out(tmp_path: Path) -> None:
     class Skipping(Module):
         def training_step(self, batch: Any, index: int) -> torch.Tensor | None:

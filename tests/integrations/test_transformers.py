@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,3 +147,9 @@ def test_a_compiled_model_trains(tmp_path: Path) -> None:
 def test_another_precision_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(mezzo.errors.PolicyError, match="policy=fp16"):
         Trainer(Classifier(), arguments(tmp_path, **{name: True}), policy="fp16")
+
+
+def test_checkpoints_of_its_own_are_refused_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate.Accelerator, "is_fsdp2", True)
+    with pytest.raises(mezzo.errors.PolicyError, match=r"save_strategy='epoch'.*masters.*save_strategy='no'"):
+        Trainer(Classifier(), arguments(tmp_path, save_strategy="epoch"), policy="bf16-master")
