@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
+from mezzo.kernels.ops.adamw import reference as adamw
+from mezzo.kernels.ops.sgd import reference as sgd
 from mezzo.step import accumulation, result
 
 INF, NAN = float("inf"), float("nan")
@@ -36,6 +38,8 @@ def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the host decide nothing, as for an accelerator, on the CPU's tensors."""
     for module in (accumulation, result):
         monkeypatch.setattr(module, "host_decides", lambda device: False)
+    for numbers in (adamw, sgd):
+        monkeypatch.setattr(numbers, "is_counted_on_host", lambda step, lr: False)
 
 
 def batch(size: int = 16) -> tuple[Tensor, Tensor]:
