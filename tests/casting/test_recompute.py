@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-import mezzo.casting.mode
+import mezzo.casting.frame
 from mezzo import Policy, checkpoint_contexts
 from mezzo.casting import autocast
 
@@ -76,6 +76,6 @@ def test_nested_checkpoints(reentrant: bool) -> None:
 
 
 def test_without_the_bound_frame_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mezzo.casting.mode, "bind_frame", lambda current: None)
+    monkeypatch.setattr(mezzo.casting.frame, "_bind_frame", lambda *_: None)
     with pytest.raises(CheckpointError, match="different metadata"):
         gradients(REGIONS["mode"], lambda block, x: checkpoint(block, x, use_reentrant=False))

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,8 @@ from .._torch import (
     graph_task_id,
     own_modules,
     own_parameters,
-    saved_tensors_hooks,
 )
-from ..casting import WideAttention, autocast, bind_frame, bind_reentrant, is_large, prefers_wide
+from ..casting import WideAttention, autocast, bind_recompute, is_large, prefers_wide
 from ..errors import StepError
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, run_ruled
@@ -136,7 +135,7 @@ class Bound:
         is_root: whether it is the module that was prepared.
         inner: a forward of its own that the module had in place of its class's.
         attends: whether short attention inside it is computed in fp32.
-        regular: the binding, if inside its region the module does nothing but run its class's forward.
+        is_regular: whether inside the binding's region the module does nothing but run its class's forward.
     """
 
     binding: Binding
@@ -145,17 +144,16 @@ class Bound:
     is_root: bool = False
     inner: Callable[..., Any] | None = None
     attends: bool = False
-    regular: Binding | Literal[False] = field(init=False)
+    is_regular: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        is_regular = self.own is None and self.inner is None and not self.attends
-        self.regular = is_regular and self.binding
+        self.is_regular = self.own is None and self.inner is None and not self.attends
 
 
 class _Here(threading.local):
     """Which binding's region this thread is in, and whether functorch was at work when it was entered.
 
-    `plain` is the binding where it was not: the one attribute that a module without a rule reads at each call.
+    `plain` is the binding where it was not: the one attribute that a module reads at each call.
     """
 
     def __init__(self) -> None:
@@ -249,10 +247,7 @@ def _open(
         if binding.before_forward is not None and not resumes:
             after = binding.before_forward(module, args, kwargs)
     if is_eager and not resumes:
-        if not torch.is_grad_enabled():
-            bind_reentrant(_Outside)
-        elif saved_tensors_hooks() is not None:
-            bind_frame(_Outside)
+        bind_recompute(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
     region = binding.resumed() if resumes else binding.region(bound.around, traced)
@@ -309,9 +304,13 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         bound: Bound | None = self.__dict__.get(RECORD)
         if bound is None:
             return original.forward(self, *args, **kwargs)
-        if _here.plain is bound.regular and (is_dynamo_compiling() or functorch_level() is None):
+        is_inside = _here.plain is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
+        if is_inside and bound.is_regular:
             return original.forward(self, *args, **kwargs)
-        return _run(bound, self, original.forward if bound.inner is None else bound.inner, args, kwargs)
+        own_forward = original.forward if bound.inner is None else bound.inner
+        if is_inside:
+            return _run_inside(bound, self, own_forward, args, kwargs, traced=False)
+        return _run(bound, self, own_forward, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)

@@ -5,8 +5,7 @@ from .attention import is_attention as is_attention
 from .attention import is_large as is_large
 from .attention import prefers_wide as prefers_wide
 from .cast_cache import weight_casts as weight_casts
-from .frame import bind_frame as bind_frame
-from .frame import bind_reentrant as bind_reentrant
+from .frame import bind_recompute as bind_recompute
 from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
 from .region import autocast as autocast

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import forward_ad_level, functorch_level, has_amx, saved_tensors_hooks, version
 from ..formats import LOW_DTYPES, describe
-from .frame import bind_frame, bind_reentrant
+from .frame import bind_recompute
 from .op_rule_table import decomposed_composites
 
 LONGEST = 256
@@ -35,7 +35,10 @@ def prefers_wide(device_type: str | None) -> bool:
 
 def is_large(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
     """Whether a module of attention is given a tensor of a size from which `WideAttention` pays for seeing each of its ops."""
-    return any(isinstance(given, Tensor) and given.numel() >= SMALLEST for given in (*args, *kwargs.values()))
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, Tensor) and given.numel() >= SMALLEST:
+            return True
+    return False
 
 
 class WideAttention(TorchFunctionMode):
@@ -82,7 +85,7 @@ class WideAttention(TorchFunctionMode):
         if dropout_p or not (is_short and torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs))):
             return F.scaled_dot_product_attention(*inputs, attn_mask, dropout_p, *rest, **options)
         if self.has_grad:
-            (bind_frame if torch.is_grad_enabled() else bind_reentrant)(WideAttention)
+            bind_recompute(WideAttention)
         mask = attn_mask.float() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
         torch.set_autocast_enabled("cpu", False)
         try:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._torch import saved_tensors_hooks
@@ -23,44 +24,41 @@ class _InRegion:
             return self._function(*args)
 
 
-def bind_frame(current: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Give the checkpoint frame that is recording now a region, so that its recompute enters it.
+def bind_recompute(current: Callable[..., AbstractContextManager[Any]], *given: Any) -> None:
+    """Give the checkpoints that run just now a region, so that their recompute enters it.
 
-    torch's non-reentrant checkpoint records through saved-tensor hooks that close over a frame holding the function
-    to recompute. Where no such frame is recording, or it is bound already, nothing happens.
+    Where none runs, or it has one already, nothing happens.
 
     Args:
-        current: makes the region to enter.
+        current: makes the region to enter, of `given`.
+        given: for `current`.
 
-    Writes: the frame's `recompute_fn`.
+    Writes: a non-reentrant checkpoint's `recompute_fn`; without gradients the `run_function` of reentrant ones.
     Syncs: no.
     """
-    hooks = saved_tensors_hooks()
-    if hooks is None:
-        return
-    closure = getattr(hooks[0], "__closure__", None)
-    if closure is None or hooks[0].__code__.co_freevars != ("frame",):
+    if not torch.is_grad_enabled():
+        _bind_reentrant(current, given)
+    elif (hooks := saved_tensors_hooks()) is not None:
+        _bind_frame(hooks[0], current, given)
+
+
+def _bind_frame(pack: Any, current: Callable[..., AbstractContextManager[Any]], given: tuple[Any, ...]) -> None:
+    """Bind the non-reentrant checkpoint that records: its saved-tensor hook closes over a frame with the function to run again."""
+    closure = getattr(pack, "__closure__", None)
+    if closure is None or pack.__code__.co_freevars != ("frame",):
         return
     frame = closure[0].cell_contents
     recompute = getattr(frame, "recompute_fn", None)
     if recompute is not None and not isinstance(recompute, _InRegion):
-        frame.recompute_fn = _InRegion(recompute, current())
+        frame.recompute_fn = _InRegion(recompute, current(*given))
 
 
-def bind_reentrant(current: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Give the reentrant checkpoints whose functions run just now a region, so that their recompute enters it.
-
-    Such a checkpoint runs its function without gradients and keeps it to run again in backward.
-
-    Args:
-        current: makes the region to enter.
-
-    Writes: the checkpoints' `run_function`. Syncs: no.
-    """
+def _bind_reentrant(current: Callable[..., AbstractContextManager[Any]], given: tuple[Any, ...]) -> None:
+    """Bind the reentrant checkpoints on the stack: each runs its function without gradients, and keeps it to run again."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             context = frame.f_locals["ctx"]
             if not isinstance(context.run_function, _InRegion):
-                context.run_function = _InRegion(context.run_function, current())
+                context.run_function = _InRegion(context.run_function, current(*given))
         frame = frame.f_back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode, saved_tensors_hooks
+from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode
 from ..errors import CastError, ForbiddenOpError
 from ..kernels import reads_faster, small_linear
 from ..policy import OpRow, Rule
 from .cast_cache import RegionCache
-from .frame import bind_frame, bind_reentrant
+from .frame import bind_recompute
 from .op_rule_table import OpRuleTable
 from .provenance import mismatch_message
 
@@ -126,10 +125,7 @@ class CastMode(TorchFunctionMode):
 
     def _run(self, func: Any, row: OpRow, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.current is not None and self.has_grad and not torch.compiler.is_compiling():
-            if not torch.is_grad_enabled():
-                bind_reentrant(functools.partial(self.current, self))
-            elif saved_tensors_hooks() is not None:
-                bind_frame(functools.partial(self.current, self))
+            bind_recompute(self.current, self)
         low = self.standalone or torch.get_autocast_dtype(device)
         if row.rule is Rule.FORBID:
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")
