@@ -51,7 +51,7 @@ def _forward(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Only the CPU kernel takes 16-bit inputs with fp32 weights.
-    wide = x if x.is_cpu and weight is not None and x.numel() >= SMALL else x.float()
+    wide = x if x.is_cpu and weight is not None else x.float()
     out, mean, rstd = torch.native_layer_norm(wide, shape, _wide(weight), _wide(bias), eps)
     return out.to(x.dtype), mean, rstd
 
@@ -65,7 +65,7 @@ def _sums_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()
+    return tensor if tensor is None or tensor.dtype is torch.float32 else tensor.float()
 
 
 def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -81,12 +81,12 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     Syncs: no.
     Source: Ba et al. 2016.
     """
-    args = (x, list(module.normalized_shape), module.weight, module.bias, module.eps)
-    if _sums_in_fp32(x, module.weight, module.bias):
-        return F.layer_norm(*args)
-    if not torch.is_grad_enabled():
-        return _forward(*args)[0]
+    shape, weight, bias, eps = list(module.normalized_shape), module.weight, module.bias, module.eps
+    if _sums_in_fp32(x, weight, bias):
+        return F.layer_norm(x, shape, weight, bias, eps)
     if x.numel() < SMALL:
-        return F.layer_norm(x.float(), args[1], _wide(module.weight), _wide(module.bias), module.eps).to(x.dtype)
-    out: Tensor = _LayerNorm.apply(*args)  # type: ignore[no-untyped-call]  # torch's own
+        return torch.layer_norm(x.float(), shape, _wide(weight), _wide(bias), eps).to(x.dtype)
+    if not torch.is_grad_enabled():
+        return _forward(x, shape, weight, bias, eps)[0]
+    out: Tensor = _LayerNorm.apply(x, shape, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch's own
     return out
