@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import mezzo
 from mezzo.errors import ConfigError, MasterError
-from mezzo.optim import MasterWeights, adopt, release
+from mezzo.optim import MasterWeights, adopt, release, wrapped_optimizer
 from mezzo.optim.base import MasterOptimizer
 from mezzo.policy import Policy
 
@@ -264,3 +264,9 @@ def test_state_of_an_adopted_optimizer_is_its_own() -> None:
     run([optimizer], Policy.parse("bf16-master"), 2)
     state: dict[Tensor, Any] = optimizer.state
     assert all({"step", "exp_avg", "exp_avg_sq", "remainder"} == set(entry) for entry in state.values())
+
+
+def test_the_optimizer_that_computes_is_the_one_inside_masters_and_any_other_itself() -> None:
+    plain = torch.optim.RMSprop([torch.nn.Parameter(torch.ones(2))])
+    assert wrapped_optimizer(plain) is plain
+    assert wrapped_optimizer(MasterWeights(plain, "fp32")) is plain

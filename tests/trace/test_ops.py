@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mezzo import formats
 from mezzo.trace.context import public_name
-from mezzo.trace.ops import arguments, floating, node_op, op_facts, plain_name
+from mezzo.trace.ops import Call, arguments, floating, node_op, op_facts, plain_name
 
 aten = torch.ops.aten
 
@@ -111,3 +112,11 @@ def test_only_floating_values_count() -> None:
     assert shapes == [(2, 2), (2,)]
     assert list(floating(torch.empty(2, device="meta"), "x")) == []
     assert list(floating(torch.ones(2, dtype=torch.bool), "x")) == []
+
+
+def test_the_wide_dtype_of_a_call_is_that_of_its_results_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_WITHOUT_FP64", ("meta",))
+    for device, dtype in (("cpu", torch.float64), ("meta", torch.float32)):
+        call = Call(aten.neg.default, op_facts(aten.neg.default), (torch.ones(2),), {})
+        call.out = [torch.ones(2, device=device)]
+        assert call.wide_dtype is dtype

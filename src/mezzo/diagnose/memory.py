@@ -17,7 +17,7 @@ from ..binding import check_optimizers, convert_
 from ..binding.bind import bind
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name
-from ..optim import MasterWeights, adopt
+from ..optim import MasterWeights, adopt, wrapped_optimizer
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Chart, Document, Note, Pairs, Report, Series, Table
 from ..trace import preserve_state
@@ -170,7 +170,7 @@ def _state_of_element(
     Raises:
         ConfigError: the optimizer cannot be made from the options of its own group.
     """
-    inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    inner = wrapped_optimizer(optimizer)
     known = inspect.signature(type(inner).__init__).parameters
     options = {name: value for name, value in group.items() if name in known and name != "params"}
     probe = nn.Parameter(torch.ones(_PROBE))

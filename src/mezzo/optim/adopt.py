@@ -58,6 +58,11 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
+def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that computes the update: the one that `MasterWeights` was put around, else itself."""
+    return optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+
+
 def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = True) -> torch.optim.Optimizer:
     """Return the optimizer that keeps masters as a policy says.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -30,7 +29,7 @@ from ..kernels import (
 )
 from ..kernels.operands import operands
 from ..policy import Master
-from .checks import check_dense, check_masters
+from .checks import check_dense, check_masters, check_numbers
 from .optimizer_state import (
     OWN_OPTIONS,
     Exact,
@@ -137,7 +136,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in () if torch.compiler.is_compiling() else self.param_groups:
-            _check_numbers(self, group)
+            check_numbers(self, group)
         batches = [(step, batch) for step, batches in self._param_batches() for batch in batches]
         held = [self._operands(step, batch) for step, batch in batches]
         found = getattr(self, "found_inf", None)
@@ -358,21 +357,3 @@ class MasterOptimizer(torch.optim.Optimizer):
         aux, clause = take_master_(param, entry, mode_of(param, group))
         self.state[param] = {**own_state(param, entry, self.moment_names(group), group), **aux}
         return clause
-
-
-def _check_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Refuse options that somebody set, since the optimizer was made, to what no update can use. Host only.
-
-    Raises:
-        ConfigError: a rate, decay, eps, momentum or beta that is no finite number; tensors are not looked into.
-    """
-    for name in ("lr", "weight_decay", "eps", "momentum", "dampening"):
-        if not _is_usable(value := group.get(name, 0.0)):
-            raise ConfigError(f"a group of {type(optimizer).__name__} has {name}={value!r}: write a finite number.")
-    betas = group.get("betas", (0.0, 0.0))
-    if not (isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_usable, betas))):
-        raise ConfigError(f"a group of {type(optimizer).__name__} has betas={betas!r}: write two finite numbers.")
-
-
-def _is_usable(value: object) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, float | int) and math.isfinite(value))

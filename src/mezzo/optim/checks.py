@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -38,6 +38,24 @@ def check_rate(lr: float | Tensor) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements; write one of 1, or a group for each rate.")
     check_range("lr", float(lr))
+
+
+def check_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Refuse options that somebody set, since the optimizer was made, to what no update can use. Host only.
+
+    Raises:
+        ConfigError: a rate, decay, eps, momentum or beta that is no finite number; tensors are not looked into.
+    """
+    for name in ("lr", "weight_decay", "eps", "momentum", "dampening"):
+        if not _is_usable(value := group.get(name, 0.0)):
+            raise ConfigError(f"a group of {type(optimizer).__name__} has {name}={value!r}: write a finite number.")
+    betas = group.get("betas", (0.0, 0.0))
+    if not (isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_usable, betas))):
+        raise ConfigError(f"a group of {type(optimizer).__name__} has betas={betas!r}: write two finite numbers.")
+
+
+def _is_usable(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, float | int) and math.isfinite(value))
 
 
 def check_count(label: str, step: object) -> None:

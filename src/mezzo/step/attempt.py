@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..kernels import local
-from ..optim import MasterWeights
+from ..optim import MasterWeights, wrapped_optimizer
 from .buffers import choose_, copies_of
 
 _PLAIN = (Tensor, float, int, str, tuple, type(None))
@@ -28,11 +28,9 @@ def can_be_undone(optimizer: Optimizer) -> bool:
 
     Another one may not stand gradients that are not finite, or keep what it knows where nobody looks. Host only.
     """
-    inner = optimizer
-    if isinstance(optimizer, MasterWeights):
-        inner = optimizer.inner
-        if optimizer.masters.mode == "stochastic":
-            return False  # counts its steps on the device by itself
+    if isinstance(optimizer, MasterWeights) and optimizer.masters.mode == "stochastic":
+        return False  # counts its steps on the device by itself
+    inner = wrapped_optimizer(optimizer)
     if not f"{type(inner).__module__}.".startswith("torch.optim."):
         return False
     homes = {p.device.type for group in inner.param_groups for p in group["params"]}
@@ -66,7 +64,7 @@ class Attempt:
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor], skip: Tensor) -> None:
         self._state, self._params, self._skip = optimizer.state, params, skip
-        inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+        inner = wrapped_optimizer(optimizer)
         self._owners = [*inner.param_groups, vars(inner)]
         self._entries = {p: dict(optimizer.state[p]) for p in params if p in optimizer.state}
         self._options = [dict(owner) for owner in self._owners]

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
 from ..errors import StepError, listed
 from ..loss_scale import LossScale, NoScaling, StepScaling, can_move_in_place, handing, move_, next_state
-from ..optim import MasterWeights, keeps_masters
+from ..optim import keeps_masters, wrapped_optimizer
 from ..policy import ScalingConfig
 from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multiply_
 from .attempt import Attempt, can_be_undone
@@ -74,8 +74,7 @@ def decides_on_device(optimizer: Optimizer) -> bool:
     everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
     if any(hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere):
         return False
-    parts = (optimizer, optimizer.inner) if isinstance(optimizer, MasterWeights) else (optimizer,)
-    for part in parts:
+    for part in {optimizer, wrapped_optimizer(optimizer)}:
         # One pre-hook is the stepper's or the wrapper's own.
         pre, post = step_hooks(part)
         if post or len(pre) > 1:
@@ -85,7 +84,7 @@ def decides_on_device(optimizer: Optimizer) -> bool:
 
 def _needs_undoing(optimizer: Optimizer) -> bool:
     """Whether an optimizer takes each step it is told to, whatever was found."""
-    inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    inner = wrapped_optimizer(optimizer)
     return not is_fused(inner) or _lacks_momentum(inner, optimizer)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import OpOverload, has_no_memory, sparse_values, tree_map, unwrapped
+from ..formats import widest
 
 _RENAMED = {
     "to_copy": "to",
@@ -188,6 +189,11 @@ class Call:
         self.inputs = [(n, t) for n, t in named if not (facts.overwrites and n.split("[")[0] in facts.writes)]
         self.out: list[Tensor] = []
         self.returned: Any = None
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The widest dtype of the device that its results are on."""
+        return widest(self.out[0].device) if self.out else torch.float64
 
     def _kept(self, name: str, value: Any) -> Any:
         """Return an argument, copied if the op is about to write it and its old value counts."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch import tree_map
-from ..formats import LOW_DTYPES, dtype_name, format_of, widened, widest
+from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, is_finite, numbers, rerun_wide
 from .ops import Call
 from .records import Flush, Site, Wide
@@ -246,7 +246,7 @@ class Fp64Reference:
 
     def start(self, call: Call) -> None:
         """Start to follow the results of an op that overflowed."""
-        true = rerun_wide(call.func, call.facts, call.args, call.kwargs, _wide_dtype(call))
+        true = rerun_wide(call.func, call.facts, call.args, call.kwargs, call.wide_dtype)
         if true is not None and all(is_finite(t) for t in true):
             for tensor, value in zip(call.out, true, strict=True):
                 self._true.put(tensor, widened(value))
@@ -263,7 +263,7 @@ class Fp64Reference:
         if not known:
             return ""
         args, kwargs = tree_map(lambda v: known.get(id(v), v), (call.args, call.kwargs))
-        true = rerun_wide(call.func, call.facts, args, kwargs, _wide_dtype(call))
+        true = rerun_wide(call.func, call.facts, args, kwargs, call.wide_dtype)
         if true is None or len(true) != len(call.out):
             return ""
         wrong = [w for t, v in zip(call.out, true, strict=True) if (w := _difference(t, v))]
@@ -271,10 +271,6 @@ class Fp64Reference:
             if not is_finite(tensor) and value.shape == tensor.shape:
                 self._true.put(tensor, widened(value))
         return wrong[0] if wrong else ""
-
-
-def _wide_dtype(call: Call) -> torch.dtype:
-    return widest(call.out[0].device) if call.out else torch.float64
 
 
 def _difference(got: Tensor, true: Tensor) -> str:

@@ -234,7 +234,7 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         readers: tuple[int | None, ...],
         known: dict[int, Tensor],
     ) -> None:
-        wide = widest(call.out[0].device) if call.out else torch.float64
+        wide = call.wide_dtype
         full = run_wide(call, known, wide) or [t.detach() for t in call.out]
         near = (run_wide(call, {}, wide) if known else full) or [t.detach() for t in call.out]
         local = max((relative_error(t, n) for t, n in zip(call.out, near, strict=True)), default=0.0)
@@ -267,7 +267,7 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if local <= 4 * eps:
             return 4 * eps
         moved = {id(t): self._jittered(t, eps) for _, t in call.inputs}
-        again = run_wide(call, moved, widest(call.out[0].device) if call.out else torch.float64)
+        again = run_wide(call, moved, call.wide_dtype)
         if again is None:
             return math.inf
         return _ROUNDINGS * (eps + max(relative_error(a, n) for a, n in zip(again, near, strict=True)))
