@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,7 +42,7 @@ class ModelChanges:
         )
 
     def _all_children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(registry.values() for registry in self._registries))
+        return [child for registry in self._registries if registry for child in registry.values()]
 
     def _all_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
