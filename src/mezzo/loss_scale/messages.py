@@ -52,6 +52,22 @@ DIRECT = (
     "scaler.step(optimizer): it divides them first, and skips the step if they overflowed."
 )
 
+UNSCALED_TWICE = (
+    "unscale_() was called twice for this {optimizer} since the last update(): its gradients would be divided by the "
+    "loss scale twice. Call it once, after the last backward()."
+)
+UNSCALED_LATE = (
+    "unscale_() was called for this {optimizer} after step(). Call it between backward() and step(), and update() "
+    "after step()."
+)
+STEPPED_TWICE = (
+    "step() was called twice for this {optimizer} since the last update(). Call scaler.update() once per iteration, "
+    "after the last step()."
+)
+NO_LOSS = (
+    "scale() got a {kind} where a loss belongs. Pass a tensor, or lists, tuples, dicts or other iterables that hold "
+    "nothing but tensors."
+)
 CLOSURE = (
     "step() got a closure, and a loss scaler cannot run one: the backward() inside would hand scaled gradients "
     "straight to the update. Call backward() before step(), or use mezzo.prepare(model, optimizer).step(closure=...)."

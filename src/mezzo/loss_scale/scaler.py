@@ -145,10 +145,7 @@ class GradScaler(TorchNames):
         if not isinstance(output, Tensor):
             if isinstance(output, Iterable) and not isinstance(output, str | bytes):
                 return map(self.scale, output)
-            raise ScalerError(
-                f"scale() got a {type(output).__name__} where a loss belongs. Pass a tensor, or lists, tuples, dicts "
-                "or other iterables that hold nothing but tensors."
-            )
+            raise ScalerError(messages.NO_LOSS.format(kind=type(output).__name__))
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
         if is_capturing(output.device):
@@ -178,15 +175,9 @@ class GradScaler(TorchNames):
             return
         state = self._state_of(optimizer, "unscale_")
         if state["stage"] is ScalerStage.UNSCALED:
-            raise ScalerError(
-                f"unscale_() was called twice for this {messages.kind(optimizer)} since the last update(): its "
-                "gradients would be divided by the loss scale twice. Call it once, after the last backward()."
-            )
+            raise ScalerError(messages.UNSCALED_TWICE.format(optimizer=messages.kind(optimizer)))
         if state["stage"] is ScalerStage.STEPPED:
-            raise ScalerError(
-                f"unscale_() was called for this {messages.kind(optimizer)} after step(). Call it between backward() "
-                "and step(), and update() after step()."
-            )
+            raise ScalerError(messages.UNSCALED_LATE.format(optimizer=messages.kind(optimizer)))
         self._divide(optimizer, state)
 
     def _divide(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -261,10 +252,7 @@ class GradScaler(TorchNames):
             raise ScalerError(messages.CLOSURE)
         state = self._state_of(optimizer, "step")
         if state["stage"] is ScalerStage.STEPPED:
-            raise ScalerError(
-                f"step() was called twice for this {messages.kind(optimizer)} since the last update(). "
-                "Call scaler.update() once per iteration, after the last step()."
-            )
+            raise ScalerError(messages.STEPPED_TWICE.format(optimizer=messages.kind(optimizer)))
         self._tracker.is_stepping = True
         try:
             return self._apply(optimizer, state, args, kwargs)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..kernels import local
 from ..optim import MasterWeights, wrapped_optimizer
-from .buffers import choose_, copies_of
+from .copies import choose_, copies_of
 
 _PLAIN = (Tensor, float, int, str, tuple, type(None))
 _MISSING = object()

@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .._torch import NormBase, active_ddp, foreach_copy_, functorch_level, own_buffers, tree_leaves
+from .._torch import NormBase, active_ddp, functorch_level, own_buffers, tree_leaves
 from ..stamp import Stamp
+from .copies import choose_, copies_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,48 +126,6 @@ def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
         else:
             slot.restore(before, void)
     choose_(in_place, void)
-
-
-@torch.no_grad()
-def choose_(pairs: Sequence[tuple[Tensor, Tensor]], void: Tensor | bool) -> None:
-    """Give tensors back what they were, where `void` is true: small ones of a dtype and device in one choice.
-
-    Args:
-        pairs: what each was, and the tensor; of one shape, dtype and device.
-        void: shape (), bool; or true.
-
-    Writes: the second tensor of each pair. Syncs: no.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
-    for was, tensor in pairs:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append((was, tensor.detach()))
-    for (_, device), alike in kinds.items():
-        where = void.to(device) if isinstance(void, Tensor) else torch.full((), void, device=device)
-        small = [pair for pair in alike if pair[1].numel() < _LARGE]
-        for was, now in alike:
-            if now.numel() >= _LARGE:
-                now.copy_(torch.where(where, was, now))
-        if small:
-            old, new = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*small, strict=True))
-            values = torch.split(torch.where(where, old, new), [now.numel() for _, now in small])
-            given = [value.view(now.shape) for value, (_, now) in zip(values, small, strict=True)]
-            foreach_copy_([now for _, now in small], given)
-
-
-_LARGE = 2**18
-"""Elements from which on a tensor is worth a launch of its own, and too much to be copied once more."""
-
-
-@torch.no_grad()
-def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, made in as many launches as there are dtypes and devices. Syncs: no."""
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
-    for copy, tensor in zip(copies, tensors, strict=True):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append((copy, tensor.detach()))
-    for alike in kinds.values():
-        foreach_copy_([copy for copy, _ in alike], [tensor for _, tensor in alike])
-    return copies
 
 
 def take_copies(slots: Sequence[Slot]) -> None:
@@ -342,8 +301,7 @@ class Buffers:
         if not any(slot.is_moved(forward.before.get(name, ABSENT)) for name, slot in self.slots.items()):
             return
         leaves = tree_leaves(output)
-        in_graph = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        for tensor in in_graph:
+        for tensor in (in_graph := [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]):
             tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch's own
         if in_graph:
             self._alive = [ref for ref in self._alive if ref() is not None]
@@ -370,9 +328,8 @@ class Buffers:
         for slot in foreign:
             slot.leave()
         forwards = self._open() if foreign else []
-        if not forwards or (
-            (ddp := active_ddp()) is not None and ddp.broadcast_buffers
-        ):  # it sends what the step wrote
+        ddp = active_ddp() if forwards else None
+        if not forwards or (ddp is not None and ddp.broadcast_buffers):  # which sends what the step wrote
             return
         take_copies(foreign)
         for forward in forwards:

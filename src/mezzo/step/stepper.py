@@ -134,14 +134,8 @@ class Stepper:
         Syncs: no.
         """
         wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        return self._engine.gradients.grad(
-            outputs,
-            wanted,
-            self._engine.scale,
-            create_graph=create_graph,
-            retain_graph=retain_graph,
-            allow_unused=allow_unused,
-        )
+        options = {"create_graph": create_graph, "retain_graph": retain_graph, "allow_unused": allow_unused}
+        return self._engine.gradients.grad(outputs, wanted, self._engine.scale, **options)
 
     def external_backward(self) -> AbstractContextManager[None]:
         """Let something else run backward inside the block, such as a schedule of torch.distributed.pipelining.
@@ -270,11 +264,10 @@ class Stepper:
             A function that ends it.
         """
         self._observers = (*self._observers, observer)
+        return lambda: self._leave(observer)
 
-        def leave() -> None:
-            self._observers = tuple(known for known in self._observers if known is not observer)
-
-        return leave
+    def _leave(self, observer: StepObserver) -> None:
+        self._observers = tuple(known for known in self._observers if known is not observer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all optimizers and of the model, and with them the step in the making.

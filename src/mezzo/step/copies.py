@@ -1,0 +1,54 @@
+"""Copies of many tensors, and the choice between each and what it became, in few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch import foreach_copy_
+
+_LARGE = 2**18
+"""Elements from which on a tensor is worth a launch of its own, and too much to be copied once more."""
+
+
+@torch.no_grad()
+def choose_(pairs: Sequence[tuple[Tensor, Tensor]], void: Tensor | bool) -> None:
+    """Give tensors back what they were, where `void` is true: small ones of a dtype and device in one choice.
+
+    Args:
+        pairs: what each was, and the tensor; of one shape, dtype and device.
+        void: shape (), bool; or true.
+
+    Writes: the second tensor of each pair. Syncs: no.
+    """
+    for alike in _by_kind(pairs):
+        device = alike[0][1].device
+        where = void.to(device) if isinstance(void, Tensor) else torch.full((), void, device=device)
+        small = [pair for pair in alike if pair[1].numel() < _LARGE]
+        for was, now in alike:
+            if now.numel() >= _LARGE:
+                now.copy_(torch.where(where, was, now))
+        if small:
+            old, new = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*small, strict=True))
+            values = torch.split(torch.where(where, old, new), [now.numel() for _, now in small])
+            given = [value.view(now.shape) for value, (_, now) in zip(values, small, strict=True)]
+            foreach_copy_([now for _, now in small], given)
+
+
+def _by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[list[tuple[Tensor, Tensor]]]:
+    """Return pairs together whose second tensors have one dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+    for other, tensor in pairs:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append((other, tensor.detach()))
+    return kinds.values()
+
+
+@torch.no_grad()
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, made in as many launches as there are dtypes and devices. Syncs: no."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    for alike in _by_kind(zip(copies, tensors, strict=True)):
+        foreach_copy_([copy for copy, _ in alike], [tensor for _, tensor in alike])
+    return copies
