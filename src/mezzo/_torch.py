@@ -216,6 +216,11 @@ def saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def may_be_checkpointed() -> bool:
+    """Whether a checkpoint of torch may run just now: it has hooks on saved tensors, or runs without gradients. Host only."""
+    return not torch.is_grad_enabled() or saved_tensors_hooks() is not None
+
+
 # --- the compiler ---------------------------------------------------------------------------------------------------
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from tests.trace.test_exponents import histogram
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,44 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 import mezzo.diagnose as diagnose
 from mezzo.errors import ConfigError
-from mezzo.formats import FORMATS
-from mezzo.trace.exponents import BIAS, BINS, Histogram, largest_scale
-
-
-def histogram(values: Tensor) -> Histogram:
-    """Count by frexp, another way than the watch does."""
-    counts = [0] * BINS
-    for x in values.double().flatten().tolist():
-        if not math.isfinite(x):
-            counts[BINS - 1] += 1
-        elif abs(x) < 2.0**-126:
-            counts[0] += 1
-        else:
-            counts[math.frexp(x)[1] - 1 + BIAS] += 1
-    return Histogram(counts=tuple(counts))
-
-
-@given(
-    st.sampled_from(["fp16", "bf16", "e4m3", "e5m2"]),
-    st.lists(
-        st.floats(1.0, 1.99).flatmap(lambda m: st.integers(-60, 40).map(lambda e: m * 2.0**e)), min_size=1, max_size=40
-    ),
-)
-def test_shares_are_those_of_a_real_cast(name: str, values: list[float]) -> None:
-    fmt, x = FORMATS[name], torch.tensor(values, dtype=torch.float64)
-    x = x[x != fmt.smallest / 2]
-    binade_of_max = 2.0 ** math.floor(math.log2(fmt.max))
-    flushed = (x.to(fmt.dtype).double() == 0) if name in ("fp16", "bf16") else x < fmt.smallest / 2
-    h = histogram(x)
-    assert h.flushed(fmt) * max(1, h.numbers) == pytest.approx(float(flushed.sum()))
-    assert h.saturated(fmt) * max(1, h.numbers) == pytest.approx(float((x >= 2 * binade_of_max).sum()))
-
-
-def test_the_largest_scale_keeps_the_largest_gradient_inside() -> None:
-    gradients = torch.tensor([1e-7, 3e-5, 2e-3])
-    scale = largest_scale(histogram(gradients), FORMATS["fp16"], spare=0)
-    assert float((gradients * scale).half().max()) < math.inf
-    assert float((gradients * scale * 2).max()) >= 2.0**15
 
 
 class Net(nn.Module):

@@ -6,39 +6,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from tests.trace.events import event, facts, wide
 
 from mezzo.formats import dtype_name, format_of
 from mezzo.policy import Policy
-from mezzo.trace.findings import find
 from mezzo.trace.fix import fix_for
-from mezzo.trace.records import Event, Sink, Site, TensorFacts, TraceRecord, Wide
 from mezzo.trace.verdict import verdict_of
-
-
-def facts(name: str = "self", dtype: str = "fp16", amax: float = 1.0, **counts: int) -> TensorFacts:
-    return TensorFacts(
-        name=name, dtype=dtype, shape=(4,), device="cpu", amax=amax,
-        **{"nan": 0, "posinf": 0, "neginf": 0, "zeros": 0, **counts},
-    )  # fmt: skip
-
-
-def event(**changes: object) -> Event:
-    site = Site(
-        phase="forward", root="Net", module="body", classes=("Net", "Linear"), user=None, library=None,
-        called="linear", op="addmm", step=0, rank=0,
-    )  # fmt: skip
-    values: dict[str, object] = {
-        "index": 0, "kind": "source", "kernel": "aten.addmm", "site": site, "inputs": (facts(),),
-        "outputs": (facts("result 0", posinf=1),), "parents": frozenset(), "wide": (), "offending": (),
-        "full_rows": 0, "loss_scale": 1.0, "flush": None, "leaf": "",
-    }  # fmt: skip
-    phase = changes.pop("phase", "forward")
-    values["site"] = Site(**{f: getattr(site, f) for f in Site.__dataclass_fields__} | {"phase": phase})
-    return Event(**{**values, **changes})
-
-
-def wide(amax: float, is_finite: bool = True, dtype: str = "fp32", has_nan: bool = False) -> Wide:
-    return Wide(dtype=dtype, is_finite=is_finite, amax=amax, has_nan=has_nan)
 
 
 @given(
@@ -95,61 +68,3 @@ def test_an_overflow_of_fp32_has_no_edit() -> None:
         "overflow", event(wide=(wide(0, False), wide(1e50, True, "fp64")), outputs=(facts(dtype="fp32", posinf=1),))
     )
     assert found.edit == "" and found.advice.startswith("no policy repairs this")
-
-
-def record(events: list[Event], *sinks: Sink) -> TraceRecord:
-    return TraceRecord(
-        model="Net",
-        events=tuple(events),
-        sinks=sinks,
-        sizes=(),
-        lost=(),
-        lints=(),
-        lines=(),
-        ops=1,
-        steps=1,
-        rank=0,
-        torch="2",
-    )
-
-
-def sink(kind: str, *causes: int, step: int = 0) -> Sink:
-    return Sink(kind=kind, name=kind, causes=frozenset(causes), step=step, after=1)
-
-
-def test_what_reaches_nothing_is_no_fault() -> None:
-    assert find(record([event(wide=(wide(7e4),))])) == ()
-
-
-def test_a_mask_that_reaches_an_output_is_no_fault_but_a_loss_is() -> None:
-    mask = event(kind="constant", leaf="-inf")
-    assert find(record([mask], sink("output", 0))) == ()
-    assert [f.verdict for f in find(record([mask], sink("loss", 0)))] == ["inherited"]
-
-
-def test_the_root_is_named_and_not_its_consequences() -> None:
-    source = event(wide=(wide(7e4),))
-    mixed = event(index=1, kind="mixed", parents=frozenset({0}))
-    [found] = find(record([source, mixed], sink("loss", 1), sink("gradient", 1)))
-    assert (found.verdict, found.reached) == ("overflow", ("loss", "gradient gradient"))
-
-
-def test_nan_made_from_a_mask_is_named_where_it_was_made() -> None:
-    mask = event(kind="constant", leaf="-inf")
-    leaf = event(index=1, kind="leaf", leaf="input [1] of Net", outputs=(facts(neginf=4),))
-    mixed = event(index=2, kind="mixed", parents=frozenset({0, 1}), full_rows=1)
-    [found] = find(record([mask, leaf, mixed], sink("loss", 2)))
-    assert (found.verdict, found.op) == ("singularity", "addmm") and "1 row is -inf" in found.why
-
-
-def test_a_leaf_that_holds_nan_is_named_itself() -> None:
-    leaf = event(kind="leaf", leaf="input [1] of Net", outputs=(facts(nan=1),))
-    mixed = event(index=1, kind="mixed", parents=frozenset({0}))
-    assert [f.verdict for f in find(record([leaf, mixed], sink("loss", 1)))] == ["inherited"]
-
-
-@pytest.mark.parametrize(("kind", "is_fault"), [("gradient", False), ("parameter", True), ("buffer", True)])
-def test_a_loss_scale_that_only_reached_gradients_is_no_fault(kind: str, is_fault: bool) -> None:
-    scaled = event(phase="backward", loss_scale=65536.0, wide=(wide(1e6),))
-    [found] = find(record([scaled], sink(kind, 0)))
-    assert (found.verdict, found.is_fault) == ("loss-scale", is_fault)

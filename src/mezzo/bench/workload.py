@@ -39,7 +39,7 @@ WORKLOADS = {
 }
 REGION_TESTS = ("tests/casting/test_region.py", "tests/casting/test_cast_cache.py")
 """What must be green before a region is timed."""
-TRAINING_TESTS = (*REGION_TESTS, "tests/loss_scale/test_grad_scaler.py", "tests/step/test_stepper.py")
+TRAINING_TESTS = (*REGION_TESTS, "tests/loss_scale/test_scaler.py", "tests/step/test_stepper.py")
 """What must be green before a training step is timed."""
 
 

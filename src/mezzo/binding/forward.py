@@ -19,6 +19,7 @@ from .._torch import (
     dynamo_skip_frame,
     functorch_level,
     graph_task_id,
+    may_be_checkpointed,
     own_modules,
     own_parameters,
 )
@@ -246,7 +247,7 @@ def _open(
         binding.follow(module)
         if binding.before_forward is not None and not resumes:
             after = binding.before_forward(module, args, kwargs)
-    if is_eager and not resumes:
+    if is_eager and not resumes and may_be_checkpointed():
         bind_recompute(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)

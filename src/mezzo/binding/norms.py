@@ -61,7 +61,7 @@ def _sums_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool
 
     Source: torch, aten/src/ATen/native/cuda/layer_norm_kernel.cu, acc_type.
     """
-    return x.is_cuda and all(other is None or other.dtype is x.dtype for other in (weight, bias))
+    return x.device.type == "cuda" and all(other is None or other.dtype is x.dtype for other in (weight, bias))
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:

@@ -31,11 +31,6 @@ class StepScaling:
     clip_coef: Tensor | None = None
     found_inf: Tensor | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether an optimizer reads its gradients as they are, and steps."""
-        return self.grad_scale is None and self.clip_coef is None and self.found_inf is None
-
 
 @contextmanager
 def handing(optimizer: Optimizer, scaling: StepScaling) -> Iterator[None]:

@@ -205,11 +205,12 @@ def update_(
             attempt = None
             if found_inf is not None and _needs_undoing(one.optimizer):
                 attempt, found_inf = Attempt(one.optimizer, one.params, found_inf), None
-            scaling = StepScaling(grad_scale=scale, clip_coef=clip.coefficient(norm), found_inf=found_inf)
+            coefficient = clip.coefficient(norm)
             try:
-                if scaling.is_empty and getattr(one.optimizer, "grad_scale", None) is None:
+                if scale is coefficient is found_inf is None and getattr(one.optimizer, "grad_scale", None) is None:
                     one.optimizer.step()
                 else:
+                    scaling = StepScaling(grad_scale=scale, clip_coef=coefficient, found_inf=found_inf)
                     with true_grads_for(one.optimizer, one.grads, scaling):
                         one.optimizer.step()
             except BaseException as failure:

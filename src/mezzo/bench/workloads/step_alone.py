@@ -68,7 +68,7 @@ class Step(Workload):
 
     resident: ClassVar[bool] = False
     tests: ClassVar[tuple[str, ...]] = (
-        "tests/loss_scale/test_grad_scaler.py", "tests/loss_scale/test_unscale.py", "tests/kernels",
+        "tests/loss_scale/test_scaler.py", "tests/loss_scale/test_unscale.py", "tests/kernels",
         "tests/optim/test_trajectory.py", "tests/step/test_stepper.py",
     )  # fmt: skip
 

@@ -1,0 +1,78 @@
+"""Where inf and NaN come from, and what they reach, op by op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo.diagnose as diagnose
+from mezzo.trace.records import TraceRecord
+
+
+def seen(run: Callable[[], object]) -> TraceRecord:
+    with diagnose.trace() as t:
+        run()
+    return t.report.record
+
+
+BAD = torch.tensor([1.0, math.nan])
+
+
+@pytest.mark.parametrize(
+    ("run", "kinds"),
+    [
+        (lambda: torch.zeros(2).log(), ["source"]),
+        (lambda: torch.full((2,), math.inf), ["constant"]),
+        (lambda: BAD + 1, ["leaf"]),
+        (lambda: torch.full((2,), math.inf) - torch.full((2,), math.inf), ["constant", "constant", "mixed"]),
+        (lambda: torch.zeros(2).log().exp(), ["source"]),
+        (lambda: torch.ones(2).log(), []),
+    ],
+    ids=["source", "constant", "leaf", "mixed", "inherited", "finite"],
+)
+def test_each_event_is_of_its_kind(run: Callable[[], object], kinds: list[str]) -> None:
+    assert [e.kind for e in seen(run).events] == kinds
+
+
+def test_values_keep_their_origin_through_views_and_copies() -> None:
+    def run() -> None:
+        x = nn.Parameter(torch.zeros(2, 3))
+        kept = torch.zeros(4, 3)
+        kept[1:3] = x.log().t().contiguous().t()
+        (kept[2].sum() + x.sum()).backward()
+
+    record = seen(run)
+    first = record.events[0]
+    assert (first.kind, first.site.op) == ("source", "log")
+    assert first.index in {cause for s in record.sinks if s.kind == "loss" for cause in s.causes}
+
+
+def test_what_is_written_over_is_forgotten() -> None:
+    def run() -> None:
+        x = nn.Parameter(torch.ones(2))
+        scratch = torch.zeros(2).log()
+        scratch.fill_(1.0)
+        (x * scratch).sum().backward()
+
+    record = seen(run)
+    assert [e.site.op for e in record.events] == ["log"]
+    assert record.sinks == ()
+
+
+def test_a_gradient_is_reached_by_what_its_backward_made() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    record = seen(lambda: weight.sqrt().sum().backward())
+    assert [(e.kind, e.site.phase, e.site.op) for e in record.events] == [("source", "backward", "sqrt")]
+    assert [(s.kind, s.causes) for s in record.sinks] == [("gradient", frozenset({0}))]
+
+
+def test_every_op_is_counted_and_no_value_changed() -> None:
+    x = torch.randn(3, 3)
+    results: list[Tensor] = []
+    record = seen(lambda: results.append((x @ x + 1).relu()))
+    assert torch.equal(results[0], (x @ x + 1).relu())
+    assert record.ops == 3

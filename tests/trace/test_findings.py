@@ -1,0 +1,46 @@
+"""Findings follow from a record alone: which event is the root cause, and whether it is a fault."""
+
+from __future__ import annotations
+
+import pytest
+from tests.trace.events import event, facts, record, sink, wide
+
+from mezzo.trace.findings import find
+
+
+def test_what_reaches_nothing_is_no_fault() -> None:
+    assert find(record([event(wide=(wide(7e4),))])) == ()
+
+
+def test_a_mask_that_reaches_an_output_is_no_fault_but_a_loss_is() -> None:
+    mask = event(kind="constant", leaf="-inf")
+    assert find(record([mask], sink("output", 0))) == ()
+    assert [f.verdict for f in find(record([mask], sink("loss", 0)))] == ["inherited"]
+
+
+def test_the_root_is_named_and_not_its_consequences() -> None:
+    source = event(wide=(wide(7e4),))
+    mixed = event(index=1, kind="mixed", parents=frozenset({0}))
+    [found] = find(record([source, mixed], sink("loss", 1), sink("gradient", 1)))
+    assert (found.verdict, found.reached) == ("overflow", ("loss", "gradient gradient"))
+
+
+def test_nan_made_from_a_mask_is_named_where_it_was_made() -> None:
+    mask = event(kind="constant", leaf="-inf")
+    leaf = event(index=1, kind="leaf", leaf="input [1] of Net", outputs=(facts(neginf=4),))
+    mixed = event(index=2, kind="mixed", parents=frozenset({0, 1}), full_rows=1)
+    [found] = find(record([mask, leaf, mixed], sink("loss", 2)))
+    assert (found.verdict, found.op) == ("singularity", "addmm") and "1 row is -inf" in found.why
+
+
+def test_a_leaf_that_holds_nan_is_named_itself() -> None:
+    leaf = event(kind="leaf", leaf="input [1] of Net", outputs=(facts(nan=1),))
+    mixed = event(index=1, kind="mixed", parents=frozenset({0}))
+    assert [f.verdict for f in find(record([leaf, mixed], sink("loss", 1)))] == ["inherited"]
+
+
+@pytest.mark.parametrize(("kind", "is_fault"), [("gradient", False), ("parameter", True), ("buffer", True)])
+def test_a_loss_scale_that_only_reached_gradients_is_no_fault(kind: str, is_fault: bool) -> None:
+    scaled = event(phase="backward", loss_scale=65536.0, wide=(wide(1e6),))
+    [found] = find(record([scaled], sink(kind, 0)))
+    assert (found.verdict, found.is_fault) == ("loss-scale", is_fault)

@@ -1,0 +1,109 @@
+"""Which module runs, and what tensors are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mezzo.trace.modules import OUTSIDE, ModuleStack, Place, tensors_in
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    text: str = "x"
+
+
+def test_tensors_in_nests_are_named_by_the_way_to_them() -> None:
+    x = torch.ones(1)
+    nest = {"a": [x, "no tensor", (x,)], 2: Output(x), "kind": Output}
+    assert [name for name, _ in tensors_in(nest, "input")] == ["input['a'][0]", "input['a'][2][0]", "input[2].logits"]
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        if fail:
+            raise KeyError
+        return x * 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Inner(), nn.Linear(3, 3)])
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+@contextmanager
+def followed(model: nn.Module | None) -> Iterator[tuple[ModuleStack, list[Place], list[nn.Module]]]:
+    places: list[Place] = []
+    roots: list[nn.Module] = []
+    stack = ModuleStack(model, roots.append, lambda module, place, out: places.append(place))
+    stack.install()
+    try:
+        yield stack, places, roots
+    finally:
+        stack.remove()
+
+
+def test_modules_are_placed_below_the_outermost_one() -> None:
+    net = Net()
+    with followed(None) as (stack, places, roots):
+        net(torch.ones(3))
+        assert stack.is_outside and stack.place == OUTSIDE
+    assert [(p.root, p.module) for p in places] == [("Net", "layers.0"), ("Net", "layers.1"), ("Net", "")]
+    assert places[1].classes == ("Net", "Linear")
+    assert roots == [net]
+
+
+def test_a_submodule_called_by_itself_has_its_name_in_the_given_model() -> None:
+    net = Net()
+    with followed(net) as (_, places, _):
+        net.layers[1](torch.ones(3))
+        nn.Sequential(net.layers[0])(torch.ones(3))
+    assert [(p.root, p.module) for p in places] == [("Net", "layers.1"), ("Net", "layers.0"), ("Sequential", "")]
+
+
+def test_an_error_inside_does_not_shift_what_follows() -> None:
+    net = Net()
+    with followed(net) as (stack, places, _):
+        with pytest.raises(KeyError):
+            net.layers[0](torch.ones(3), fail=True)
+        assert stack.is_outside
+        net(torch.ones(3))
+    assert places[-1] == Place("Net", "", ("Net",))
+
+
+def test_memory_is_called_by_parameter_buffer_or_input() -> None:
+    net, x, scale = Net(), torch.ones(3), torch.ones(1)
+    names: list[str] = []
+    with followed(None) as (stack, _, _):
+        net.layers[0].register_forward_hook(
+            lambda *_: names.extend(
+                stack.name_of(t) for t in (x[1:], scale, net.layers[1].weight.t(), net.mean, torch.ones(1))
+            )
+        )
+        net(x, scale=scale)
+        assert stack.parameter_name(net.layers[1].bias) == "layers.1.bias"
+        assert stack.parameter_name(nn.Parameter(torch.ones(1))) == ""
+    assert names == ["input [0] of Net", "input ['scale'] of Net", "parameter layers.1.weight", "buffer mean", ""]
+
+
+def test_nothing_is_left_behind() -> None:
+    hooks: tuple[dict[int, Any], ...] = (
+        nn.modules.module._global_forward_pre_hooks,
+        nn.modules.module._global_forward_hooks,
+    )
+    before = [dict(each) for each in hooks]
+    with followed(Net()):
+        assert [len(each) for each in hooks] == [len(each) + 1 for each in before]
+    assert [dict(each) for each in hooks] == before
