@@ -70,22 +70,21 @@ def test_red_tests_stop_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_every_number_is_an_option() -> None:
-    options, workload = parse(
+    options, plan, workload = parse(
         "recipe",
         "--device cpu --batch-size 1 --in-size 2 --out-size 3 --num-layers 4 --num-batches 5 --epochs 6 --lr 0.5 "
         "--rounds 7 --dtype fp16 --threads 8 --seed 9 --peak-rates-s 0.25 --variants fp32".split(),
     )
     assert workload == Recipe(batch_size=1, in_size=2, out_size=3, num_layers=4, num_batches=5, epochs=6, lr=0.5)
     assert options.check
-    plan = options.plan
     assert (plan.rounds, plan.dtype, plan.threads, plan.seed, plan.peak_rates_s) == (7, "fp16", 8, 9, 0.25)
     assert plan.variants == ("fp32",)
 
 
 def test_defaults_are_those_of_the_device() -> None:
-    options, workload = parse("recipe", ["--device", "cpu"])
+    _, plan, workload = parse("recipe", ["--device", "cpu"])
     assert workload == Recipe.for_device(torch.device("cpu"))
-    assert options.variants == Recipe.default_variants(torch.device("cpu"))
+    assert plan.variants == Recipe.default_variants(torch.device("cpu"))
     published = Recipe.for_device(torch.device("cuda"))
     assert published == Recipe()
     assert (published.batch_size, published.in_size, published.out_size, published.num_layers) == (512, 4096, 4096, 3)

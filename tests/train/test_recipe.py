@@ -10,10 +10,10 @@ from tests.distributed.ranks import run as on_ranks
 from tests.train.rank_jobs import train
 from tests.train.small import emotion_rows, metrics, tiny, write_tsv
 
-from mezzo.errors import ConfigError, DataError
+from mezzo.errors import ConfigError
 from mezzo.train import TrainConfig, run
 from mezzo.train.data import clean, load_corpus
-from mezzo.train.text_files import Row, read_label_map
+from mezzo.train.text_files import Row
 
 NAMES = ["joy", "love", "anger", "fear", "sadness", "surprise"]
 
@@ -24,46 +24,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("map.json", json.dumps(NAMES)),
-        ("map.json", json.dumps({name: index for index, name in reversed(list(enumerate(NAMES)))})),
-        ("map.json", json.dumps({str(index): name for index, name in enumerate(NAMES)})),
-        ("map.tsv", "".join(f"{index}\t{name}\n" for index, name in enumerate(NAMES))),
-    ],
-)
-def test_a_map_names_numbered_labels_in_its_own_order(name: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    numbered = [(words, str(NAMES.index(label))) for words, label in emotion_rows(120)]
-    path = write_tsv(tmp_path / "rows.tsv", numbered)
-    corpus = load_corpus(tiny(path, tmp_path / "out", label_map=tmp_path / name))
-    assert corpus.labels == tuple(NAMES)
-    by_text = dict(emotion_rows(120))
-    assert all(row.label == by_text[row.text] for row in (*corpus.train, *corpus.dev, *corpus.test))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "is not JSON"),
-        ("[1, 2]", "is none of"),
-        ('["one"]', "names 1 class"),
-        ('{"a": 0, "b": 2}', "must be 0, 1, 2"),
-    ],
-)
-def test_a_bad_map_is_one_sentence(text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "map.json").write_text(text)
-    with pytest.raises(DataError, match=words):
-        read_label_map(tmp_path / "map.json")
-
-
-def test_a_label_that_the_map_lacks_is_named(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "map.json").write_text('["joy", "anger"]')
-    with pytest.raises(DataError, match="which the label map lacks"):
-        load_corpus(tiny(data, tmp_path / "out", label_map=tmp_path / "map.json"))
 
 
 def test_labels_are_stripped_and_empty_ones_dropped_and_counted() -> None:

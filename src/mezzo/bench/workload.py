@@ -223,11 +223,11 @@ class Plan:
     """What a benchmark run measures, beside the workload's own numbers.
 
     Attributes:
-        variants: names of the ways to run, in the order in which each round takes them.
+        variants: ways to run, timed in this order in each round; a name with "+compile" goes through torch.compile.
         rounds: how often each variant is timed.
-        device: torch device.
-        dtype: 16-bit dtype of the variants that have one: bf16 or fp16.
-        threads: CPU threads torch computes with; 0 leaves torch's own choice.
+        device: cpu or cuda.
+        dtype: bf16 or fp16, for the variants that run in 16 bit.
+        threads: CPU threads; 0 leaves torch's own choice.
         seed: of weights and data.
         peak_rates_s: seconds a round spends on measuring the machine's limits.
 

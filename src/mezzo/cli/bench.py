@@ -47,39 +47,19 @@ USAGE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchOptions:
-    """Options of every benchmark.
+    """Options of every benchmark beside its plan.
 
     Attributes:
-        variants: ways to run, timed in this order in each round; a name with "+compile" goes through torch.compile.
-        rounds: how often each variant is timed.
-        device: cpu or cuda.
-        dtype: bf16 or fp16, for the variants that run in 16 bit.
-        threads: CPU threads; 0 leaves torch's own choice.
-        seed: of weights and data.
-        peak_rates_s: seconds a round spends on measuring the machine's limits.
         check: run the tests of the timed code first, and refuse to time it if they fail.
         quick: take a size that only shows that everything runs; the figures mean nothing.
         out: folder for the JSON and the picture.
         json: print the JSON instead of the table.
     """
 
-    variants: tuple[str, ...]
-    rounds: int = 3
-    device: str = "cpu"
-    dtype: str = "bf16"
-    threads: int = 0
-    seed: int = 0
-    peak_rates_s: float = 1.0
     check: bool = True
     quick: bool = False
     out: Path = Path("runs/bench")
     json: bool = False
-
-    @property
-    def plan(self) -> Plan:
-        """The part that the harness reads."""
-        own = {field.name for field in dataclasses.fields(Plan)}
-        return Plan(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in own})
 
 
 def _usage() -> str:
@@ -96,26 +76,27 @@ def _device_asked(argv: Sequence[str]) -> torch.device:
     return parse_device(ahead.parse_known_args(argv)[0].device)
 
 
-def parse(name: str, argv: Sequence[str]) -> tuple[BenchOptions, Workload]:
-    """Return the options and the workload that a command line asks for.
+def parse(name: str, argv: Sequence[str]) -> tuple[BenchOptions, Plan, Workload]:
+    """Return the options, the plan and the workload that a command line asks for.
 
     Raises:
-        BenchError: unknown workload or device.
+        BenchError: unknown workload, variant or device, or nothing to measure.
         SystemExit: an option that does not exist, or --help.
     """
     import tyro
 
     kind, device = find_workload(name), _device_asked(argv)
-    options = BenchOptions(variants=kind.default_variants(device), device=str(device))
+    plan = Plan(variants=kind.default_variants(device), device=str(device))
     fields: list[tuple[str, Any, Any]] = [
-        ("bench", tyro.conf.OmitArgPrefixes[BenchOptions], dataclasses.field(default=options)),
+        ("plan", tyro.conf.OmitArgPrefixes[Plan], dataclasses.field(default=plan)),
+        ("bench", tyro.conf.OmitArgPrefixes[BenchOptions], dataclasses.field(default=BenchOptions())),
         (name, tyro.conf.OmitArgPrefixes[kind], dataclasses.field(default=kind.for_device(device))),  # type: ignore[misc,valid-type]  # a class found by name
     ]
-    both: Any = tyro.cli(
+    asked: Any = tyro.cli(
         dataclasses.make_dataclass("Bench", fields, frozen=True),
         prog=f"mezzo bench {name}", description=WORKLOADS[name][1], args=list(argv),
     )  # fmt: skip
-    return both.bench, getattr(both, name)
+    return asked.bench, asked.plan, getattr(asked, name)
 
 
 def _progress_bar() -> Bar:
@@ -177,9 +158,8 @@ def tests_of(workload: Workload) -> str:
 
 def run_one(name: str, argv: Sequence[str]) -> Result:
     """Measure one workload as its command line says, save it and print it. Writes: files, standard output."""
-    options, workload = parse(name, argv)
+    options, plan, workload = parse(name, argv)
     workload = workload.quick() if options.quick else workload
-    plan = options.plan
     tests = tests_of(workload) if options.check else "not run: --no-check"
     result = measured(workload, plan, tests)
     data, picture = save(result, options.out)

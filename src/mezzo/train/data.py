@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import DataError, did_you_mean
 from .config import REVIEWS, TrainConfig
-from .text_files import LabelMap, Row, read_label_map, read_reviews, read_rows
+from .label_map import LabelMap, read_label_map
+from .text_files import Row, read_reviews, read_rows
 
 SPLIT_SEED = 20180517
 """One split for every run, whatever its seed: test rows stay test rows."""
