@@ -68,6 +68,16 @@ def test_who_called_backward_did_not_call_its_ops() -> None:
     assert found.user is not None and found.user.function == "<lambda>" and not found.is_recompute
 
 
+def test_an_op_that_torch_runs_in_backward_has_no_line_of_the_user() -> None:
+    seen: list[Location] = []
+    names = {"seen": seen, "locate": locate}
+    exec(compile("def hook(grad): seen.append(locate(in_backward=True))", torch.nn.__file__, "exec"), names)
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(names["hook"])
+    y.sum().backward()
+    assert (seen[0].user, seen[0].library) == (None, None)
+
+
 def test_a_checkpoint_that_runs_again_is_told() -> None:
     def recomputed(note: Callable[[], None]) -> torch.Tensor:
         def part(x: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,32 @@ def test_an_error_inside_does_not_shift_what_follows() -> None:
     assert places[-1] == Place("Net", "", ("Net",))
 
 
+class Interrupted(BaseException):
+    """torch calls no hook of a module that ends with it."""
+
+
+class Retries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Identity()
+        self.part.register_forward_pre_hook(self.interrupt)
+
+    def interrupt(self, *_: Any) -> None:
+        raise Interrupted
+
+    def forward(self, x: Tensor) -> Tensor:
+        with pytest.raises(Interrupted):
+            self.part(x)
+        return x
+
+
+def test_a_module_that_was_interrupted_is_left_with_the_one_around_it() -> None:
+    with followed(None) as (stack, places, _):
+        Retries()(torch.ones(1))
+        assert stack.is_outside
+    assert places == [Place("Retries", "", ("Retries",))]
+
+
 def test_memory_is_called_by_parameter_buffer_or_input() -> None:
     net, x, scale = Net(), torch.ones(3), torch.ones(1)
     names: list[str] = []

@@ -28,7 +28,7 @@ def test_a_part_that_is_written_leaves_the_rest_as_it_was() -> None:
 def test_bytes_read_as_another_dtype_are_not_known() -> None:
     known, x = WideValues(), torch.ones(4)
     known.put(x, torch.ones(4, dtype=torch.float64))
-    assert known.get(x.view(torch.int16)) is None
+    assert known.get(x[:1].view(torch.int16)) is None
     assert known.get(x.view(torch.int32)) is not None
 
 
