@@ -133,9 +133,15 @@ class Stepper:
 
         Syncs: no.
         """
-        wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        options = {"create_graph": create_graph, "retain_graph": retain_graph, "allow_unused": allow_unused}
-        return self._engine.gradients.grad(outputs, wanted, self._engine.scale, **options)
+        engine, wanted = self._engine, [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        return engine.gradients.grad(
+            outputs,
+            wanted,
+            engine.scale,
+            create_graph=create_graph,
+            retain_graph=retain_graph,
+            allow_unused=allow_unused,
+        )
 
     def external_backward(self) -> AbstractContextManager[None]:
         """Let something else run backward inside the block, such as a schedule of torch.distributed.pipelining.
