@@ -43,16 +43,9 @@ class Stepper:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        policy: Policy,
-        binding: Binding,
-        was: Original,
-        follow: MastersFollow,
-        *,
-        skip: Skip,
-    ) -> None:
+        self, model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, binding: Binding, was: Original,
+        follow: MastersFollow, *, skip: Skip,
+    ) -> None:  # fmt: skip
         self.model = model
         self.optimizers = tuple(optimizers)
         self._observers: tuple[StepObserver, ...] = ()
