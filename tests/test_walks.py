@@ -15,7 +15,7 @@ import torch
 import mezzo
 
 ROOT = str(Path(mezzo.__file__).parent)
-AT_MOST = {"forward": 10, "backward": 7, "step": 24, "op": 4}
+AT_MOST = {"forward": 9, "backward": 7, "step": 24, "op": 4}
 
 
 def files_entered(call: Callable[[], object]) -> set[str]:

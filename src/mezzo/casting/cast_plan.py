@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -15,8 +13,7 @@ from .._torch import constant_when_compiled
 from ..errors import RegionError, RegionTypeError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name, parse_dtype
 from ..policy import CacheName, Policy, PolicyLike, as_policy, why_engine
-from .cast_cache import RegionCache, WeightCastCache, weight_casts
-from .mode import CastMode
+from .cast_cache import WeightCastCache, weight_casts
 from .op_rule_table import OpRuleTable, op_rule_table
 
 P = ParamSpec("P")
@@ -50,21 +47,6 @@ class CastPlan:
     def recorded(self) -> list[tuple[str, torch.dtype, bool]]:
         """What an exported graph is told: the function mode's casts are in the graph, and torch's then stay off."""
         return [(device, dtype, enabled and self.book is None) for device, dtype, enabled in self.switches]
-
-    def saved(self) -> list[tuple[str, torch.dtype, bool]]:
-        """Return what torch's state is now, on the devices that entering changes: as `Switch`, but a plain tuple."""
-        return [
-            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            for device, _, _ in self.switches
-        ]
-
-    def new_mode(self, current: Callable[[CastMode], AbstractContextManager[Any]]) -> CastMode | None:
-        """Return the interceptor to push, None where torch's dispatcher is the engine."""
-        if self.book is None:
-            return None
-        # A compiled graph casts at every use, and what a cache sets up cannot be traced.
-        cache = RegionCache(self.store) if self.caches and not torch.compiler.is_compiling() else None
-        return CastMode(self.book, cache, current=current)
 
 
 @constant_when_compiled

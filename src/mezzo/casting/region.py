@@ -17,6 +17,7 @@ import torch
 from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, num_function_modes
 from ..errors import CastError, RegionError, RegionTypeError
 from ..policy import CacheName, PolicyLike
+from .cast_cache import RegionCache
 from .cast_plan import CastPlan, current_switch, device_types, plan_of
 from .mode import CastMode, drop_mode
 from .provenance import traceback_message
@@ -149,9 +150,9 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
     @dynamo_skip_frame
     def __enter__(self) -> autocast:
         plan = self._plan
-        mode = plan.new_mode(_repeat)
+        mode = _new_mode(plan)
         if torch.compiler.is_compiling():
-            frame = _Frame(plan.saved(), mode)
+            frame = _Frame(_saved(plan), mode)
         else:
             frame = self._tracked_frame(mode)
         if torch.compiler.is_compiling() or num_function_modes():  # an exporter is a mode
@@ -167,7 +168,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
     def _tracked_frame(self, mode: CastMode | None) -> _Frame:
         outer = _innermost_mode()
         frame = _Frame(
-            self._plan.saved(),
+            _saved(self._plan),
             mode,
             threading.get_ident(),
             torch.is_autocast_cache_enabled(),
@@ -298,6 +299,20 @@ def _hand_over(frame: _Frame, inside: Sequence[_Frame]) -> None:
     inner.outer, inner.outer_suspended = frame.outer, frame.outer_suspended
     if frame.mode is not None:
         drop_mode(frame.mode)
+
+
+def _new_mode(plan: CastPlan) -> CastMode | None:
+    """Return the interceptor to push, None where torch's dispatcher is the engine."""
+    if plan.book is None:
+        return None
+    # A compiled graph casts at every use, and what a cache sets up cannot be traced.
+    cache = RegionCache(plan.store) if plan.caches and not torch.compiler.is_compiling() else None
+    return CastMode(plan.book, cache, current=_repeat)
+
+
+def _saved(plan: CastPlan) -> list[tuple[str, torch.dtype, bool]]:
+    """Return what torch's state is now, on the devices that entering changes: as `Switch`, but a plain tuple."""
+    return [(one[0], torch.get_autocast_dtype(one[0]), torch.is_autocast_enabled(one[0])) for one in plan.switches]
 
 
 def _restore(frame: _Frame) -> None:
