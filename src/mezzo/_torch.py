@@ -92,7 +92,6 @@ def sparse_indices(grad: Tensor) -> Tensor:
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
-foreach_lerp_ = torch._foreach_lerp_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """What torch.amp's scaler divides with: bit-equality with it depends on this."""
 update_scale_ = torch._amp_update_scale_
@@ -404,7 +403,6 @@ tree_map = pytree.tree_map
 tree_map_only = pytree.tree_map_only
 TREE_NODES = pytree.SUPPORTED_NODES
 tree_flatten = pytree.tree_flatten
-tree_unflatten = pytree.tree_unflatten
 tree_leaves = pytree.tree_leaves
 """Nests of tensors in models' arguments and outputs, registered classes included."""
 
