@@ -55,14 +55,6 @@ def set_(state: RandomState) -> None:
         module.set_rng_state(state.accelerators[0])
 
 
-def seed_(seed: int) -> None:
-    """Start every generator anew. Writes: their states. Syncs: no."""
-    torch.default_generator.manual_seed(seed)
-    module = _in_use()
-    if module is not None:
-        getattr(module, "manual_seed_all", module.manual_seed)(seed)
-
-
 @contextmanager
 def kept() -> Iterator[None]:
     """Give random state back after the block. Writes: it. Syncs: no."""
