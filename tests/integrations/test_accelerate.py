@@ -129,6 +129,18 @@ def test_what_contradicts_the_policy_in_an_fsdp2_plugin_is_refused(given: dict[s
         run("fp16", Case(), start=partial(sharding, plugin=given))
 
 
+def test_an_optimizer_that_has_stepped_is_refused_under_fsdp2(one_rank: None) -> None:
+    model = loops.make_model()
+    optimizer = loops.make_optimizer(model)[0]
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(
+        mezzo.errors.StepError, match=r"AdamW that holds the state of 6 weights.*accelerator\.load_state"
+    ):
+        sharding("bf16").prepare(model, optimizer)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
 def test_an_overflow_is_reported_and_skips_the_scheduler(tmp_path: Path) -> None:
     accelerator, model, scheduler, skipped = run(OVERFLOWING, Case())
     assert skipped[0] and 0 < skipped.count(False) < len(skipped)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed import fully_shard, load_checkpoint, save_checkpoint
-from ..errors import PolicyError
+from ..errors import PolicyError, StepError
 from ..policy import PolicyLike
 from ..step import Stepper
 from .adapter import Adapter, innermost_optimizer
@@ -114,6 +114,7 @@ class Accelerator(accelerate.Accelerator):
     def _sharded(self, model: nn.Module, optimizers: list[Optimizer]) -> nn.Module:
         plugin, dynamo = self.state.fsdp_plugin, self.state.dynamo_plugin
         _check_plugin(plugin, self._adapter.policy)
+        _check_unused(optimizers)
         plugin.set_auto_wrap_policy(model)
         if plugin.activation_checkpointing:
             model = fsdp2_apply_ac(self, model)
@@ -173,27 +174,23 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save the run as Accelerate does; under FSDP2 each rank writes its part of weights and optimizers into a new folder."""
-        register = self.register_save_state_pre_hook
-        with self._sharded_state(register, lambda models, weights, folder: Path(folder, _SHARDS), save_checkpoint):
+        with self._by_shards(self.register_save_state_pre_hook, save_checkpoint):
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Go on from what `save_state` wrote; under FSDP2 on any number of ranks."""
-        register = self.register_load_state_pre_hook
-        with self._sharded_state(register, lambda models, folder: Path(folder, _SHARDS), load_checkpoint):
+        with self._by_shards(self.register_load_state_pre_hook, load_checkpoint):
             super().load_state(*args, **kwargs)
 
     @contextmanager
-    def _sharded_state(
-        self, register: Callable[..., Any], find: Callable[..., Path], act: Callable[[Stepper, Path], Any]
-    ) -> Iterator[None]:
+    def _by_shards(self, register: Callable[..., Any], act: Callable[[Stepper, Path], Any]) -> Iterator[None]:
         """Under FSDP2 have a checkpoint of the stepper's stand for models, optimizers and scaler."""
         if not self.is_fsdp2:
             yield
             return
         aside = {name: getattr(self, name) for name in ("_models", "_optimizers", "scaler")}
         self.__dict__.update(_models=[], _optimizers=[], scaler=None)
-        hook = register(lambda *found: act(self.stepper, find(*found)))
+        hook = register(lambda *given: act(self.stepper, Path(given[-1], _SHARDS)))  # the last is the folder
         try:
             yield
         finally:
@@ -221,6 +218,15 @@ def _check_plugin(plugin: Any, policy: PolicyLike) -> None:
             f"FullyShardedDataParallelPlugin has {found[0]}={given[found[0]]!r}, and under policy={policy!s} the policy decides "
             "in which dtype every weight is sharded, gathered and reduced. Leave it out; 'reduce=bf16' in the policy is the dtype of gradients on their way."
         )
+
+
+def _check_unused(optimizers: Iterable[Optimizer]) -> None:
+    for optimizer in optimizers:
+        if optimizer.state:
+            raise StepError(
+                f"accelerator.prepare was given a {type(optimizer).__name__} that holds the state of {len(optimizer.state)} weights, which FSDP2 "
+                "replaces by shards. Give it to prepare before its first step or load, then call accelerator.load_state(folder)."
+            )
 
 
 def _units(plugin: Any, model: nn.Module) -> list[nn.Module]:
