@@ -29,7 +29,7 @@ REFUSALS: list[tuple[Any, str]] = [
         lambda: SGD([torch.nn.Parameter(torch.ones(2).half()) for _ in range(7)], master="split"),
         (
             "master='split' was asked for 7 fp16 parameters (parameter 0 fp16[2] cpu, parameter 1 fp16[2] cpu, "
-            "parameter 2 fp16[2] cpu, parameter 3 fp16[2] cpu, parameter 4 fp16[2] cpu, ...): 16 more bits make an fp32 value "
+            "parameter 2 fp16[2] cpu, parameter 3 fp16[2] cpu, parameter 4 fp16[2] cpu and 2 more): 16 more bits make an fp32 value "
             "of a bf16 weight, but not of an fp16 one, whose exponent is another. Write master='fp32', or params in bf16."
         ),
     ),

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .._torch import is_fused
+from ..errors import listed
 from ..formats import describe
 from ..policy import ScalingConfig
 from .fused import parameters
@@ -93,16 +94,6 @@ def names(optimizer: Optimizer) -> list[str]:
     return labels
 
 
-def listing(items: Sequence[str]) -> str:
-    """Return the first few items of a list, and how many more there are.
-
-    >>> listing(["a", "b"]), listing(list("abcdefg"))
-    ('a, b', 'a, b, c, d, e and 2 more')
-    """
-    more = len(items) - SHOWN
-    return ", ".join(items[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def about(optimizer: Optimizer, indices: Sequence[int], verdict: str) -> str:
     """Return a verdict on some gradients of an optimizer, with the parameters it concerns.
 
@@ -113,7 +104,7 @@ def about(optimizer: Optimizer, indices: Sequence[int], verdict: str) -> str:
     """
     labels = names(optimizer)
     count = f"{len(indices)} of the {len(labels)} gradients of this {kind(optimizer)}"
-    which = f": {listing([labels[i] for i in indices])}"
+    which = f": {listed([labels[i] for i in indices], SHOWN)}"
     return f"{count} {verdict.format(which=which, optimizer=kind(optimizer))}"
 
 
@@ -135,7 +126,7 @@ def half_gradients(optimizer: Optimizer) -> str:
     )
     return (
         f"unscale_() got fp16 gradients for {len(half)} of the {total} trainable parameters of this "
-        f"{kind(optimizer)}: {listing(half)}. Dividing them in fp16 would flush to zero what scaling saved. {remedy}"
+        f"{kind(optimizer)}: {listed(half, SHOWN)}. Dividing them in fp16 would flush to zero what scaling saved. {remedy}"
     )
 
 
@@ -164,7 +155,7 @@ def exhausted(state: LossScale, config: ScalingConfig, patience: int | None, opt
     else:
         why, knob = f"patience is {patience} (the loss scale is {state.scale:g})", "GradScaler(patience=...)"
     found = [finding for optimizer in optimizers for finding in nonfinite(optimizer)]
-    where = f"Non-finite gradients: {listing(found)}. " if found else ""
+    where = f"Non-finite gradients: {listed(found, SHOWN)}. " if found else ""
     return (
         f"{state.skipped_in_a_row} steps in a row had inf or NaN gradients and {why}; no weight was changed by them. {where}"
         "A loss scale can no longer be the cause: look for inf or NaN in the loss, the inputs, the weights and "

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, MasterError, did_you_mean
+from ..errors import ConfigError, MasterError, did_you_mean, listed
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..kernels import registry
 from ..policy import Master
@@ -119,7 +119,7 @@ def check_masters(group: Mapping[str, Any]) -> None:
     low = [f"{name} {describe(p)}" for name, p in trainable if p.dtype in LOW_DTYPES]
     if low and master == "none":
         raise MasterError(
-            f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({_first(low)}) and master='none' keeps "
+            f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({listed(low, 5)}) and master='none' keeps "
             "nothing beside them: an update smaller than half their spacing, 0.2 to 0.4 % of a bf16 weight, vanishes. "
             "Write master='split' (bf16) or 'fp32' (exact), or 'kahan' (almost exact); or master='stochastic' "
             "(no extra memory, exact on average); or keep trainable parameters in fp32."
@@ -127,10 +127,6 @@ def check_masters(group: Mapping[str, Any]) -> None:
     fp16 = [f"{name} {describe(p)}" for name, p in trainable if p.dtype is torch.float16]
     if fp16 and master == "split":
         raise MasterError(
-            f"master='split' was asked for {len(fp16)} fp16 parameters ({_first(fp16)}): 16 more bits make an fp32 value "
+            f"master='split' was asked for {len(fp16)} fp16 parameters ({listed(fp16, 5)}): 16 more bits make an fp32 value "
             "of a bf16 weight, but not of an fp16 one, whose exponent is another. Write master='fp32', or params in bf16."
         )
-
-
-def _first(names: list[str], count: int = 5) -> str:
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from ..errors import listed
 from .fields import CacheName, OpRules, PolicyFields
 from .op_rule import Rule
 from .table import ALIASES, op_table
@@ -47,9 +48,9 @@ def why_engine(policy: PolicyFields, device_type: str, cache: CacheName = "regio
     differing = _differing(policy.op_rules, device_type)
     if not differing:
         return EngineChoice(engine="dispatcher", reason=f"every op has the rule torch gives it on {device_type}")
-    shown = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
     return EngineChoice(
-        engine="mode", reason=f"{len(differing)} ops have another rule than torch's on {device_type}: {shown}"
+        engine="mode",
+        reason=f"{len(differing)} ops have another rule than torch's on {device_type}: {listed(differing, 4)}",
     )
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun
+from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun, listed
 from ..loss_scale import LossScale
 from ..policy import GuardConfig, ScalingConfig
 from .result import StepFlags, StepResult
@@ -202,9 +202,8 @@ def underflow_advice(scaling: ScalingConfig | None) -> str:
 
 
 def _count(counts: Mapping[str, int | None], noun: str, limit: int = 5) -> str:
-    shown = [f"{name} ({'at least 1' if count is None else count})" for name, count in list(counts.items())[:limit]]
-    more = f" and {len(counts) - limit} more" if len(counts) > limit else ""
-    return f"inf or NaN in {len(counts)} {noun}{'s' if len(counts) > 1 else ''}: {', '.join(shown)}{more}"
+    shown = [f"{name} ({'at least 1' if count is None else count})" for name, count in counts.items()]
+    return f"inf or NaN in {len(counts)} {noun}{'s' if len(counts) > 1 else ''}: {listed(shown, limit)}"
 
 
 def _count_weights(parameters: Mapping[str, int], buffers: Mapping[str, int]) -> str:

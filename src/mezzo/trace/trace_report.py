@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..errors import listed
 from ..report import Block, Chart, Document, Heading, Note, Pairs, Report, Series, Source, Table
 from .findings import Finding
 from .frames import source_line
@@ -130,8 +131,7 @@ def _finding(f: Finding) -> list[Block]:
     if f.flush is not None and f.flush.site.frame is not None:
         pairs.append(("zero from", f"{f.flush.site.frame}   {source_line(f.flush.site.frame)}"))
     if f.reached:
-        more = f" and {len(f.reached) - 3} more" if len(f.reached) > 3 else ""
-        pairs.append(("reached", ", ".join(f.reached[:3]) + more))
+        pairs.append(("reached", listed(f.reached)))
     if f.fix.edit:
         pairs.append(("policy edit", f.fix.edit))
     pairs.append(("fix" if f.fix.tried else "idea", f.fix.advice))
