@@ -29,7 +29,7 @@ from ..kernels import (
 )
 from ..kernels.operands import operands
 from ..policy import Master
-from .checks import check_dense, check_masters, check_numbers
+from .checks import check_dense, check_masters, check_options
 from .optimizer_state import (
     OWN_OPTIONS,
     Exact,
@@ -136,7 +136,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in () if torch.compiler.is_compiling() else self.param_groups:
-            check_numbers(self, group)
+            check_options(self, group)
         batches = [(step, batch) for step, batches in self._param_batches() for batch in batches]
         held = [self._operands(step, batch) for step, batch in batches]
         found = getattr(self, "found_inf", None)

@@ -40,7 +40,7 @@ def check_rate(lr: float | Tensor) -> None:
     check_range("lr", float(lr))
 
 
-def check_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Refuse options that somebody set, since the optimizer was made, to what no update can use. Host only.
 
     Raises:
