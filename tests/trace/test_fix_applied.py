@@ -101,13 +101,6 @@ OVERFLOWS: dict[str, Function] = {
     "product by itself": lambda h: ((400 + h) @ (400 + h).T).add(1).abs().log(),
     "division by a small number": lambda h: ((h.abs() + 1) / 1e-5).add(1).log(),
 }
-UNDERFLOWS: dict[str, Function] = {
-    "eps in a logarithm": lambda h: torch.log(h.softmax(-1) * 0 + 1e-9),
-    "eps in a quotient": lambda h: h / (h.abs().sum() * 0 + 1e-9),
-    "eps of a norm": lambda h: h * 1e-3 * torch.rsqrt((h * 0).square().mean(-1, keepdim=True) + 1e-12) * 1e-6,
-    "sigmoid that rounds to 1": lambda h: torch.log(1 - torch.sigmoid(h.abs() + 9)),
-    "tanh that rounds to 1": lambda h: torch.log(1 - torch.tanh(h.abs() + 5)),
-}
 Arguments = Callable[[Tensor], tuple[Tensor, ...]]
 SINGULARITIES: dict[str, tuple[Callable[..., Tensor], Arguments]] = {
     "log of a probability of 0": (torch.log, lambda h: (h.relu(),)),
@@ -157,15 +150,6 @@ def test_the_edit_against_an_overflow_trains(name: str) -> None:
     edit = traced_fix(model, "overflow", torch.float16).fix.edit
     mezzo.prepare(model, None, f"fp16, {edit}")
     assert trains(lambda: model(BATCH), list(model.parameters()))
-
-
-@pytest.mark.parametrize("name", UNDERFLOWS)
-def test_the_edit_against_an_underflow_is_finite(name: str) -> None:
-    dtype = torch.bfloat16 if name.startswith("sigmoid") else torch.float16
-    model = Model(UNDERFLOWS[name])
-    edit = traced_fix(model, "underflow", dtype).fix.edit
-    mezzo.prepare(model, None, f"{'bf16' if dtype is torch.bfloat16 else 'fp16'}, {edit}")
-    assert model(BATCH).isfinite().all()
 
 
 @pytest.mark.parametrize("name", SINGULARITIES)

@@ -305,12 +305,15 @@ class OpMode(DispatchMode):
 
 
 def _factor(loss: Tensor) -> float:
-    """Return the constant number a loss was multiplied by last, as a loss scaler does; 1 if there is none."""
+    """Return the constant number a loss was multiplied by last, as a loss scaler does; 1 if there is none.
+
+    A number below 1 is the weight of a loss: no scaler makes gradients smaller.
+    """
     node = loss.grad_fn
     if node is None or node.name() != "MulBackward0":
         return 1.0
     for i, saved in ((1, "_saved_other"), (0, "_saved_self")):
         value = getattr(node, saved, None)
         if node.next_functions[i][0] is None and isinstance(value, Tensor) and value.numel() == 1:
-            return float(value)
+            return max(float(value), 1.0)
     return 1.0

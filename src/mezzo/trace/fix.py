@@ -140,8 +140,12 @@ def _fix_underflow(event: Event) -> Fix:
     edit = ", ".join(dict.fromkeys(e for site in sites if (e := edit_of(site))))
     advice = f"or bound the argument of {event.site.op} away from where it has no value."
     if flush is not None and flush.constant is not None:
-        tiny = number(format_of(parse_dtype(flush.dtype)).tiny)
-        advice = f"or write a constant of at least {tiny}, the smallest normal {flush.dtype}."
+        facts = format_of(parse_dtype(flush.dtype))
+        advice = f"or write a constant of at least {number(facts.tiny)}, the smallest normal {flush.dtype}."
+        is_ops_alone = edit.startswith("op:")  # a rule on a module holds for the gradient on its way through it too
+        if is_ops_alone and event.tracked and (slope := _slope_at(event.site.op, flush.constant)) > facts.max:
+            advice += f" {edit} makes the forward finite alone: where the sum is this constant the gradient reaches {number(slope)}, which {flush.dtype} does not hold."
+            return Fix(edit="compute=bf16", advice=advice)
     elif flush is not None:
         advice = f"or bound the result of {flush.site.op} away from 0."
     tried = (
@@ -150,6 +154,12 @@ def _fix_underflow(event: Event) -> Fix:
         else ""
     )
     return Fix(edit=edit, advice=advice, tried=tried)
+
+
+def _slope_at(op: str, x: float) -> float:
+    """Return the size of an op's derivative at a small number, whose reciprocal it takes where it is no power or logarithm."""
+    x = abs(x)
+    return {"sqrt": x**-0.5 / 2, "rsqrt": x**-1.5 / 2, "reciprocal": x**-2}.get(op, 1 / x)
 
 
 def _fix_singularity(event: Event) -> Fix:

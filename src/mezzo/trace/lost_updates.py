@@ -101,11 +101,11 @@ def _may_flush(tensor: Tensor, top: float) -> bool:
 
 
 def _rescue(wide: Tensor, lost: Tensor) -> float:
-    """Return the power of two that keeps nearly all lost values, as far as the largest value lets it."""
+    """Return the power of two that makes nearly all lost values normal numbers, as far as the largest value lets it."""
     facts = format_of(_NARROW)
     small = wide[lost].abs().to(widest(wide.device)).flatten()
     smallest = float(small.kthvalue(max(1, math.ceil(_KEPT * small.numel()))).values)
-    wanted = math.ceil(math.log2(facts.smallest / smallest))
+    wanted = math.ceil(math.log2(facts.tiny / smallest))
     room = math.floor(math.log2(facts.max / amax(wide.nan_to_num(0.0, 0.0, 0.0)))) - 1
     return 2.0 ** max(1, min(wanted, room))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +18,30 @@ from .wide_values import StorageNotes, WideValues
 
 _MOVES = ("index", "gather", "index_select", "take", "cat", "stack", "clone", "flip", "roll", "repeat", "embedding")
 """Ops that round nothing: what they hand on was made before."""
+_ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "square", "pow", "neg", "abs"})
+"""Ops that may round nothing of what they are given, such as the square of 1."""
 _CASTS = ("to", "bfloat16", "half", "type", "type_as")
 """Calls by which a program itself narrows a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """An op that made a 16-bit value.
+
+    Attributes:
+        site: where.
+        exact: the elements that it rounded nothing of, so that what is lost there was lost before; None for none.
+        before: what made its operands.
+    """
+
+    site: Site
+    exact: Tensor | None = None
+    before: tuple[Maker, ...] = ()
+
+    def sites(self, lost: Tensor) -> list[Site]:
+        """Return it, behind those before it where it was given what was lost. Syncs: yes."""
+        is_given = self.exact is not None and self.exact.shape == lost.shape and bool(self.exact[lost].all())
+        return [*(s for maker in self.before if is_given for s in maker.sites(lost)), self.site]
 
 
 def vanishing_constant(call: Call, dtype: torch.dtype) -> float | None:
@@ -75,7 +98,7 @@ class ReferencePath:
         self._wide = WideValues()
         self._flushes: StorageNotes[Flush] = StorageNotes()
         self._local = WideValues()
-        self._makers: StorageNotes[Site] = StorageNotes()
+        self._makers: StorageNotes[Maker] = StorageNotes()
         self._low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
@@ -127,7 +150,7 @@ class ReferencePath:
                 self._flushes.forget(tensor)
             self._wide.put(tensor, value)
             if tensor.dtype in LOW_DTYPES:
-                self._note_maker(call, site, tensor)
+                self._note_maker(call, site, tensor, wide[i] if not known else None if local is None else local[i])
         return wide
 
     def _forget(self, call: Call) -> None:
@@ -152,18 +175,28 @@ class ReferencePath:
             wide_amax=amax(wide[lost]),
             constant=vanishing_constant(call, dtype) if is_here else None,
             is_cancellation=not is_here,
-            made_by=() if is_here else self._made_by(call),
+            made_by=() if is_here else tuple(dict.fromkeys(s for m in self._made_by(call) for s in m.sites(lost))),
         )
 
-    def _note_maker(self, call: Call, site: Site, tensor: Tensor) -> None:
+    def _note_maker(self, call: Call, site: Site, tensor: Tensor, local: Tensor | None) -> None:
         """Note the op that rounded a value: not one that moved it, nor a cast that a region made for the op behind it."""
-        makers = self._made_by(call) if call.facts.name in _MOVES else (site,)
+        makers = self._made_by(call)
+        if call.facts.name not in _MOVES:
+            exact = self._exact(call, tensor, local) if makers else None
+            makers = (Maker(site, exact, makers if exact is not None else ()),)
         if makers and (site.op != "to" or site.called in _CASTS):
             self._makers.note(tensor, makers[0])
 
-    def _made_by(self, call: Call) -> tuple[Site, ...]:
-        found = [self._makers.get(call.original(t)) for _, t in call.inputs]
-        return tuple(dict.fromkeys(site for site in found if site is not None))
+    def _exact(self, call: Call, tensor: Tensor, local: Tensor | None) -> Tensor | None:
+        """Return the elements that an op of arithmetic rounded nothing of. Syncs: no."""
+        if call.facts.name not in _ARITHMETIC:
+            return None
+        found = run_in_fp32(call, {}) if local is None else [local]
+        return None if found is None else found[0] == tensor
+
+    def _made_by(self, call: Call) -> tuple[Maker, ...]:
+        found = {id(m): m for _, t in call.inputs if (m := self._makers.get(call.original(t))) is not None}
+        return tuple(found.values())
 
     def is_local_enough(self, call: Call) -> bool:
         """Say whether an op is finite once the ops that made its operands ran in fp32 on what they were given. Syncs: yes."""
