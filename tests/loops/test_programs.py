@@ -11,7 +11,7 @@ from tests.loops.swap import PROGRAMS, Fp32, Prepare
 
 import mezzo
 
-for part in ("agents", "sequences", "vision"):
+for part in ("agents", "indices", "sequences", "vision"):
     import_module(f"tests.loops.{part}")
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # in fp32, by torch itself
 EPS = torch.finfo(torch.bfloat16).eps

@@ -14,6 +14,7 @@ from ..errors import RegionError, RegionTypeError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name, parse_dtype
 from ..policy import CacheName, Policy, PolicyLike, as_policy, why_engine
 from .cast_cache import WeightCastCache, weight_casts
+from .index_writes import take_index_writes
 from .op_rule_table import OpRuleTable, op_rule_table
 
 P = ParamSpec("P")
@@ -159,6 +160,8 @@ def _make_plan(
     if strict and warning is not None:
         raise RegionError(warning)
     live = tuple(switch.device_type for switch in switches if switch.enabled)
+    for device in live:
+        take_index_writes(device)
     by_mode = any(why_engine(rules, device, cache).engine == "mode" for device in live)
     name = f"plan_{next(_numbers)}"
     plan = CastPlan(

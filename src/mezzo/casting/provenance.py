@@ -17,6 +17,7 @@ from torch.nn import Module
 from .._torch import own_buffers, own_parameters
 from ..formats import describe
 from ..policy import OpRow, known_ops
+from . import index_writes
 
 _MISMATCH = re.compile(
     r"(expected|expect) .*(scalar type|m1 and m2|mat1 and mat2|self and mat2|same dtype|dtype|(Half|BFloat16|Float|Double)\b)"
@@ -78,7 +79,10 @@ def _frames_of(traceback: TracebackType | None) -> list[tuple[FrameType, int, in
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno, traceback.tb_lasti))
         traceback = traceback.tb_next
-    return found
+    kernel = next(
+        (i for i, (frame, _, _) in enumerate(found) if frame.f_code.co_filename == index_writes.__file__), None
+    )
+    return found[:kernel]  # without what a kernel of mezzo's called
 
 
 def _stack(innermost: FrameType | None) -> list[FrameType]:

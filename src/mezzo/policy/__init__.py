@@ -23,9 +23,11 @@ from .settings import settings as settings
 from .spelling import write_module_rule as write_module_rule
 from .spelling import write_op_rule as write_op_rule
 from .table import ALIASES as ALIASES
+from .table import DISPATCH_KEYS as DISPATCH_KEYS
 from .table import OpRow as OpRow
 from .table import known_ops as known_ops
 from .table import op_table as op_table
+from .table import registered as registered
 from .text import written as written
 from .why import Reason as Reason
 from .why import Why as Why

@@ -1,0 +1,73 @@
+"""What is written or summed at indices takes the dtype of what it is written into: `buffer[index] = layer(x)` runs.
+
+torch refuses two floating dtypes there, in a region too. Its dispatcher asks the kernels of this file, at the keys of
+autocast where torch has none of its own, from the first region on: what torch answers by itself is not changed by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import dynamo_skip_frame, without_autocast
+from ..formats import LOW_DTYPES
+from ..policy import DISPATCH_KEYS, registered
+
+_WRITES = ("index_copy.default", "masked_scatter.default", "put.default", "index_put.default", "scatter.src")
+_SUMS = ("index_add.default", "index_reduce.default", "scatter_add.default", "scatter_reduce.two")
+_SOURCE = {"masked_scatter": 2, "put": 2, "index_put": 2}
+"""Where an op has what is written, if not behind dimension and index."""
+_CASTS = (torch.float32, *LOW_DTYPES)
+_library = torch.library.Library("aten", "IMPL")
+
+
+def _fitted(target: Tensor, source: Tensor, *, in_place: bool, sums: bool) -> tuple[Tensor, Tensor]:
+    """Return both in one dtype: the wider one, or in place the target's, where a sum loses nothing by that. Syncs: no."""
+    if target.dtype is source.dtype or target.dtype not in _CASTS or source.dtype not in _CASTS:
+        return target, source
+    widest = torch.promote_types(target.dtype, source.dtype)
+    if not in_place:
+        return target.to(widest), source.to(widest)
+    return target, source if sums and widest is not target.dtype else source.to(target.dtype)
+
+
+def _kernel(op: Any, at: int, *, in_place: bool, sums: bool) -> Callable[..., Any]:
+    @dynamo_skip_frame
+    def run(target: Tensor, *given: Any, **named: Any) -> Any:
+        source = given[at - 1]
+        with without_autocast():
+            if isinstance(source, Tensor) and source.dtype is not target.dtype and _is_here_to_stay():
+                accumulates = sums or given[at:] == (True,)
+                target, source = _fitted(target, source, in_place=in_place, sums=accumulates)
+            return op(target, *given[: at - 1], source, *given[at:], **named)
+
+    return run
+
+
+def _is_here_to_stay() -> bool:
+    """Whether what runs now runs in this process: an exported program finds no kernel of mezzo's elsewhere."""
+    return not torch.compiler.is_exporting()
+
+
+@lru_cache
+def take_index_writes(device_type: str) -> None:
+    """Have regions on a device take what is written or summed at indices in another floating dtype.
+
+    Exactly where the target is the wider one. A narrower target takes what is written, rounded, as `copy_` does, and
+    refuses sums, as torch does; out of place both are widened, as torch's own rule for such ops has it.
+
+    Writes: torch's dispatcher, at its keys of autocast, once for a device. Host only.
+    """
+    key = DISPATCH_KEYS.get(device_type)
+    torchs = registered(device_type)
+    for written in (*_WRITES, *_SUMS) if key is not None else ():
+        name, overload = written.split(".")
+        for called in (name, f"{name}_"):
+            if called not in torchs:
+                op = getattr(getattr(torch.ops.aten, called), overload)
+                run = _kernel(op, _SOURCE.get(name, 3), in_place=called.endswith("_"), sums=written in _SUMS)
+                _library.impl(op, run, key)

@@ -1,0 +1,169 @@
+"""What is written or summed at indices in a region: sources of another floating dtype are taken where nothing is lost but what `copy_` loses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.errors import CastError
+
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")  # torch calls it beta
+ROWS, MASK = torch.tensor([2, 0]), torch.tensor([True, False, True, False])
+WIDE_ROWS = ROWS[:, None].expand(2, 4).contiguous()
+Op = Callable[[Tensor, Tensor], Tensor]
+
+
+def assigned(buffer: Tensor, source: Tensor, index: Tensor) -> Tensor:
+    buffer[index] = source
+    return buffer
+
+
+WRITES: dict[str, Op] = {
+    "h[index] = x": lambda b, x: assigned(b, x, ROWS),
+    "h[mask] = x": lambda b, x: assigned(b, x, MASK),
+    "index_put_": lambda b, x: b.index_put_((ROWS,), x),
+    "index_copy_": lambda b, x: b.index_copy_(0, ROWS, x),
+    "masked_scatter_": lambda b, x: b.masked_scatter_(MASK[:, None], x),
+    "scatter_": lambda b, x: b.scatter_(0, WIDE_ROWS, x),
+    "put_": lambda b, x: b.put_(torch.arange(8).reshape(2, 4), x),
+}
+SUMS: dict[str, Op] = {
+    "h[index] += x": lambda b, x: b.index_put_((ROWS,), x, accumulate=True),
+    "index_add_": lambda b, x: b.index_add_(0, ROWS, x, alpha=2),
+    "index_reduce_": lambda b, x: b.index_reduce_(0, ROWS, x, "amax"),
+    "scatter_add_": lambda b, x: b.scatter_add_(0, WIDE_ROWS, x),
+    "scatter_reduce_": lambda b, x: b.scatter_reduce_(0, WIDE_ROWS, x, "sum"),
+}
+OUT_OF_PLACE: dict[str, Op] = {
+    "index_put": lambda b, x: b.index_put((ROWS,), x),
+    "index_copy": lambda b, x: b.index_copy(0, ROWS, x),
+    "index_add": lambda b, x: b.index_add(0, ROWS, x),
+    "masked_scatter": lambda b, x: b.masked_scatter(MASK[:, None], x),
+    "scatter": lambda b, x: b.scatter(0, WIDE_ROWS, x),
+    "scatter_add": lambda b, x: b.scatter_add(0, WIDE_ROWS, x),
+    "scatter_reduce": lambda b, x: b.scatter_reduce(0, WIDE_ROWS, x, "sum"),
+}
+LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+OPS = pytest.mark.parametrize("ops", ["torch", "mezzo"])
+
+
+def in_region(op: Op, target: torch.dtype, source: torch.dtype, low: torch.dtype, ops: str) -> tuple[Tensor, Tensor]:
+    """Return what an op gives in a region, and the gradient of its source."""
+    x = torch.linspace(-1, 1, 8).reshape(2, 4).to(source).requires_grad_()
+    with mezzo.autocast("cpu", policy=f"{mezzo.formats.dtype_name(low)}, ops={ops}"):
+        out = op(torch.full((4, 4), 0.1, dtype=target), x)
+    out.sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+def plain(op: Op, target: torch.dtype, values: Tensor) -> tuple[Tensor, Tensor]:
+    x = values.to(target).requires_grad_()
+    out = op(torch.full((4, 4), 0.1, dtype=target), x)
+    out.sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+@LOW
+@OPS
+@pytest.mark.parametrize("name", [*WRITES, *SUMS])
+def test_a_wider_target_takes_it_exactly(name: str, low: torch.dtype, ops: str) -> None:
+    op = {**WRITES, **SUMS}[name]
+    out, grad = in_region(op, torch.float32, low, low, ops)
+    want, want_grad = plain(op, torch.float32, torch.linspace(-1, 1, 8).reshape(2, 4).to(low))
+    assert out.dtype is torch.float32 and torch.equal(out, want)
+    assert grad.dtype is low and torch.equal(grad, want_grad.to(low))
+
+
+@LOW
+@pytest.mark.parametrize("name", WRITES)
+def test_a_narrower_target_takes_what_is_written_rounded_as_copy_does(name: str, low: torch.dtype) -> None:
+    out, grad = in_region(WRITES[name], low, torch.float32, low, "torch")
+    want, want_grad = plain(WRITES[name], low, torch.linspace(-1, 1, 8).reshape(2, 4))
+    assert out.dtype is low and torch.equal(out, want)
+    assert grad.dtype is torch.float32 and torch.equal(grad, want_grad.float())
+
+
+@LOW
+@OPS
+@pytest.mark.parametrize("name", SUMS)
+def test_a_narrower_target_takes_no_sums(name: str, low: torch.dtype, ops: str) -> None:
+    with pytest.raises(CastError, match="cast what is written") as caught:
+        in_region(SUMS[name], low, torch.float32, low, ops)
+    assert "mezzo/casting" not in str(caught.value)
+
+
+@LOW
+@OPS
+@pytest.mark.parametrize("name", OUT_OF_PLACE)
+@pytest.mark.parametrize("widens", [False, True])
+def test_out_of_place_both_are_widened(name: str, widens: bool, low: torch.dtype, ops: str) -> None:
+    target, source = (torch.float32, low) if widens else (low, torch.float32)
+    out, _ = in_region(OUT_OF_PLACE[name], target, source, low, ops)
+    wide = torch.linspace(-1, 1, 8).reshape(2, 4).to(source).float()
+    start = torch.full((4, 4), 0.1, dtype=target).float()
+    assert out.dtype is torch.float32 and torch.equal(out, OUT_OF_PLACE[name](start, wide))
+
+
+def test_fp64_integers_and_other_dtypes_are_torchs() -> None:
+    with mezzo.autocast("cpu"):
+        for op in (*WRITES.values(), *SUMS.values()):
+            with pytest.raises((CastError, RuntimeError), match=r"dtype|type"):
+                op(torch.zeros(4, 4, dtype=torch.float64), torch.ones(2, 4).bfloat16())
+            with pytest.raises(RuntimeError, match=r"dtype|type"):
+                op(torch.zeros(4, 4, dtype=torch.long), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recompute_does_as_its_forward(use_reentrant: bool) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    grads = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=use_reentrant)):
+        with mezzo.autocast("cpu"):
+            out = run(lambda x: torch.zeros(4, 4).index_add_(0, ROWS, layer(x)), x)
+        x.grad = layer.weight.grad = None
+        out.square().sum().backward()
+        grads.append((x.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_a_compiled_model_does_as_eager(backend: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.mark = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            h[MASK] = self.mark
+            return torch.zeros(4, 4).index_add_(0, ROWS, h[:2])
+
+    model, x = Net(), torch.randn(4, 4)
+    mezzo.prepare(model, None, "bf16")
+    assert torch.equal(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
+
+
+FRESH = """
+import torch, mezzo
+def write():
+    with torch.autocast("cpu"):
+        torch.zeros(4)[torch.tensor([0])] = torch.ones(1).bfloat16()
+try:
+    write()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_an_import_changes_nothing() -> None:
+    ran = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
+    assert "dtypes match" in ran.stdout
