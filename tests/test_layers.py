@@ -103,6 +103,35 @@ def test_a_circle_is_found_through_an_import_inside_a_function() -> None:
     assert circle({rule: lazy, fields: {rule}, SRC / "errors.py": set()}) == ["policy/fields.py", "policy/op_rule.py"]
 
 
+KERNELS = SRC / "kernels"
+
+
+def past_the_door(path: Path, source: str) -> list[str]:
+    """What in a file goes to a compiled kernel without the checked operands of `kernels/operands`."""
+    found, own = [], path.relative_to(SRC)
+    reaches = any((KERNELS / "backends") in file.parents for file in imported_files(path, source))
+    if reaches and not {KERNELS / "ops", KERNELS / "backends"} & {*path.parents} and path != KERNELS / "registry.py":
+        found.append(f"{own} imports a backend")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == "step_" and reaches:
+            first = node.args.args[0].annotation
+            if first is None or ast.unparse(first) != "Operands":
+                found.append(f"{own} steps what was not checked")
+    return found
+
+
+def test_operands_are_the_only_way_to_a_compiled_kernel() -> None:
+    assert [fault for path in SRC.rglob("*.py") for fault in past_the_door(path, path.read_text())] == []
+
+
+def test_a_way_past_the_door_is_found() -> None:
+    call = "from mezzo.kernels.backends.cpp.batch import run\ndef step_(weights: list[Tensor]): run(weights)"
+    assert past_the_door(SRC / "optim" / "sgd.py", call) == [
+        "optim/sgd.py imports a backend",
+        "optim/sgd.py steps what was not checked",
+    ]
+
+
 APPLICATIONS = ("train", "bench", "cli")
 API = Path(__file__).parents[1] / "docs" / "api.md"
 

@@ -91,7 +91,7 @@ class OperandError(MezzoError, RuntimeError):
     """A gradient, moment or master that does not fit its parameter; names both."""
 
 
-class CheckpointError(MezzoError, RuntimeError):
+class CheckpointError(MezzoError, RuntimeError, ValueError):
     """A checkpoint that cannot be read, or does not fit what it is loaded into."""
 
 

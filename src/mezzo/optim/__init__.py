@@ -11,4 +11,9 @@ from .adopt import wrapped_optimizer as wrapped_optimizer
 from .base import MasterOptimizer as MasterOptimizer
 from .master_store import check_whole as check_whole
 from .master_weights import MasterWeights as MasterWeights
+from .saved_state import MOMENTS as MOMENTS
+from .saved_state import check_mapping as check_mapping
+from .saved_state import check_saved as check_saved
+from .saved_state import check_tensor as check_tensor
+from .saved_state import refuse as refuse
 from .sgd import SGD as SGD

@@ -42,6 +42,7 @@ from .optimizer_state import (
     take_master_,
 )
 from .param_batches import Active, GroupStep, KeptBatches, ParamBatch, aligned, batches_of
+from .saved_state import check_saved
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -329,11 +330,12 @@ class MasterOptimizer(torch.optim.Optimizer):
             state_dict: from `state_dict` of this class, or of the torch optimizer of the same name.
 
         Raises:
-            ValueError: other numbers of groups or parameters; raised by torch.
+            CheckpointError: no state of such an optimizer; nothing was changed then.
 
         Writes: state, options of the groups; the weights, where a conversion rounds their masters anew.
         Syncs: yes.
         """
+        check_saved(f"state of {type(self).__name__}", state_dict, self)
         keep = self.register_load_state_dict_pre_hook(seal_loaded)
         try:
             super().load_state_dict(state_dict)

@@ -18,7 +18,8 @@ from ..kernels import AUX_STATE, ScaledGradients, check_shape, give_master_, rea
 from ..policy import Master
 from .base import MasterOptimizer
 from .master_store import Masters, Mode
-from .optimizer_state import OWN_OPTIONS, check_shapes, label_of, report, take_master_
+from .optimizer_state import OWN_OPTIONS, label_of, report, take_master_
+from .saved_state import check_saved
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
 
@@ -216,22 +217,23 @@ class MasterWeights(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, also that of another mode, of mezzo.optim or of the inner optimizer alone.
 
-        Masters of the same mode are taken bit for bit, others converted as exactly as the mode allows, and each
-        kind of conversion is logged. Load the weights first.
+        Masters of the same mode are taken bit for bit, others converted as exactly as the mode allows; each kind is logged.
+        Load the weights first.
 
         Args:
             state_dict: from `state_dict` here, of mezzo's optimizer or of torch's optimizer of the same name.
 
         Raises:
-            ValueError: other numbers of groups or parameters; raised by torch.
+            CheckpointError: no state of such an optimizer; nothing was changed then.
 
         Writes: state, options of the groups; the weights, where a conversion rounds their masters anew.
         Syncs: as the inner optimizer does.
         """
-        check_shapes(self, state_dict)
+        check_saved(f"state of {type(self).__name__}", state_dict, self)
         saved: dict[int, dict[str, Any]] = state_dict["state"]
         rest = {index: {k: v for k, v in entry.items() if k not in _OWN_STATE} for index, entry in saved.items()}
-        groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
+        kept = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
+        groups = [{**now, **group} for now, group in zip(self.inner.param_groups, kept, strict=True)]
         params = {p: saved[index] for p, index in self._places().items() if index in saved}
         for p in params:
             if self.masters.mode_of(p) != "none":

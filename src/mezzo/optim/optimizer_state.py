@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
-from ..kernels import AUX_STATE, check_shape, like_dtensor, local, read_master, store_master
+from ..kernels import AUX_STATE, like_dtensor, local, read_master, store_master
 from ..policy import Master
 
 _log = logging.getLogger("mezzo.optim")
@@ -138,12 +138,7 @@ def report(clauses: Iterable[str]) -> None:
 
 
 def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Keep torch from casting the state, and the groups from taking over another master mode.
-
-    Raises:
-        OperandError: state of another shape than its parameter.
-    """
-    check_shapes(optimizer, state_dict)
+    """Keep torch from casting the state, and the groups from taking over another master mode."""
     own = tuple(name for name in OWN_OPTIONS if name != "rounding_seed")
     groups = [
         {**now, **saved, **{name: now[name] for name in own}}
@@ -152,17 +147,3 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     # A different number of groups is torch's to refuse.
     groups += state_dict["param_groups"][len(groups) :]
     return {**state_dict, "state": sealed(state_dict["state"]), "param_groups": groups}
-
-
-def check_shapes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse saved state of another shape than its parameter.
-
-    Raises:
-        OperandError: it is.
-    """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for p, index in zip(params, saved, strict=False):
-        for name, item in state_dict["state"].get(index, {}).items():
-            if isinstance(item, Tensor) and item.dim() > 0 and item.shape != p.shape:
-                check_shape(label_of(optimizer, p), name, item, p)

@@ -15,7 +15,7 @@ from ..distributed import checksum
 from ..errors import InvariantError, listed
 from ..formats import widest
 from ..kernels import AUX_STATE, CHUNK, chunks, is_dtensor, local, read_master, values
-from ..optim import keeps_masters
+from ..optim import MOMENTS, keeps_masters
 from .accumulation import OptimizerGrads
 from .report import StateReport, refuse_differing
 from .result import StepFlags
@@ -32,10 +32,6 @@ _SAMPLE = 4096
 _NORM_ERROR = CHUNK * torch.finfo(torch.float32).eps
 """A norm is summed in fp32 over chunks of this many terms (Higham 2002, section 3.1)."""
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-MOMENTS = frozenset(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
-)
-"""State of torch's optimizers that a step turns into weights; what others keep may start at inf."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -215,7 +215,7 @@ def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]
     for index, group in enumerate(entry["param_groups"]):
         now = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
         kept = {name: value for name, value in group.items() if name not in _OWN_OPTIONS}
-        groups.append({**kept, **{name: now[name] for name in _HOW if name in now}})
+        groups.append({**now, **kept, **{name: now[name] for name in _HOW if name in now}})
     state = {
         index: {name: value for name, value in kept.items() if name not in own}
         for index, kept in entry["state"].items()

@@ -1,0 +1,153 @@
+"""The door for a saved optimizer state: all of it is read, and named if it does not fit, before a bit is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError
+from ..kernels import AUX_STATE
+from ..loss_scale import parameters
+
+MOMENTS = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
+)
+"""State of torch's optimizers that a step turns into weights; what others keep may start at inf."""
+_COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
+"""State of torch's optimizers that is one number a parameter."""
+_NONE_YET = "momentum_buffer"
+"""What torch's SGD saves as None before its first step with momentum."""
+
+
+def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
+    """Refuse a state that an optimizer could not load as a whole, or not step with afterwards.
+
+    Args:
+        part: what errors call it.
+        saved: from the `state_dict` of such an optimizer, or what claims to be.
+        optimizer: to load into.
+
+    Raises:
+        CheckpointError: names the part, what it has, and what it must have.
+
+    Syncs: for counts and rates on an accelerator.
+    """
+    check_mapping(part, saved)
+    groups, params = saved.get("param_groups"), parameters(optimizer)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and _has_params(g) for g in groups):
+        refuse(part, f"has no param_groups with params, and {type(optimizer).__name__} has {len(sizes)} groups")
+    if [len(group["params"]) for group in groups] != sizes:
+        found = [len(group["params"]) for group in groups]
+        refuse(
+            f"{part}.param_groups",
+            f"hold a different number of parameter groups or params: {len(found)} groups with {found} params, and this "
+            f"optimizer's have {sizes}",
+        )
+    for index, (group, given) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for name, own in group.items():
+            if name in given and (wanted := _wanted(own, given[name])):
+                refuse(f"{part}.param_groups[{index}]['{name}']", f"is {_brief(given[name])}, and must be {wanted}")
+    check_mapping(f"{part}.state", saved.get("state"))
+    owners = dict(zip(chain.from_iterable(group["params"] for group in groups), params, strict=True))
+    for key, entry in saved["state"].items():
+        where = f"{part}.state[{key!r}]"
+        if key not in owners:
+            refuse(where, f"belongs to none of the {len(params)} parameters")
+        check_mapping(where, entry)
+        _check_entry(where, entry, owners[key], optimizer)
+    for group in groups:
+        _check_alike(part, {key: saved["state"][key] for key in group["params"] if saved["state"].get(key)})
+
+
+def refuse(part: str, what: str) -> NoReturn:
+    """Raise the sentence about a part of a checkpoint that does not fit."""
+    raise CheckpointError(
+        f"the checkpoint's {part} {what}. Nothing was loaded. Take a whole checkpoint of amp.state_dict(), of such a model "
+        "and such optimizers."
+    )
+
+
+def check_mapping(part: str, value: Any) -> None:
+    """Refuse what is no dict."""
+    if not isinstance(value, Mapping):
+        refuse(part, f"is {type(value).__name__}, and must be a dict")
+
+
+def check_tensor(part: str, value: Any, own: Tensor) -> None:
+    """Refuse what is no tensor with values, of the shape of another. Syncs: no."""
+    if not isinstance(value, Tensor):
+        refuse(part, f"is {_brief(value)}, and must be a tensor of shape {list(own.shape)}")
+    if value.shape != own.shape:
+        refuse(part, f"has shape {list(value.shape)}, and {list(own.shape)} is wanted")
+    if value.layout is not own.layout or (value.is_meta and not own.is_meta):
+        refuse(part, f"is a tensor of {value.layout} on {value.device}, and must be one of {own.layout} with values")
+
+
+def _has_params(group: Mapping[str, Any]) -> bool:
+    params = group.get("params")
+    return isinstance(params, (list, tuple)) and all(isinstance(p, int | str) for p in params)
+
+
+def _brief(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_meta and value.layout is torch.strided and not value.is_complex()
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+def _wanted(own: object, value: object) -> str:
+    """Return what an option must be, if what was saved is none: what it is now tells."""
+    if isinstance(own, bool):
+        return "" if value is None or isinstance(value, bool) else "True or False"
+    if _is_number(own):
+        if not _is_number(value):
+            return "a number"
+        return "" if not isinstance(value, float) or math.isfinite(value) or value == own else "a finite number"
+    if isinstance(own, (list, tuple)) and own and all(map(_is_number, own)):
+        is_alike = isinstance(value, (list, tuple)) and len(value) == len(own) and all(map(_is_number, value))
+        return "" if is_alike else f"{len(own)} numbers"
+    if own is None:
+        return (
+            ""
+            if value is None or isinstance(value, bool | int | float | str | torch.dtype)
+            else "None, a flag or a number"
+        )
+    return ""
+
+
+def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: Optimizer) -> None:
+    own = optimizer.state.get(param, {})
+    for name, value in entry.items():
+        now, where = own.get(name), f"{part}[{name!r}]"
+        if name in _COUNTS:
+            if not _is_number(value) or not math.isfinite(float(value)):
+                refuse(where, f"is {_brief(value)}, and must be a finite number")
+        elif name in AUX_STATE.values():
+            check_tensor(where, value, param)
+            if value.is_floating_point() is (name == AUX_STATE["split"]):
+                refuse(where, f"is {value.dtype}, which such state is never kept in")
+        elif name in MOMENTS:
+            if value is not None or name != _NONE_YET:
+                check_tensor(where, value, param)
+            if value is not None and value.is_complex() is not param.is_complex():
+                refuse(where, f"is {value.dtype}, and the parameter {param.dtype}")
+        elif isinstance(now, Tensor) and now.dim() > 0:
+            check_tensor(where, value, now)
+
+
+def _check_alike(part: str, entries: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Refuse a parameter whose state lacks what that of others in its group has."""
+    known = {name for entry in entries.values() for name in entry} & (MOMENTS | _COUNTS)
+    for key, entry in entries.items():
+        if known & entry.keys() and (missing := sorted(known - entry.keys())):
+            refuse(f"{part}.state[{key!r}]", f"has no {missing[0]}, which others of its group have")

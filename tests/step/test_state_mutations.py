@@ -1,0 +1,103 @@
+"""Saved states changed at random: each is loaded and trains on, or is refused in a sentence of mezzo's, with nothing changed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.step.step_models import Net, assert_same, batch, everything, mse
+
+import mezzo
+from mezzo.errors import MezzoError
+
+Path = tuple[Any, ...]
+VALUES: tuple[Any, ...] = (
+    None, "text", -1, 3, float("nan"), float("inf"), True, [], {}, (), object(), torch.ones(2), torch.ones(()), torch.ones(1, 8).long(),
+    torch.ones(8, device="meta"), torch.full((8,), float("nan")), torch.ones(4, 4).to_sparse(), torch.nn.Linear(1, 1), {"a": 1}, b"bytes",
+)  # fmt: skip
+FP16 = "fp16-master, scaling.init_scale=16, master=fp32"
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "mezzo.AdamW": lambda p: mezzo.optim.AdamW(p, lr=0.01, backend="reference"),
+    "mezzo.SGD": lambda p: mezzo.optim.SGD(p, lr=0.01, momentum=0.9, backend="reference"),
+    "torch.AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "torch.NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+}
+
+
+def step(amp: mezzo.Stepper) -> bool:
+    x, y = batch()
+    amp.zero_grad()
+    amp.backward(mse(amp.model(x), y))
+    return bool(amp.step())
+
+
+def made(name: str, policy: str) -> mezzo.Stepper:
+    torch.manual_seed(0)
+    model = Net()
+    amp = mezzo.prepare(model, MAKERS[name](model.parameters()), policy)
+    step(amp)
+    return amp
+
+
+def paths(state: Any, above: Path = ()) -> Iterator[Path]:
+    """Every key of a saved state, and its own."""
+    yield above
+    inside = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    for key, value in inside:
+        yield from paths(value, (*above, key))
+
+
+def changed(state: Any, path: Path, value: Any) -> Any:
+    """Return a state with one value in the place of another, or without it where the value is `Ellipsis`."""
+    if not path:
+        return value
+    key, *way = path
+    items = dict(state) if isinstance(state, dict) else dict(enumerate(state))
+    items[key] = changed(items[key], tuple(way), value)
+    if items[key] is ...:
+        del items[key]
+    return items if isinstance(state, dict) else type(state)(items.values())
+
+
+def check(load: Callable[[Any], object], amp: mezzo.Stepper, state: Any, path: Path, value: Any) -> bool:
+    """Load a changed state; return whether it was refused."""
+    before, counters, scale = everything(amp), amp.counters(), amp.scale
+    groups = copy.deepcopy([[(k, g[k]) for k in g if k != "params"] for o in amp.optimizers for g in o.param_groups])
+    try:
+        load(changed(state, path, value))
+    except MezzoError as error:
+        assert len(str(error)) > 20, error
+        assert_same(everything(amp), before)
+        assert (amp.counters(), amp.scale) == (counters, scale)
+        now = [[(k, g[k]) for k in g if k != "params"] for o in amp.optimizers for g in o.param_groups]
+        assert str(now) == str(groups)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("what", ["amp", "optimizer"])
+def test_it_loads_or_is_refused_in_a_sentence(what: str, name: str) -> None:
+    rng, policy = random.Random(f"{what} {name}"), "bf16-master" if name.startswith("mezzo") else FP16
+    amp, other = made(name, policy), made(name, policy)
+    step(other)
+    given: Any = copy.deepcopy((other if what == "amp" else other.optimizers[0]).state_dict())
+    every, refused = list(paths(given)), 0
+    for _ in range(25):
+        path = rng.choice(every)
+        value = ... if path and rng.random() < 0.3 else rng.choice(VALUES)
+        try:
+            if check((amp if what == "amp" else amp.optimizers[0]).load_state_dict, amp, given, path, value):
+                refused += 1
+                continue
+            with contextlib.suppress(MezzoError):
+                step(amp)
+        except Exception as error:
+            raise AssertionError(f"{path} = {value!r}: {type(error).__name__}: {error}") from error
+        amp = made(name, policy)
+    assert refused >= 5
