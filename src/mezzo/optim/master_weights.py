@@ -217,8 +217,7 @@ class MasterWeights(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, also that of another mode, of mezzo.optim or of the inner optimizer alone.
 
-        Masters of the same mode are taken bit for bit, others converted as exactly as the mode allows; each kind is logged.
-        Load the weights first.
+        Masters of the same mode are taken bit for bit, others converted as exactly as the mode allows, which is logged. Weights come first.
 
         Args:
             state_dict: from `state_dict` here, of mezzo's optimizer or of torch's optimizer of the same name.
@@ -239,8 +238,9 @@ class MasterWeights(torch.optim.Optimizer):
             if self.masters.mode_of(p) != "none":
                 self.masters.fp32_param(p)
         with self._masters_inside():
-            state = {index: entry for index, entry in rest.items() if entry}
-            self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+            self.inner.load_state_dict(
+                {**state_dict, "state": {i: e for i, e in rest.items() if e}, "param_groups": groups}
+            )
         self._rekey({fp32_param: p for p, fp32_param in self.masters.stand_ins.items()})
         self.masters.seed = state_dict["param_groups"][0].get("rounding_seed", self.masters.seed)
         clauses = []
