@@ -22,7 +22,7 @@ _SUMS = ("index_add.default", "index_reduce.default", "scatter_add.default", "sc
 _SOURCE = {"masked_scatter": 2, "put": 2, "index_put": 2}
 """Where an op has what is written, if not behind dimension and index."""
 _CASTS = (torch.float32, *LOW_DTYPES)
-_library = torch.library.Library("aten", "IMPL")
+_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _fitted(target: Tensor, source: Tensor, *, in_place: bool, sums: bool) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -159,7 +160,8 @@ def _fix_underflow(event: Event) -> Fix:
 def _slope_at(op: str, x: float) -> float:
     """Return the size of an op's derivative at a small number, whose reciprocal it takes where it is no power or logarithm."""
     x = abs(x)
-    return {"sqrt": x**-0.5 / 2, "rsqrt": x**-1.5 / 2, "reciprocal": x**-2}.get(op, 1 / x)
+    slopes = {"sqrt": 1 / (2 * math.sqrt(x)), "rsqrt": 1 / (2 * x * math.sqrt(x)), "reciprocal": 1 / (x * x)}
+    return slopes.get(op, 1 / x)
 
 
 def _fix_singularity(event: Event) -> Fix:
