@@ -1,7 +1,7 @@
 """What torch's own kernels leave to gain on a CPU: each workload beside a run of it that nothing of mezzo's is part of.
 
-Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [ROUNDS]`; all without a name. It prints a table and
-one line of JSON. The ways take turns, a step each; figures are medians.
+Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [ROUNDS]`; all without a name. It prints a table
+and one line of JSON. The ways take turns, a step each; figures are medians.
 
 `launch` and `text`: BERT. "16 bit" keeps nothing in fp32: weights and moments in bf16, under torch.autocast, stepped by torch's
 fused AdamW without a check, unscaling or clipping. It cannot be trained with, and is what a prepared step would take if
@@ -19,6 +19,9 @@ remainders of 2 bytes, moments of 8 and gradients of 2 a parameter, and no casts
 
 `compiled`: LoRA at batch 1. Compiled, a region's casts are part of the graph, and no copy outlives it: "weight casts" makes those of the
 frozen weights into fresh memory. "frozen in bf16" trains adapters on layers that were stored in bf16 before. All threads, wall time.
+
+`fixed`: training steps of three linear layers so small that nothing is computed: what a prepared step costs whatever the model. One
+thread, wall time, twenty times the rounds.
 """
 
 from __future__ import annotations
@@ -260,7 +263,23 @@ def stored_in_bf16(size: Lora, is_compiled: bool) -> Way:
     return step
 
 
-PARTS = {"launch": launch, "text": text, "recipe": recipe, "casts": casts, "memory": memory, "compiled": compiled}
+def fixed(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure steps in which next to nothing is computed."""
+    torch.set_num_threads(1)
+    size = Recipe(in_size=16, out_size=16, batch_size=8, num_batches=1, epochs=1)
+    ways = {name: built(size, name) for name in ("torch-autocast", "torch-amp", "prepare", "prepare-master")}
+    return {"fixed cost of a step": medians(ways, 20 * rounds, time.perf_counter)}
+
+
+PARTS = {
+    "launch": launch,
+    "text": text,
+    "recipe": recipe,
+    "casts": casts,
+    "memory": memory,
+    "compiled": compiled,
+    "fixed": fixed,
+}
 UNITS = {"memory": "MB"}
 
 
@@ -278,7 +297,7 @@ def main() -> None:
             unit = UNITS.get(name, "ms")
             print(
                 f"{title:28}",
-                "  ".join(f"{way} {taken:.2f} {unit} ({taken / first:.2f}x)" for way, taken in row.items()),
+                "  ".join(f"{way} {taken:.3f} {unit} ({taken / first:.2f}x)" for way, taken in row.items()),
             )
         found |= rows
     print(
