@@ -13,5 +13,7 @@ traces_regions = pytest.mark.skipif(
 knows_subclasses = pytest.mark.skipif(
     TORCH < (2, 12), reason="torch 2.11: its compiler takes every torch.autocast for torch's own, so ours is none"
 )
-looks_at_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-"""torch 2.11: at a break its compiler looks at `.grad` of what comes out of the graph, and warns of itself."""
+warns_of_breaks = pytest.mark.filterwarnings(
+    "ignore:Dynamo does not know how to trace:UserWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
+)
+"""torch 2.11: its compiler breaks the graph at a region that it cannot trace, and warns of that and of its own look at `.grad`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._dynamo
-from tests.torch_versions import traces_regions
+from tests.torch_versions import traces_regions, warns_of_breaks
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -150,9 +150,7 @@ class Broken(nn.Module):
         return out, out.float().square().mean()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Dynamo does not know how to trace:UserWarning", "ignore:The .grad attribute:UserWarning"
-)
+@warns_of_breaks
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", AROUND)
 def test_a_model_that_breaks_the_graph_inside_the_region_runs_as_in_eager(name: str, backend: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.torch_versions import traces_regions
+from tests.torch_versions import traces_regions, warns_of_breaks
 from torch import Tensor, nn
 
 import mezzo
@@ -146,7 +146,7 @@ def test_recurrent_layers_and_cells_run_in_16_bit(make: type[nn.Module], low: st
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=16 * torch.finfo(LOW_DTYPES[low]).eps)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # of torch 2.11
+@warns_of_breaks
 @pytest.mark.parametrize("low", LOW_DTYPES)
 @pytest.mark.parametrize("make", RECURRENT)
 def test_the_region_is_left_where_the_compiler_gives_up_inside(make: type[nn.Module], low: str) -> None:

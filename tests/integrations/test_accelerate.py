@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests.integrations import loops
 from tests.integrations.conftest import start_anew
 from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
-from tests.torch_versions import looks_at_grad
+from tests.torch_versions import warns_of_breaks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -260,7 +260,7 @@ def test_the_region_can_be_entered_and_left() -> None:
             assert (a @ a).dtype is torch.float32
 
 
-@looks_at_grad
+@warns_of_breaks
 def test_a_compiled_model_trains() -> None:
     accelerator = Accelerator(cpu=True, policy="bf16", dynamo_backend="aot_eager")
     model = loops.make_model()
