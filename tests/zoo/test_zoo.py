@@ -9,6 +9,12 @@ from typing import get_args
 import pytest
 import torch
 from tests.zoo import (
+    domain_healthy,
+    domain_losses,
+    domain_mechanics,
+    domain_models,
+    domain_scripts,
+    domain_sound,
     faulty_arguments,
     faulty_backward,
     faulty_forward,
@@ -34,7 +40,10 @@ import mezzo.diagnose as diagnose
 from mezzo.trace import explain_lint
 from mezzo.trace.records import LintRule
 
-STRANGERS = (stranger_healthy, stranger_losses, stranger_loops, stranger_models, stranger_sound, stranger_steps)
+STRANGERS = (
+    stranger_healthy, stranger_losses, stranger_loops, stranger_models, stranger_sound, stranger_steps,
+    domain_healthy, domain_losses, domain_mechanics, domain_models, domain_scripts, domain_sound,
+)  # fmt: skip
 """Loaded for the programs that they put into `strangers`."""
 PUBLIC = [*public_faulty.CASES, *public_loops.CASES, *strangers.CASES]
 FAULTY = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
 from .context import OpMode, TraceContext
-from .evidence import HostReads, Read
+from .evidence import HostReads, Read, asks_of_gradients
 from .exponents import LineWatch
 from .fix import OpInputs, fused_with, replacement_for, saved_operands
 from .frames import Owner, caller, is_called_from
@@ -155,15 +155,15 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     def on_read(self, tensor: Tensor, site: Site) -> None:
         """Take note of a value that the host reads. Syncs: yes, where non-finite values are about."""
         read = self._reads.of(tensor)
-        if (
-            read is None
-            or caller() is Owner.MEZZO
-            or not any(self._leads_somewhere(self.events[i], read) for i in read.causes)
-        ):
+        if read is None or caller() is Owner.MEZZO:
+            return
+        is_raised = site.phase == "backward" and asks_of_gradients() and tensor.dtype is torch.bool
+        leads = any(self._leads_somewhere(self.events[i], read) for i in read.causes)
+        if not (bool(tensor) if is_raised else leads):
             return
         sink = Sink(kind="read", name=f"at {site.frame}" if site.frame else "by the host", causes=read.causes,
                     step=self.context.step, after=len(self.events), is_loss=read.is_scalar and read.tracked)  # fmt: skip
-        if read.is_scalar:
+        if read.is_scalar or is_raised:
             self.reach(sink)
         else:
             # a program may ask, repair what it found, and go on
@@ -338,7 +338,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             loss_scale=self.context.loss_scale if site.phase == "backward" else 1.0,
             flush=judged[1],
             reference=judged[0],
-            leaf=leaf or (given if kind == "constant" else ""),
+            leaf=leaf or (given if kind == "constant" else self._cast_of(call, site)),
             replacement=replacement_for(site.op, self._operands(call, site)) if kind == "source" else "",
             fused=fused_with(site.op, call.original(call.inputs[0][1])) if kind == "source" and call.inputs else "",
             is_local_enough=computed and self.reference.is_local_enough(call),
@@ -348,6 +348,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if event.full_rows:
             self.lints.softmax(site, bad[0].dtype, event.full_rows, call.facts.kernel)
         return frozenset((index,))
+
+    def _cast_of(self, call: Call, site: Site) -> str:
+        """Return what a tensor is called that is only cast; empty for one that was computed, and for other ops."""
+        is_cast = site.op == "to" and site.phase == "forward" and bool(call.inputs)
+        return self.context.name_of(call.original(call.inputs[0][1])) if is_cast else ""
 
     def _operands(self, call: Call, site: Site) -> OpInputs:
         """Return what an op that failed was given; in backward, what its forward was."""

@@ -20,8 +20,13 @@ _COMPARES = frozenset({
 })  # fmt: skip
 _COMBINES = _COMPARES | {
     "to", "sum", "mean", "all", "any", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and",
-    "bitwise_or", "bitwise_not", "mul", "add", "max", "amax", "min", "amin", "count_nonzero", "stack", "cat", "rsub",
+    "bitwise_or", "bitwise_not", "is_any_true", "is_all_true", "mul", "add", "max", "amax", "min", "amin", "count_nonzero", "stack", "cat", "rsub",
 }  # fmt: skip
+
+
+def asks_of_gradients() -> bool:
+    """Say whether torch's anomaly mode asks every gradient for NaN, and raises where it finds one. Host only."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .ops import plain_name
+from .ops import CASTS, plain_name
 from .records import Event, Site
 from .verdict import Verdict, narrow_dtype, number
 
@@ -113,6 +113,9 @@ def _fix_overflow(event: Event) -> Fix:
     if event.site.op == "to" and event.site.phase == "backward":
         return Fix(edit="", advice=f"the gradient is narrowed on its way out of {event.site.path}, because what feeds it "
                     "is 16 bit: give that, the module or op before it, an fp32 rule too.")  # fmt: skip
+    if event.site.op == "to" and event.site.called in CASTS:
+        return Fix(edit="", advice=f"no rule undoes what {event.site.called}() narrows at {event.site.user or event.site.library}: "
+                    f"leave {event.leaf or 'the value'} in fp32 there, or use bf16, whose range is that of fp32.")  # fmt: skip
     widest = next((w for w in event.wide if w.is_finite), None)
     if event.outputs[0].dtype in _LOW_NAMES and (widest is None or widest.dtype == "fp32"):
         return Fix(

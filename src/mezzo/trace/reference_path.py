@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch import tree_map
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, is_finite, numbers, rerun_wide
-from .ops import Call
+from .ops import CASTS, Call
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, WideValues
 
@@ -20,8 +20,6 @@ _MOVES = ("index", "gather", "index_select", "take", "cat", "stack", "clone", "f
 """Ops that round nothing: what they hand on was made before."""
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "square", "pow", "neg", "abs"})
 """Ops that may round nothing of what they are given, such as the square of 1."""
-_CASTS = ("to", "bfloat16", "half", "type", "type_as")
-"""Calls by which a program itself narrows a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +182,7 @@ class ReferencePath:
         if call.facts.name not in _MOVES:
             exact = self._exact(call, tensor, local) if makers else None
             makers = (Maker(site, exact, makers if exact is not None else ()),)
-        if makers and (site.op != "to" or site.called in _CASTS):
+        if makers and (site.op != "to" or site.called in CASTS):
             self._makers.note(tensor, makers[0])
 
     def _exact(self, call: Call, tensor: Tensor, local: Tensor | None) -> Tensor | None:

@@ -93,6 +93,8 @@ def _halvings(event: Event, finite: Wide) -> int | None:
 
 def _overflow(event: Event, finite: Wide) -> str:
     top = max((t.amax for t in event.inputs), default=0.0)
+    if event.leaf:
+        return f"{event.leaf} reaches {number(top)}, and {dtype_name(narrow_dtype(event))}, to which it is cast, holds at most {number(format_of(narrow_dtype(event)).max)}."
     where = "" if finite.amax > format_of(narrow_dtype(event)).max else " on the way to its result"
     return (
         f"{dtype_name(narrow_dtype(event))} overflows{where}: it holds at most "

@@ -15,7 +15,9 @@ from torch import Tensor
 from ... import random_state
 from ...errors import ConfigError, DataError
 from ...files import write_atomically
+from ...random_state import RandomState
 from ...step import Stepper, StepResult
+from .second_run import LossFn, SecondRun
 
 START, FORMAT = "start.pt", 1
 _SEGMENTS = 2
@@ -77,9 +79,10 @@ class Recorder:
     Writes: `step` and `backward` of the stepper, until `close`; files in the folder.
     """
 
-    def __init__(self, amp: Stepper, folder: Path, every: int) -> None:
+    def __init__(self, amp: Stepper, folder: Path, every: int, twice_every: int, loss_fn: LossFn | None) -> None:
         self.folder, self.step = folder, 0
-        self._amp, self._every = amp, every
+        self._amp, self._every, self._twice_every = amp, every, twice_every
+        self._second = SecondRun(amp, amp.backward, loss_fn) if twice_every and loss_fn else None
         self._batches: list[_Batch] = []
         self._losses: list[Tensor] = []
         self._results: list[tuple[int, StepResult, list[Tensor]]] = []
@@ -103,7 +106,14 @@ class Recorder:
         """
         if not self._batches and self.step % self._every == 0:
             self._begin_segment()
+        if not self._batches and (second := self._due) is not None:
+            second.begin()
         self._batches.append(_Batch(as_data(batch, "a batch"), random_data()))
+
+    @property
+    def _due(self) -> SecondRun | None:
+        """What runs the step in the making twice; None where it is run once."""
+        return self._second if self._second is not None and self.step % self._twice_every == 0 else None
 
     def _begin_segment(self) -> None:
         self._read_results()
@@ -117,6 +127,8 @@ class Recorder:
     def _recorded_backward(self, loss: Tensor, **options: Any) -> None:
         self._backward(loss, **options)
         self._losses.append(loss.detach())
+        if (second := self._due) is not None:
+            second.after_backward()
 
     def _recorded_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> StepResult:
         if closure is not None or options.get("optimizer") is not None:
@@ -126,6 +138,8 @@ class Recorder:
             )
         if self._batches:
             self._write_step(options)
+        if (second := self._due) is not None:
+            self._run_twice(second)
         losses, self._losses, self._batches = self._losses, [], []
         result = self._take(**options)
         self._results.append((self.step, result, losses))
@@ -133,6 +147,15 @@ class Recorder:
         if len(self._results) >= _WAITING:
             self._read_results()
         return result
+
+    def _run_twice(self, second: SecondRun) -> None:
+        if not self._batches:
+            raise ConfigError(
+                f"record was asked to run step {self.step} twice, and no batch of it was noted. Write "
+                "`for batch in recorder.batches(loader)`, or recorder.note(batch) before each forward."
+            )
+        batches = [(b.data, RandomState(b.random["cpu"], tuple(b.random["accelerators"]))) for b in self._batches]
+        second.compare(self.step, batches, self._losses)
 
     def _write_step(self, options: dict[str, Any]) -> None:
         """Write what the step will be made of; after a crash in it, it is there."""
@@ -183,7 +206,9 @@ def outcome(result: StepResult, losses: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def record(amp: Stepper, folder: str | Path, *, every: int = 100) -> Recorder:
+def record(
+    amp: Stepper, folder: str | Path, *, every: int = 100, twice_every: int = 0, loss_fn: LossFn | None = None
+) -> Recorder:
     """Keep what the last steps of a run were made of, so that any of them can be run again by `mezzo.replay`.
 
     A segment begins with everything `amp.state_dict()` holds; each of its steps adds its batches, the random state each
@@ -194,17 +219,25 @@ def record(amp: Stepper, folder: str | Path, *, every: int = 100) -> Recorder:
         amp: what `mezzo.prepare` returned.
         folder: made where it is missing.
         every: steps in a segment. Fewer make a replay start nearer, and write more.
+        twice_every: run forward and backward of every step whose number this divides a second time, and compare losses, gradients
+            and buffers bit for bit: silent corruption is noticed in its step, before weights are touched. 0: no step.
+        loss_fn: for that: loss_fn(model, batch) computes what is given to `amp.backward` for a batch, as for `mezzo.replay`.
 
     Returns:
         The recorder, to be closed or used as a context. `recorder.batches(loader)` hands the batches out.
 
     Raises:
-        ConfigError: `every` below 1, or something else to record.
+        ConfigError: `every` below 1, something else to record, or `twice_every` without `loss_fn`.
         DataError: the folder holds another record, or cannot be written.
 
     Writes: the folder; `step` and `backward` of the stepper, until it is closed.
-    Syncs: once in 16 steps, with the last of them.
+    Syncs: once in 16 steps, with the last of them, and with each step that is run twice.
     """
+    if (twice_every != 0) != (loss_fn is not None) or twice_every < 0:
+        raise ConfigError(
+            f"record was given twice_every={twice_every} {'and a' if loss_fn else 'without'} loss_fn; to run steps twice it takes both: "
+            "how many steps lie between them, and loss_fn(model, batch), which computes what is given to amp.backward."
+        )
     if not isinstance(amp, Stepper) or every < 1:
         raise ConfigError(
             f"record was asked to keep {type(amp).__name__} with every={every}; give what mezzo.prepare returned, and at least 1."
@@ -213,4 +246,4 @@ def record(amp: Stepper, folder: str | Path, *, every: int = 100) -> Recorder:
     if segments(path):
         raise DataError(f"{str(path)!r} holds another record already; give a new folder, or remove that one.")
     path.mkdir(parents=True, exist_ok=True)
-    return Recorder(amp, path, every)
+    return Recorder(amp, path, every, twice_every, loss_fn)

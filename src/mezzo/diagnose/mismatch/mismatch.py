@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ... import random_state
 from ..._torch import is_compiled
-from ...errors import ConfigError
+from ...errors import ConfigError, listed
 from ...formats import widened
 from ...trace import plain, preserve_state, tensors_in
-from ..trial import call
+from ..trial import LossFn, call
 from .compiled_nodes import wrong_nodes
 from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
 from .observed_run import OpRun, Run, observe, relative_error
@@ -45,15 +45,48 @@ def _undisturbed(run: Any) -> Iterator[None]:
         yield
 
 
-def _observe(run: Any, batch: Any, other: dict[str, Tensor]) -> Run:
+def _trainable(run: Any) -> dict[str, Tensor]:
+    """Return the parameters whose gradients are compared, in the order in which backward comes to them."""
+    if not isinstance(run, nn.Module):
+        raise ConfigError(
+            f"mismatch was given a loss_fn and {type(run).__name__}; gradients are those of parameters, so give two models."
+        )
+    named = [(name.removeprefix("_orig_mod."), p) for name, p in run.named_parameters() if p.requires_grad]
+    return dict(reversed(named))
+
+
+def _step(run: Any, batch: Any, loss_fn: LossFn | None) -> Any:
+    """Return what is compared of a run: its outputs, or its loss and the gradients of its parameters."""
+    if loss_fn is None:
+        return call(run, batch)
+    with torch.enable_grad():
+        loss = loss_fn(run, batch)
+        parameters = list(_trainable(run).values())
+        return [loss, *torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)]
+
+
+def _names(a: Any, b: Any, loss_fn: LossFn | None, count: int) -> list[str]:
+    """Return what the compared tensors are called."""
+    if loss_fn is None:
+        return [f"output {i}" for i in range(count)]
+    ours, theirs = _trainable(a), _trainable(b)
+    odd = sorted(ours.keys() ^ theirs.keys())
+    if odd:
+        raise ConfigError(
+            f"mismatch compares the gradients of parameters of the same name, and only one of a and b has {listed(odd)} to train."
+        )
+    return ["loss", *(f"gradient of {name}" for name in ours)]
+
+
+def _observe(run: Any, batch: Any, loss_fn: LossFn | None, other: dict[str, Tensor]) -> Run:
     model = run if isinstance(run, nn.Module) else None
     with _undisturbed(run):
-        return observe(lambda: call(run, batch), model, other)
+        return observe(lambda: _step(run, batch, loss_fn), model, other)
 
 
-def _output(run: Any, batch: Any) -> list[Tensor]:
+def _output(run: Any, batch: Any, loss_fn: LossFn | None) -> list[Tensor]:
     with _undisturbed(run):
-        return [v.detach() for _, t in tensors_in(call(run, batch), "") if (v := plain(t)) is not None]
+        return [v.detach() for _, t in tensors_in(_step(run, batch, loss_fn), "") if (v := plain(t)) is not None]
 
 
 def _check_shapes(a: Run, b: Run) -> None:
@@ -69,7 +102,11 @@ def _place(op: OpRun | None) -> OpPlace | None:
     if op is None:
         return None
     return OpPlace(
-        op=op.name, kernel=op.kernel, module=op.site.module, frame=op.site.library or op.site.user, dtype=op.dtype
+        op=op.name if op.site.phase == "forward" else f"backward of {op.site.op}",
+        kernel=op.kernel,
+        module=op.site.module,
+        frame=op.site.library or op.site.user,
+        dtype=op.dtype,
     )
 
 
@@ -79,36 +116,55 @@ def _finding(found: Parting) -> MismatchFinding:
     return MismatchFinding(cause=found.cause, op=found.op, module=found.module, frame=frame, what=found.what, a=a, b=b)
 
 
-def _of_compiled(run: Any, batch: Any, observed: Run, output: list[Tensor], name: str) -> MismatchFinding | None:
+def _first_off(observed: Run, output: list[Tensor], is_step: bool) -> tuple[int, float, float] | None:
+    """Return the first compared tensor that compiling moved by more than rounding: its place, its error, what rounding explains."""
+    forward = [op.total for op in observed.ops if op.site.phase == "forward"]
+    for i, (eager, compiled) in enumerate(zip(observed.outputs, output, strict=True)):
+        maker = observed.makers[i]
+        is_gradient = is_step and i > 0 and maker is not None
+        rounding = observed.ops[maker].total if is_gradient and maker is not None else max(forward, default=0.0)
+        bound = _ALIKE * (rounding + torch.finfo(eager.dtype).eps)
+        if (error := relative_error(compiled, eager)) > bound:
+            return i, error, bound
+    return None
+
+
+def _of_compiled(
+    run: Any, batch: Any, loss_fn: LossFn | None, observed: Run, output: list[Tensor], names: list[str], side: str
+) -> MismatchFinding | None:
     """Return the op that a compiler got wrong; None where the compiled run is about as near to fp64 as the eager one."""
-    for eager, compiled in zip(observed.outputs, output, strict=True):
-        eps = torch.finfo(eager.dtype).eps
-        rounding = max((op.total for op in observed.ops), default=0.0)
-        if relative_error(compiled, eager) > _ALIKE * (rounding + eps):
-            break
-    else:
+    off = _first_off(observed, output, loss_fn is not None)
+    if off is None:
         return None
     with _undisturbed(run):
-        found = wrong_nodes(run, lambda model: call(model, batch))
-    if not found:
+        found = wrong_nodes(run, lambda model: call(model, batch) if loss_fn is None else loss_fn(model, batch))
+    index, error, bound = off
+    if found:
+        node = found[0]
+        op, module, frame = node.op, node.module, node.frame
+        what = (
+            f"compiled, {side} is {node.local:.2g} off on the values it was given, rounding explains {node.bound:.2g}"
+        )
+    elif names[index].startswith("gradient"):
+        op, module, frame = "backward", names[index].removeprefix("gradient of ").rpartition(".")[0], None
+        what = f"compiled, the {names[index]} in {side} is {error:.2g} off, rounding explains {bound:.2g}; its forward is right"
+    else:
         return None
-    node = found[0]
-    place = OpPlace(op=node.op, kernel="compiled", module=node.module, frame=node.frame, dtype="")
-    what = f"compiled, {name} is {node.local:.2g} off on the values it was given, rounding explains {node.bound:.2g}"
+    place = OpPlace(op=op, kernel="compiled", module=module, frame=frame, dtype="")
     return MismatchFinding(
-        cause="kernel", op=node.op, module=node.module, frame=node.frame, what=what,
-        a=place if name == "a" else None, b=place if name == "b" else None,
+        cause="kernel", op=op, module=module, frame=frame, what=what,
+        a=place if side == "a" else None, b=place if side == "b" else None,
     )  # fmt: skip
 
 
-def _gap(index: int, a: Tensor, b: Tensor) -> OutputGap:
+def _gap(name: str, a: Tensor, b: Tensor) -> OutputGap:
     x, y = widened(a), widened(b.to(a.device))
     known = x.isfinite() & y.isfinite()
     gap = (x - y)[known].abs()
     p, q = (torch.log_softmax(t.reshape(-1, t.shape[-1]) if t.dim() else t.reshape(1, 1), -1) for t in (x, y))
     kl = (p.exp() * (p - q)).nan_to_num(0.0, float("inf")).sum(-1)
     return OutputGap(
-        name=f"output {index}",
+        name=name,
         difference=relative_error(b.to(a.device), a),
         largest=float(gap.max()) if gap.numel() else 0.0,
         kl_mean=float(kl.mean()) if kl.numel() else 0.0,
@@ -122,7 +178,7 @@ def _worst(a: Run, b: Run) -> OpRun | None:
     return max(ops, key=lambda op: op.local, default=None)
 
 
-def mismatch(a: Runnable, b: Runnable, batch: Any) -> MismatchReport:
+def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None) -> MismatchReport:
     """Run two things that should agree on one batch, op by op, and name the first op where they part.
 
     Beside each run fp64 values are carried from the inputs; rounding does not move them. Where both runs have the same,
@@ -139,12 +195,14 @@ def mismatch(a: Runnable, b: Runnable, batch: Any) -> MismatchReport:
             its mode, and in the region and with the gradient mode the caller is in.
         b: likewise.
         batch: a tensor, a tuple of positional or a dict of named arguments of both.
+        loss_fn: loss_fn(model, batch) returns a number. Then it and the gradients of the parameters are compared instead of the
+            outputs, and the op may be one of backward; a and b are two models whose trainable parameters have the same names.
 
     Returns:
         The report: the op, why, and how far the outputs are from each other.
 
     Raises:
-        ConfigError: something that cannot be called, or outputs of different number or shape.
+        ConfigError: something that cannot be called, outputs of different number or shape, or gradients without a model.
 
     Writes: nothing. Syncs: at every op.
     Source: fp64 as the oracle of finite-precision programs, as in CADNA and Herbgrind (Sanchez-Stern et al., 2018).
@@ -156,22 +214,23 @@ def mismatch(a: Runnable, b: Runnable, batch: Any) -> MismatchReport:
     """
     one, two = _callable(a, "a"), _callable(b, "b")
     with random_state.kept():
-        ours = _observe(one, batch, {})
-        theirs = _observe(two, batch, ours.leaves)
+        ours = _observe(one, batch, loss_fn, {})
+        theirs = _observe(two, batch, loss_fn, ours.leaves)
+        names = _names(one, two, loss_fn, len(ours.outputs))
         _check_shapes(ours, theirs)
         found = part(ours, theirs)
         finding = None if found is None else _finding(found)
         outputs = [list(ours.outputs), list(theirs.outputs)]
-        for i, (run, observed, name) in enumerate(((one, ours, "a"), (two, theirs, "b"))):
+        for i, (run, observed, side) in enumerate(((one, ours, "a"), (two, theirs, "b"))):
             if is_compiled(run):
-                outputs[i] = _output(run, batch)
-                finding = finding or _of_compiled(run, batch, observed, outputs[i], name)
+                outputs[i] = _output(run, batch, loss_fn)
+                finding = finding or _of_compiled(run, batch, loss_fn, observed, outputs[i], names, side)
     worst = None if finding is not None else _worst(ours, theirs)
     shared = [key for key in ours.modules if key in theirs.modules]
     pairs = [(key, ours.modules[key], theirs.modules[key]) for key in shared]
     return MismatchReport(
         finding=finding,
-        outputs=tuple(_gap(i, x, y) for i, (x, y) in enumerate(zip(*outputs, strict=True))),
+        outputs=tuple(_gap(name, x, y) for name, x, y in zip(names, *outputs, strict=True)),
         worst=_place(worst),
         worst_error=0.0 if worst is None else worst.local,
         growth=tuple((name, relative_error(y, x)) for (name, _), x, y in pairs if x.shape == y.shape),

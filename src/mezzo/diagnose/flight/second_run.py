@@ -1,0 +1,129 @@
+"""A step run a second time before it is taken: hardware that computed something else once is noticed in that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import random_state
+from ...errors import ConfigError, InvariantError, listed
+from ...kernels import local
+from ...random_state import RandomState
+from ...stamp import Stamp, grads_by_id, stamps_of
+from ...step import Stepper
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+Backward = Callable[[Tensor], None]
+Batches = Sequence[tuple[Any, RandomState]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What forward and backward of a step came to, by name: losses, gradients, buffers."""
+
+    tensors: dict[str, Tensor]
+
+    def differs_in(self, other: _Outcome) -> list[str]:
+        """Return the names of what is not bit for bit the same in both. Syncs: yes."""
+        mine, theirs = self.tensors, other.tensors
+        both = mine.keys() & theirs.keys()
+        return [name for name in {**mine, **theirs} if name not in both or not _same_bits(mine[name], theirs[name])]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_sparse:
+        a, b = one.coalesce(), other.coalesce()
+        return _same_bits(a.indices(), b.indices()) and _same_bits(a.values(), b.values())
+    a, b = local(one), local(other)
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+class SecondRun:
+    """Runs forward and backward of a step again, on the same batches and draws, and compares them bit for bit.
+
+    Args:
+        amp: the stepper; its gradients are those of the step in the making.
+        backward: of the stepper, as it was before anybody recorded it.
+        loss_fn: computes what is given to `backward` from the model and a batch.
+    """
+
+    def __init__(self, amp: Stepper, backward: Backward, loss_fn: LossFn) -> None:
+        self._amp, self._backward, self._loss_fn = amp, backward, loss_fn
+        self._buffers: dict[str, Tensor] = {}
+        self._stamps: dict[int, Stamp] = {}
+
+    def begin(self) -> None:
+        """Keep what the step begins with, before its first forward. Syncs: no."""
+        self._buffers = {name: b.detach().clone() for name, b in self._amp.model.named_buffers()}
+
+    def after_backward(self) -> None:
+        """Take note of gradients as a backward left them. Syncs: no."""
+        self._stamps = stamps_of(grads_by_id(self._amp.model.parameters()))
+
+    def compare(self, step: int, batches: Batches, losses: Sequence[Tensor]) -> None:
+        """Run the step's forward and backward again; whatever comes of it, the last run's gradients stay.
+
+        Raises:
+            InvariantError: two runs agree, and the other differs: hardware, or a loss_fn that is not what the loop computes.
+            ConfigError: no two runs agree, or gradients were edited since backward.
+
+        Writes: gradients; buffers and random state come out as the step left them. Syncs: yes.
+        """
+        now = dict(grads_by_id(self._amp.model.parameters()))
+        if any(not self._stamps[key].is_current(grad) for key, grad in now.items() if key in self._stamps):
+            raise ConfigError(
+                f"record was asked to run step {step} twice, and gradients were edited after backward, which the second run would "
+                "lose. Edit them in a hook of the parameter, or leave twice_every out."
+            )
+        first = self._outcome(losses)
+        second = self._again(batches)
+        wrong = first.differs_in(second)
+        if not wrong:
+            return
+        third = self._again(batches)
+        if second.differs_in(third) and first.differs_in(third):
+            raise ConfigError(
+                f"record was asked to run step {step} twice, and three runs of it gave three results; {listed(wrong)} differ. The "
+                "step is not deterministic: draw random numbers from torch alone and write torch.use_deterministic_algorithms(True), "
+                "or leave twice_every out."
+            )
+        raise InvariantError(_sentence(step, wrong, is_first=not second.differs_in(third)))
+
+    def _outcome(self, losses: Sequence[Tensor]) -> _Outcome:
+        model = self._amp.model
+        grads = {f"the gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+        buffers = {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
+        return _Outcome({**{f"loss {i}": loss for i, loss in enumerate(losses)}, **grads, **buffers})
+
+    def _again(self, batches: Batches) -> _Outcome:
+        self._amp.zero_grad()
+        with torch.no_grad():
+            for name, buffer in self._amp.model.named_buffers():
+                buffer.copy_(self._buffers[name])
+        losses = []
+        with random_state.kept():
+            for batch, random in batches:
+                random_state.set_(random)
+                loss = self._loss_fn(self._amp.model, batch)
+                self._backward(loss)
+                losses.append(loss.detach())
+        self.after_backward()
+        return self._outcome(losses)
+
+
+def _sentence(step: int, wrong: Sequence[str], *, is_first: bool) -> str:
+    other = "" if not is_first else (
+        " If this comes again in the same step of a new run, loss_fn computes something else than the loop gives to amp.backward."
+    )  # fmt: skip
+    return (
+        f"step {step} was run twice on the same batches and random numbers, and came out differently: {listed(wrong)}. A third run "
+        f"agrees with the {'second' if is_first else 'first'}: hardware computed something wrong in the "
+        f"{'first' if is_first else 'second'}. The gradients now are those of the third run, so that amp.step() takes them; "
+        f"replace this device.{other}"
+    )
