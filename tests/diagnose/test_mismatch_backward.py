@@ -40,6 +40,23 @@ class Relu(nn.Module):
         return self.run(x)
 
 
+class HalfGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        return grad @ weight, 0.5 * flat.T @ x.flatten(0, -2), flat.sum(0)
+
+
+def half_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return HalfGrad.apply(x, weight, bias)
+
+
 def net(run: Callable[[Tensor], Tensor], *, detached: bool = False) -> nn.Module:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -71,7 +88,7 @@ def test_a_wrong_derivative_is_named() -> None:
 def test_a_detached_path_is_named() -> None:
     found = mismatch(net(torch.relu), net(torch.relu, detached=True), X, loss_fn).finding
     assert found is not None
-    assert found.b is None and found.op.startswith("backward of") and found.module in ("down", "norm")
+    assert (found.cause, found.op, found.module, found.b) == ("missing op", "backward of addmm", "down", None)
 
 
 def test_a_difference_of_forward_comes_first() -> None:
@@ -118,22 +135,10 @@ def test_rounding_of_gradients_is_no_finding(name: str) -> None:
 def test_a_compilers_wrong_backward_is_named() -> None:
     """A compiler whose forward is right, and whose gradients of a linear layer are not."""
 
-    class HalfGrad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            ctx.save_for_backward(x, weight)
-            return F.linear(x, weight, bias)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            x, weight = ctx.saved_tensors
-            flat = grad.flatten(0, -2)
-            return grad @ weight, 0.5 * flat.T @ x.flatten(0, -2), flat.sum(0)
-
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         for node in graph.graph.nodes:
             if getattr(node.target, "__name__", "") == "linear":
-                node.target = HalfGrad.apply
+                node.target = half_linear
         graph.recompile()
         return graph.forward
 

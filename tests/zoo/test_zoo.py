@@ -11,6 +11,7 @@ import torch
 from tests.zoo import (
     domain_healthy,
     domain_losses,
+    domain_means,
     domain_mechanics,
     domain_models,
     domain_scripts,
@@ -42,7 +43,7 @@ from mezzo.trace.records import LintRule
 
 STRANGERS = (
     stranger_healthy, stranger_losses, stranger_loops, stranger_models, stranger_sound, stranger_steps,
-    domain_healthy, domain_losses, domain_mechanics, domain_models, domain_scripts, domain_sound,
+    domain_healthy, domain_losses, domain_means, domain_mechanics, domain_models, domain_scripts, domain_sound,
 )  # fmt: skip
 """Loaded for the programs that they put into `strangers`."""
 PUBLIC = [*public_faulty.CASES, *public_loops.CASES, *strangers.CASES]

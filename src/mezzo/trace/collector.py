@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
 from .context import OpMode, TraceContext
-from .evidence import HostReads, Read, asks_of_gradients
+from .evidence import HostReads, asks_of_gradients, leads_somewhere
 from .exponents import LineWatch
 from .fix import OpInputs, fused_with, replacement_for, saved_operands
 from .frames import Owner, caller, is_called_from
@@ -31,7 +31,7 @@ from .measure import (
     whole_numbers,
     wide_results,
 )
-from .ops import Call, op_facts
+from .ops import Call, op_facts, plain
 from .records import Event, EventKind, Sink, SinkKind, Site
 from .reference_path import Fp64Reference, ReferencePath
 from .wide_values import StorageNotes
@@ -45,7 +45,8 @@ _SHARED = "torch/multiprocessing/reductions.py"
 _COLLATE = "torch/utils/data/_utils/collate.py"
 _COUNTS = frozenset({"sum", "count_nonzero", "to"})
 """Ops that make a number of elements, where no gradient goes through them."""
-_METRICS = frozenset({"div", "mean", "std", "var", "reciprocal", "corrcoef", "floor_divide"})
+_WRITERS = ("", "scalar_tensor", "where", "full", "tensor", "as_tensor", "masked_fill", "fill", "setitem", "pad")
+"""Functions by which a program writes a number down."""
 
 
 def _has_nan(tensors: Iterable[Tensor]) -> bool:
@@ -116,7 +117,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             if facts.name == "set" and isinstance(out, Tensor) and is_called_from(_SHARED):
                 self._shared.note(out, True)
             return out
-        if facts.name == "ones_like" and self.context.is_backward_root():
+        if facts.name == "ones_like" and args[0].requires_grad and self.context.is_backward_root():
             self._on_loss(args[0], site)
         if facts.name == "local_scalar_dense":
             self.on_read(args[0], site)
@@ -132,6 +133,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._judge(call, site)
             self._reads.see(call, out)
         return out
+
+    def before_parts(self, func: OpOverload[Any, Any], args: tuple[Any, ...]) -> None:
+        """Take note of a loss that is a tensor of others, which has the graph that its parts have not."""
+        if op_facts(func).name == "ones_like" and self.context.is_backward_root():
+            self._on_loss(args[0], self.context.site("ones_like"))
 
     def stop(self, reason: BaseException) -> None:
         """Raise from this op, and from the next ones if the program goes on."""
@@ -158,7 +164,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if read is None or caller() is Owner.MEZZO:
             return
         is_raised = site.phase == "backward" and asks_of_gradients() and tensor.dtype is torch.bool
-        leads = any(self._leads_somewhere(self.events[i], read) for i in read.causes)
+        leads = any(leads_somewhere(self.events[i], read) for i in read.causes)
         if not (bool(tensor) if is_raised else leads):
             return
         sink = Sink(kind="read", name=f"at {site.frame}" if site.frame else "by the host", causes=read.causes,
@@ -177,17 +183,12 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         with self.aside():
             self.on_read(tensor, self.context.site("item"))
 
-    @staticmethod
-    def _leads_somewhere(event: Event, read: Read) -> bool:
-        """Say whether a value that is read belongs to the training, and not to a statistic such as 0/0 found."""
-        is_metric = event.site.op in _METRICS and not event.site.root and not event.tracked
-        return read.tracked or not is_metric
-
     def _on_refusal(self, call: Call, site: Site) -> None:
         """Take note that an op raised, if it was given non-finite values."""
         with self.aside():
             bad = [(n, t) for n, t in call.inputs if not is_finite(t)]
             causes = NO_CAUSE.union(*(self._causes.get(t) or self._leaf(call, site, n, t) for n, t in bad))
+            causes |= self._reads.behind(call)
         if causes:
             self.reach(Sink(kind="read", name=f"{call.facts.name}, which raised", causes=causes,
                             step=self.context.step, after=len(self.events)))  # fmt: skip
@@ -241,7 +242,10 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _on_nonfinite(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> None:
         causes = self._causes_of(call, site, sources, bad)
-        if not sources and self._is_arithmetic(call, bad):
+        if not sources and site.op == "scalar_tensor" and site.called not in _WRITERS:
+            # a function of torch's own says that its result does not exist, as logdet does
+            causes = self._event(call, replace(site, op=site.called), bad, "source")
+        elif not sources and self._is_arithmetic(call, bad):
             causes = self._event(call, site, bad, "source")
             self._fp64.start(call)
         elif not sources:
@@ -389,7 +393,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.backwards += 1
         with self.aside():
             self._told_loss(loss)
-        if loss.is_floating_point() and not is_finite(loss):
-            self.sink("loss", "loss", loss)
+        if (value := plain(loss)) is not None and not is_finite(value):
+            self.sink("loss", "loss", value)
         else:
             self._pending_reads.clear()

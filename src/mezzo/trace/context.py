@@ -24,7 +24,7 @@ from .._torch import (
 )
 from .frames import locate
 from .modules import ModuleStack, Place
-from .ops import node_op
+from .ops import is_custom, node_op, plain, takes_itself_apart
 from .records import Phase, Site
 
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
@@ -156,9 +156,11 @@ class TraceContext:
             self._remember(site, next_node_number() - 1)
             return site
         origin = self._origin(node)
-        if origin is None:
-            return self._site("backward", Place(), here.user, here.library, node_op(node.name()))
         nearer = here.user is not None
+        is_hook = nearer and not is_custom(node.name())
+        ran = op if is_hook else node_op(node.name())
+        if origin is None:
+            return self._site("backward", Place(), here.user, here.library, ran)
         return Site(
             phase="backward",
             root=origin.root,
@@ -166,8 +168,8 @@ class TraceContext:
             classes=origin.classes,
             user=here.user if nearer else origin.user,
             library=here.library if nearer else origin.library,
-            called=origin.called,
-            op=origin.op if "CopySlices" in node.name() else node_op(node.name()),
+            called=self.names.current if is_hook else origin.called,
+            op=origin.op if "CopySlices" in node.name() and not is_hook else ran,
             step=self.step,
             rank=self.rank,
         )
@@ -276,7 +278,15 @@ class OpMode(DispatchMode):
     ) -> Any:
         """Hand one op to `run_op`, or run it unseen if it is the tool's own."""
         kwargs = kwargs or {}
-        return func(*args, **kwargs) if self._is_aside else self.run_op(func, args, kwargs)
+        if self._is_aside:
+            return func(*args, **kwargs)
+        if any(takes_itself_apart(cls) for cls in types):
+            self.before_parts(func, args)
+            return NotImplemented
+        return self.run_op(func, args, kwargs)
+
+    def before_parts(self, func: OpOverload[Any, Any], args: tuple[Any, ...]) -> None:
+        """Take note of an op on tensors that answer it by ops on others: quantised, distributed. Those ops come next, one by one."""
 
     @abstractmethod
     def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,5 +325,7 @@ def _factor(loss: Tensor) -> float:
     for i, saved in ((1, "_saved_other"), (0, "_saved_self")):
         value = getattr(node, saved, None)
         if node.next_functions[i][0] is None and isinstance(value, Tensor) and value.numel() == 1:
-            return max(float(value), 1.0)
+            # a distributed one is read by its part; a whole number has none
+            own = plain(value)
+            return max(float(value if own is None else own), 1.0)
     return 1.0

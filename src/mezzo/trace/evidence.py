@@ -12,16 +12,22 @@ from torch import Tensor
 
 from .._torch import node_number, tree_leaves
 from .ops import Call
-from .records import Sink
+from .records import Event, Sink
 from .wide_values import StorageNotes
 
 _COMPARES = frozenset({
     "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isneginf", "isposinf", "isfinite", "isclose", "signbit",
 })  # fmt: skip
-_COMBINES = _COMPARES | {
+_FACTORS = frozenset({
+    "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu_factor_ex", "linalg_ldl_factor_ex", "linalg_solve_ex",
+})  # fmt: skip
+"""Ops that say by a whole number whether they could do what they were asked."""
+_COMBINES = _COMPARES | _FACTORS | {
     "to", "sum", "mean", "all", "any", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and",
     "bitwise_or", "bitwise_not", "is_any_true", "is_all_true", "mul", "add", "max", "amax", "min", "amin", "count_nonzero", "stack", "cat", "rsub",
 }  # fmt: skip
+
+_METRICS = frozenset({"div", "mean", "std", "var", "reciprocal", "corrcoef", "floor_divide"})
 
 
 def asks_of_gradients() -> bool:
@@ -42,6 +48,12 @@ class Read:
     causes: frozenset[int]
     is_scalar: bool
     tracked: bool
+
+
+def leads_somewhere(event: Event, read: Read) -> bool:
+    """Say whether a value that is read belongs to the training, and not to a statistic such as 0/0 found."""
+    is_metric = event.site.op in _METRICS and not event.site.root and not event.tracked
+    return read.tracked or not is_metric
 
 
 class HostReads:
@@ -65,16 +77,21 @@ class HostReads:
             return
         given = [t for t in tree_leaves((call.args, call.kwargs)) if _is_strided(t)]
         found = [r for t in given if (r := self._answers.get(t)) is not None]
-        if call.facts.name in _COMPARES:
+        if call.facts.name in _COMPARES or call.facts.name in _FACTORS:
             found += self._reads(t for t in given)
         for tensor in tree_leaves(out):
-            if not _is_strided(tensor):
+            if not _is_strided(tensor) or (call.facts.name in _FACTORS and tensor.is_floating_point()):
                 continue
             if found:
                 causes = frozenset().union(*(r.causes for r in found))
                 self._answers.note(tensor, Read(causes, all(r.is_scalar for r in found), any(r.tracked for r in found)))
             elif tensor.dtype is torch.bool:
                 self._answers.forget(tensor)
+
+    def behind(self, call: Call) -> frozenset[int]:
+        """Return the events behind answers that an op was given. Host only."""
+        given = [t for t in tree_leaves((call.args, call.kwargs)) if _is_strided(t)]
+        return frozenset().union(*(r.causes for t in given if (r := self._answers.get(t)) is not None))
 
     def of(self, tensor: Tensor) -> Read | None:
         """Return what the host learns about non-finite values when it reads this tensor. Syncs: yes."""

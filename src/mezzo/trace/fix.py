@@ -254,7 +254,7 @@ def _inside(name: str, dtype: torch.dtype) -> Replacement:
 def _quotients(divisor: Tensor, low: float, is_count: bool) -> Iterator[Replacement]:
     """Offer quotients: by a count of at least 1, by a positive divisor, by one of either sign."""
     if bool((divisor >= 0).all()):
-        if is_count and bool((divisor == divisor.round()).all()):
+        if not divisor.is_floating_point() or (is_count and bool((divisor == divisor.round()).all())):
             yield Replacement("x / y.clamp(min=1)", lambda x, y: x / y.clamp(min=1), 2)
         yield Replacement(f"x / y.clamp(min={low:g})", lambda x, y: x / y.clamp(min=low), 2)
     else:
@@ -374,7 +374,12 @@ def replacement_for(op: str, operands: OpInputs) -> str:
     Syncs: yes.
     """
     inputs = operands.tensors
-    if not inputs or not all(t.is_floating_point() and bool(t.isfinite().all()) for t in inputs):
+    floating = inputs[: 1 if op == "div" else None]
+    if (
+        not floating
+        or not all(t.is_floating_point() for t in floating)
+        or not all(bool(t.isfinite().all()) for t in inputs)
+    ):
         return ""
     found: list[str] = []
 

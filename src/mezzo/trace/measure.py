@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import random_state
 from .._torch import OpOverload, tree_flatten, tree_map, without_autocast
 from ..formats import dtype_name, widest
-from .ops import SOFTMAX_LIKE, OpFacts, results
+from .ops import SOFTMAX_LIKE, OpFacts, is_collective, results
 from .records import TensorFacts, Wide
 
 _WIDE = (torch.float32, torch.float64)
@@ -109,6 +109,8 @@ def rerun(func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwa
 
     Syncs: as the op does.
     """
+    if is_collective(facts.kernel):
+        raise NotImplementedError(f"{facts.kernel} waits for other ranks, and is not run again.")
     args = tuple(
         tree_map(_clone, a) if name in facts.writes else a for name, a in zip(facts.arguments, args, strict=False)
     )

@@ -67,6 +67,18 @@ def node_op(node_name: str) -> str:
     return plain_name(snake)
 
 
+def is_custom(node_name: str) -> bool:
+    """Say whether an autograd node is a custom Function's, which carry no number."""
+    return node_name.endswith("Backward")
+
+
+@cache
+def takes_itself_apart(cls: type) -> bool:
+    """Say whether a class of tensors answers ops by other ops, as quantised and distributed tensors do. Host only."""
+    own = getattr(cls, "__torch_dispatch__", None)
+    return own is not None and own is not Tensor.__torch_dispatch__ and hasattr(cls, "__tensor_flatten__")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpFacts:
     """What the collector must know before it runs an op.
@@ -78,7 +90,7 @@ class OpFacts:
         makes_nothing: a view, or memory that holds no value yet; no result to judge.
         writes: names of arguments the op writes.
         overwrites: the old values of what it writes are not read.
-        draws: it draws random numbers.
+        draws: its result depends on more than its arguments: random numbers, or what other ranks have.
     """
 
     name: str
@@ -88,6 +100,11 @@ class OpFacts:
     writes: frozenset[str]
     overwrites: bool
     draws: bool
+
+
+def is_collective(kernel: str) -> bool:
+    """Say whether an op waits for other ranks, so that running it again would wait for ever."""
+    return "c10d" in kernel
 
 
 @cache
@@ -108,7 +125,7 @@ def op_facts(func: OpOverload[Any, Any]) -> OpFacts:
         makes_nothing=is_view or name in _GARBAGE or name == "set",
         writes=frozenset(writes),
         overwrites=bool(outs) or (name in _OVERWRITES and base.endswith("_")),
-        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        draws=torch.Tag.nondeterministic_seeded in func.tags or is_collective(schema.name),
     )
 
 

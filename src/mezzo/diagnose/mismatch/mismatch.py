@@ -55,14 +55,21 @@ def _trainable(run: Any) -> dict[str, Tensor]:
     return dict(reversed(named))
 
 
-def _step(run: Any, batch: Any, loss_fn: LossFn | None) -> Any:
-    """Return what is compared of a run: its outputs, or its loss and the gradients of its parameters."""
+def _compared(run: Any, batch: Any, loss_fn: LossFn | None) -> Callable[[], Any]:
+    """Return what runs something once, for what is compared of it: outputs, or loss and gradients of parameters."""
     if loss_fn is None:
-        return call(run, batch)
-    with torch.enable_grad():
-        loss = loss_fn(run, batch)
-        parameters = list(_trainable(run).values())
-        return [loss, *torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)]
+        return lambda: call(run, batch)
+    parameters = list(_trainable(run).values())
+    # made before anything is watched: a gradient that no op makes is 0, and no op of the run
+    nothing = [torch.zeros_like(p) for p in parameters]
+
+    def step() -> list[Tensor]:
+        with torch.enable_grad():
+            loss = loss_fn(run, batch)
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return [loss, *(zero if grad is None else grad for grad, zero in zip(grads, nothing, strict=True))]
+
+    return step
 
 
 def _names(a: Any, b: Any, loss_fn: LossFn | None, count: int) -> list[str]:
@@ -81,12 +88,12 @@ def _names(a: Any, b: Any, loss_fn: LossFn | None, count: int) -> list[str]:
 def _observe(run: Any, batch: Any, loss_fn: LossFn | None, other: dict[str, Tensor]) -> Run:
     model = run if isinstance(run, nn.Module) else None
     with _undisturbed(run):
-        return observe(lambda: _step(run, batch, loss_fn), model, other)
+        return observe(_compared(run, batch, loss_fn), model, other)
 
 
 def _output(run: Any, batch: Any, loss_fn: LossFn | None) -> list[Tensor]:
     with _undisturbed(run):
-        return [v.detach() for _, t in tensors_in(_step(run, batch, loss_fn), "") if (v := plain(t)) is not None]
+        return [v.detach() for _, t in tensors_in(_compared(run, batch, loss_fn)(), "") if (v := plain(t)) is not None]
 
 
 def _check_shapes(a: Run, b: Run) -> None:
