@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ from tests.zoo.case import Case
 from tests.zoo.lint_cases import LintCase
 
 import mezzo.diagnose as diagnose
-from mezzo.trace import explain_lint
+from mezzo.trace import collector, explain_lint
 from mezzo.trace.records import LintRule
 
 STRANGERS = (
@@ -109,9 +109,41 @@ def healthy_row(build, dtype: torch.dtype) -> object:
     return pytest.param(build, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{build.__name__}-{name(dtype)}")
 
 
+@pytest.fixture
+def offers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Replacements that a diagnosis prints, with what the op was given."""
+    found: list[tuple[str, Any]] = []
+    offer = collector.replacement_for
+
+    def noted(op: str, operands: Any) -> str:
+        text = offer(op, operands)
+        if text:
+            found.append((text, operands))
+        return text
+
+    monkeypatch.setattr(collector, "replacement_for", noted)
+    return found
+
+
+def pasted(text: str, operands: Any) -> list[torch.Tensor]:
+    """Evaluate an expression as a reader would paste it. Returns: its value, and its gradients."""
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in operands.tensors]
+    names = dict(zip("xy", leaves, strict=False)) | ({"p": leaves[1]} if len(leaves) > 1 else {})
+    value = eval(text, {**vars(torch), "torch": torch, **names})
+    wanted = [t for t in leaves if t.requires_grad]
+    grads = torch.autograd.grad(value.float().sum(), wanted, allow_unused=True) if wanted else ()
+    return [value, *(g for g in grads if g is not None)]
+
+
 @pytest.mark.parametrize(("case", "dtype"), [row(*pair) for pair in ROWS])
-def test_faulty(case: Case, dtype: torch.dtype) -> None:
-    assert complaints(case, diagnosis(case.build, dtype)) == []
+def test_faulty(case: Case, dtype: torch.dtype, offers: list[tuple[str, Any]]) -> None:
+    report = diagnosis(case.build, dtype)
+    assert complaints(case, report) == []
+    fix = report.findings[0].fix
+    if fix.tried and report.findings[0].verdict == "singularity":
+        assert any(text in fix.advice for text, _ in offers)
+    for text, operands in offers:
+        assert all(bool(t.isfinite().all()) for t in pasted(text, operands)), text
 
 
 @pytest.mark.parametrize(("build", "dtype"), [healthy_row(*pair) for pair in WELL])
