@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .lint_rules import LintWatch
 from .lost_updates import FlushWatch, UpdateWatch
 from .measure import (
     amax,
+    any_nan,
     first_bad,
     full_rows,
     is_finite,
@@ -47,10 +48,6 @@ _COUNTS = frozenset({"sum", "count_nonzero", "to"})
 """Ops that make a number of elements, where no gradient goes through them."""
 _WRITERS = ("", "scalar_tensor", "where", "full", "tensor", "as_tensor", "masked_fill", "fill", "setitem", "pad")
 """Functions by which a program writes a number down."""
-
-
-def _has_nan(tensors: Iterable[Tensor]) -> bool:
-    return any(bool(t.isnan().any()) for t in tensors)
 
 
 class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -226,9 +223,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     def _follow(self, call: Call, site: Site, bad: list[Tensor]) -> None:
         """Take in an op while non-finite values are about."""
         sources = [s for s in call.inputs if (bad or self._is_marked(call, s[1])) and not is_finite(s[1])]
+        causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))
+        if sources and site.phase == "forward" and self._fp64.is_too_large(call):
+            self.events = [replace(e, followers=(*e.followers, site)) if e.index in causes else e for e in self.events]
         absorbed = self._fp64.carry(call) if sources else ""
         if absorbed:
-            causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))
             self.reach(Sink(kind="activation", name=f"{call.facts.name}: {absorbed}", causes=causes,
                             step=self.context.step, after=len(self.events)))  # fmt: skip
         if bad:
@@ -252,7 +251,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             causes = self._event(call, site, bad, "constant")
         elif self._reached_step != self.context.step and self._is_source_anyway(call):
             causes |= self._event(call, site, bad, "source", causes)
-        elif _has_nan(bad) and not _has_nan(t for _, t in sources):
+        elif any_nan(bad) and not any_nan(t for _, t in sources):
             causes = self._event(call, site, bad, "mixed", causes)
         for tensor in bad:
             older = self._causes.get(tensor) if call.facts.writes else None
@@ -276,7 +275,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         given = [x for x in numbers(call.args, call.kwargs) if not math.isfinite(x)]
         if not given:
             return bool(call.inputs)
-        return _has_nan(bad) and not any(math.isnan(x) for x in given)
+        return any_nan(bad) and not any(math.isnan(x) for x in given)
 
     @staticmethod
     def _is_source_anyway(call: Call) -> bool:

@@ -24,7 +24,7 @@ from .._torch import (
 )
 from .frames import locate
 from .modules import ModuleStack, Place
-from .ops import is_custom, node_op, plain, takes_itself_apart
+from .ops import has_no_values, is_custom, node_op, plain, takes_itself_apart
 from .records import Phase, Site
 
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
@@ -278,7 +278,7 @@ class OpMode(DispatchMode):
     ) -> Any:
         """Hand one op to `run_op`, or run it unseen if it is the tool's own."""
         kwargs = kwargs or {}
-        if self._is_aside:
+        if self._is_aside or any(has_no_values(cls) for cls in types):
             return func(*args, **kwargs)
         if any(takes_itself_apart(cls) for cls in types):
             self.before_parts(func, args)

@@ -135,7 +135,7 @@ class LineWatch:
 
     def see(self, site: Site, out: list[Tensor], tops: list[float]) -> None:
         """Take in one op's results and their largest magnitudes. Syncs: yes."""
-        if site.frame is None:
+        if site.frame is None or not out:
             return
         known = self._ranges.setdefault((site.frame.file, site.frame.line, site.phase), _Range())
         for tensor, top in zip(out, tops, strict=True):

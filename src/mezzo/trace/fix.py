@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +35,17 @@ class Fix:
     tried: str = ""
 
 
-def policy_edit(event: Event) -> str:
-    """Return the smallest fp32 rule that covers an event: its module, else its op; empty if no rule can name it."""
-    return edit_of(event.site)
-
-
 def edit_of(site: Site) -> str:
     """Return the smallest fp32 rule that covers what ran at a place."""
     if site.module and "<" not in site.module:
         return write_module_rule(ModuleRule(pattern=site.module, precision=Rule.FP32))
     known = next((name for name in (site.called, site.op) if name in known_ops()), None)
     return "" if known is None else f"op:{write_op_rule(known, Rule.FP32)}"
+
+
+def _edits(sites: Iterable[Site]) -> str:
+    """Return the rules for several places, each once."""
+    return ", ".join(dict.fromkeys(edit for site in sites if (edit := edit_of(site))))
 
 
 _SINGULAR = {
@@ -119,7 +119,7 @@ def _fix_overflow(event: Event) -> Fix:
     widest = next((w for w in event.wide if w.is_finite), None)
     if event.outputs[0].dtype in _LOW_NAMES and (widest is None or widest.dtype == "fp32"):
         return Fix(
-            edit=policy_edit(event),
+            edit=_edits([event.site, *event.followers]),
             advice="what reads values this large needs fp32 too, up to the next normalisation; or use bf16, whose range "
             "is that of fp32, or scale the inputs down.",
             tried=""
@@ -141,7 +141,7 @@ def _fix_underflow(event: Event) -> Fix:
         return Fix(edit="", advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
                     f"value in fp32 there, or bound the result of {flush.site.op} away from 0.")  # fmt: skip
     sites = [event.site] if flush is None else [*flush.made_by, flush.site, event.site]
-    edit = ", ".join(dict.fromkeys(e for site in sites if (e := edit_of(site))))
+    edit = _edits(sites)
     advice = f"or bound the argument of {event.site.op} away from where it has no value."
     if flush is not None and flush.constant is not None:
         facts = format_of(parse_dtype(flush.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,11 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Say whether every element is finite. Syncs: yes."""
     return math.isfinite(amax(tensor))
+
+
+def any_nan(tensors: Iterable[Tensor]) -> bool:
+    """Say whether any element of any tensor is NaN. Syncs: yes."""
+    return any(bool(t.isnan().any()) for t in tensors)
 
 
 def spaced(tensor: Tensor, count: int) -> Tensor:

@@ -72,6 +72,11 @@ def is_custom(node_name: str) -> bool:
     return node_name.endswith("Backward")
 
 
+def has_no_values(cls: type) -> bool:
+    """Say whether a class of tensors stands for shapes alone, by which torch plans what it will run. Host only."""
+    return cls.__name__ in ("FakeTensor", "FunctionalTensor")
+
+
 @cache
 def takes_itself_apart(cls: type) -> bool:
     """Say whether a class of tensors answers ops by other ops, as quantised and distributed tensors do. Host only."""
@@ -149,7 +154,7 @@ def plain(tensor: Tensor) -> Tensor | None:
     """
     tensor = getattr(tensor, "_local_tensor", tensor)
     tensor = unwrapped(tensor)
-    if tensor.is_meta or has_no_memory(tensor) or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
+    if tensor.is_meta or has_no_memory(tensor) or has_no_values(type(tensor)):
         return None
     if tensor.layout is torch.sparse_coo:
         tensor = sparse_values(tensor)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch import tree_map
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, is_finite, numbers, rerun_wide
-from .ops import CASTS, Call
+from .ops import CASTS, Call, formulas
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, WideValues
 
@@ -282,6 +282,19 @@ class Fp64Reference:
             for tensor, value in zip(call.out, true, strict=True):
                 self._true.put(tensor, widened(value))
 
+    def _known(self, call: Call) -> dict[int, Tensor]:
+        found = ((t, self._true.get(call.original(t))) for _, t in call.inputs)
+        return {id(t): value for t, value in found if value is not None}
+
+    def is_too_large(self, call: Call) -> bool:
+        """Say whether a product reads values that its 16-bit format does not hold, and fp32 would bring it. Syncs: yes."""
+        known = self._known(call) if call.func._overloadpacket in formulas() else {}
+        return any(
+            t.dtype in LOW_DTYPES and format_of(t.dtype).max < amax(known[id(t)]) < math.inf
+            for _, t in call.inputs
+            if id(t) in known
+        )
+
     def carry(self, call: Call) -> str:
         """Follow an op whose inputs hold non-finite values.
 
@@ -290,7 +303,7 @@ class Fp64Reference:
 
         Syncs: yes.
         """
-        known = {id(t): k for _, t in call.inputs if (k := self._true.get(call.original(t))) is not None}
+        known = self._known(call)
         if not known:
             return ""
         args, kwargs = tree_map(lambda v: known.get(id(v), v), (call.args, call.kwargs))
