@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch import tree_map
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, is_finite, numbers, rerun_wide
-from .ops import CASTS, Call, formulas
+from .ops import CASTS, Call, is_product
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, WideValues
 
@@ -288,7 +288,7 @@ class Fp64Reference:
 
     def is_too_large(self, call: Call) -> bool:
         """Say whether a product reads values that its 16-bit format does not hold, and fp32 would bring it. Syncs: yes."""
-        known = self._known(call) if call.func._overloadpacket in formulas() else {}
+        known = self._known(call) if is_product(call.func) else {}
         return any(
             t.dtype in LOW_DTYPES and format_of(t.dtype).max < amax(known[id(t)]) < math.inf
             for _, t in call.inputs
