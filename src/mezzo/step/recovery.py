@@ -191,10 +191,10 @@ class Recovery:
             return False
         edits: list[str] = []
         found = self._diagnosis(skip, consensus)
-        while found is not None and found.edit and found.edit not in (*known, *edits):
+        while found is not None and found.edit and not {*found.edit.split(", ")} <= {*known, *edits}:
             policy = Policy.parse(f"{policy}, {found.edit}")
             self.adopt(policy)
-            edits.append(found.edit)
+            edits += [edit for edit in found.edit.split(", ") if edit not in (*known, *edits)]
             _log.warning(
                 "step %d skipped; '%s' added to the policy: %s", state.counters.seen, found.edit, found.sentence
             )

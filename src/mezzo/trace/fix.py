@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .ops import CASTS, plain_name
+from .ops import CASTS, plain, plain_name
 from .records import Event, Site
 from .verdict import Verdict, narrow_dtype, number
 
@@ -298,7 +298,9 @@ def saved_operands(node: Any) -> OpInputs:
     except RuntimeError:  # freed, or unpacked by a checkpoint
         return OpInputs([], [])
     tensors = [
-        t.detach().requires_grad_() for t in (*found, exponent) if isinstance(t, Tensor) and t.is_floating_point()
+        own.detach().requires_grad_()
+        for t in (*found, exponent)
+        if isinstance(t, Tensor) and t.is_floating_point() and (own := plain(t)) is not None
     ]
     return OpInputs(tensors, [float(exponent)] if isinstance(exponent, (int, float)) else [])
 
