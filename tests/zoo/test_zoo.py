@@ -60,6 +60,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:std\\(\\). degrees of freedom"),
     pytest.mark.filterwarnings("ignore:var\\(\\). degrees of freedom"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.trace.? is deprecated"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]
 
 
@@ -118,7 +121,9 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     def noted(op: str, operands: Any) -> str:
         text = offer(op, operands)
         if text:
-            found.append((text, operands))
+            # a copy: a step may write what the op was given
+            kept = [t.detach().clone().requires_grad_(t.requires_grad) for t in operands.tensors]
+            found.append((text, replace(operands, tensors=kept)))
         return text
 
     monkeypatch.setattr(collector, "replacement_for", noted)
@@ -127,7 +132,7 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 def pasted(text: str, operands: Any) -> list[torch.Tensor]:
     """Evaluate an expression as a reader would paste it. Returns: its value, and its gradients."""
-    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in operands.tensors]
+    leaves = operands.tensors
     names = dict(zip("xy", leaves, strict=False)) | ({"p": leaves[1]} if len(leaves) > 1 else {})
     value = eval(text, {**vars(torch), "torch": torch, **names})
     wanted = [t for t in leaves if t.requires_grad]
