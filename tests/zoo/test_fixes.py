@@ -34,7 +34,7 @@ ROWS = [
 def apply(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """Run whatever comes under a policy: models are bound to it when first called, regions take its op rules."""
     run, bound = nn.Module.__call__, set()
-    ops = ", ".join(part for part in policy.split(", ")[1:] if part.startswith("op:"))
+    ops = ", ".join(part for part in policy.split(", ")[1:] if part.startswith(("op:", "compute=")))
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not bound and next(self.parameters(), None) is not None:
