@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 from mezzo.kernels.backends.triton.launch import BLOCK, WARPS
 from mezzo.kernels.backends.triton.tiles import BF16, FP16, FP32, KAHAN, MASTER, OWN, SPLIT, STOCHASTIC
+from mezzo.kernels.ops.decision.triton import constants as decision_constants
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -45,7 +46,15 @@ KERNELS: dict[str, dict[str, Any]] = {
     "sgd": {"DECAYS": True, "SUMS": True, "NESTEROV": False},
 }
 COMMON = {"MAXIMIZE": False, "SCALED": True, "GUARDED": True, "SIZE": BLOCK}
-_FP32_POINTERS = ("p_scalars", "p_step", "p_factors", "p_found")
+# The decision of a step: of one optimizer, and of two that decide each for itself; and the loss scale after it.
+DECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "decide one optimizer": ("decide", {**decision_constants(1), "TOGETHER": True, "CLIPS": True}),
+    "decide two optimizers": ("decide", {**decision_constants(2), "TOGETHER": False, "CLIPS": True}),
+    "move the loss scale": ("move_scale", {"LOSS": 5, "BUFFERS": 6, "DYNAMIC": True}),
+}
+_FP32_POINTERS = ("p_scalars", "p_step", "p_factors", "p_found", "p_vector", "p_scale")
+_INT32_POINTERS = ("p_tracker", "p_row")
+_INTEGERS = ("tensors", "count", "interval", "hysteresis")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +83,19 @@ def variants(every: bool = True) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 name = f"{kernel} {NAMES['mode'][mode.value]} {formats}{'' if aligned else ' unaligned'}"
                 stored = {"MODE": mode.value, "VALUE": value.value, "GRAD": grad.value, "MEAN": mean.value}
                 yield kernel, name, {**options, **COMMON, **stored, "ALIGNED": aligned}
+    for name, (kernel, given) in DECISIONS.items():
+        yield kernel, name, given
+
+
+def function_of(kernel: str) -> Any:
+    """Return a kernel by the name that `variants` gives it."""
+    op, suffix = ("decision", "") if kernel in ("decide", "move_scale") else (kernel, "_step")
+    return getattr(importlib.import_module(f"mezzo.kernels.ops.{op}.triton"), f"{kernel}{suffix}_kernel")
 
 
 def build(kernel: str, constants: dict[str, Any], target: str) -> Any:
     """Compile a variant for a target."""
-    function = getattr(importlib.import_module(f"mezzo.kernels.ops.{kernel}.triton"), f"{kernel}_step_kernel")
+    function = function_of(kernel)
     names = function.arg_names
     signature = {name: _type_of(name, constants) for name in names}
     pointers = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.startswith("p_")}
@@ -88,15 +105,19 @@ def build(kernel: str, constants: dict[str, Any], target: str) -> Any:
         constexprs={(names.index(k),): v for k, v in constants.items()},
         attrs=pointers,
     )
-    return triton.compile(source, target=TARGETS[target], options={"enable_fp_fusion": False, "num_warps": WARPS})
+    return triton.compile(
+        source,
+        target=TARGETS[target],
+        options={"enable_fp_fusion": False, "num_warps": WARPS if "SIZE" in constants else 1},
+    )
 
 
 def _type_of(name: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
     if name.startswith("p_"):
-        return "*fp32" if name in _FP32_POINTERS else "*i64"
-    return "i32" if name in ("tensors", "count") else "fp32"
+        return "*fp32" if name in _FP32_POINTERS else "*i32" if name in _INT32_POINTERS else "*i64"
+    return "i32" if name in _INTEGERS else "fp32"
 
 
 def cost(compiled: Any) -> Cost:

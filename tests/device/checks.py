@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import sys
 import traceback
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo import formats, random_state
-from mezzo.errors import StepError
-from mezzo.kernels import norm_and_finite
+from mezzo.errors import ConfigError, StepError
+from mezzo.kernels import norm_and_finite, registry
 from mezzo.step.replay import Replay
 from mezzo.trace.diagnosis import preserve_state
 from mezzo.train.batches import Batch, seed_dropout
@@ -179,25 +180,80 @@ def a_step_in_a_captured_graph_is_refused() -> None:
     assert amp.step()
 
 
-MOST_LAUNCHES = {"fp32": 12, "bf16": 12, "bf16-master": 12, "fp16": 26, "fp16-master": 25}
+MOST_LAUNCHES = {"fp32": 12, "bf16": 12, "bf16-master": 12, "fp16": 24, "fp16-master": 24}
 """Of a healthy step that clips, beside its update and its norm pass; a loss scale that moves takes the rest."""
+MOST_WITH_TRITON = {"fp32": 5, "bf16": 5, "bf16-master": 5, "fp16": 10, "fp16-master": 10}
+"""The same where Triton compiles the decision."""
 
 
 def a_healthy_step_decides_in_few_launches() -> None:
     for policy, optimizer in itertools.product(PRESETS, ("torch.AdamW", "mezzo.AdamW")):
-        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("sim")
-        amp = mezzo.prepare(net, OPTIMIZERS[optimizer](net.parameters(), policy), declared(policy, optimizer))
-        own: list[str] = []
-        for _ in range(LOOKED_AT + 2):
-            amp.zero_grad()
-            own.clear()
-            loss = net(torch.ones(6, 8, device="sim")).float().square().mean()
-            sim.native.observe(functools.partial(note_own, own))
-            amp.backward(loss)
-            amp.step(max_norm=0.5)
-            sim.native.observe(None)
-            sim.land()
+        own = launches_of_a_decision(policy, optimizer)
         assert 0 < len(own) <= MOST_LAUNCHES[policy], (policy, optimizer, own)
+
+
+def a_decision_by_triton_is_one_launch() -> None:
+    with sim.triton_kernels():
+        for policy, optimizer in itertools.product(PRESETS, ("torch.AdamW", "mezzo.AdamW")):
+            own = launches_of_a_decision(policy, optimizer)
+            assert own.count("triton::decide_kernel") == 1, own
+            assert own.count("triton::move_scale_kernel") == policy.startswith("fp16"), own
+            assert len(own) <= MOST_WITH_TRITON[policy], (policy, optimizer, own)
+
+
+def launches_of_a_decision(policy: str, optimizer: str) -> list[str]:
+    """Return what mezzo launches in a healthy step that clips, beside its update and its norm pass."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("sim")
+    amp = mezzo.prepare(net, OPTIMIZERS[optimizer](net.parameters(), policy), declared(policy, optimizer))
+    own: list[str] = []
+    for _ in range(LOOKED_AT + 2):
+        amp.zero_grad()
+        own.clear()
+        loss = net(torch.ones(6, 8, device="sim")).float().square().mean()
+        sim.observe(functools.partial(note_own, own))
+        amp.backward(loss)
+        amp.step(max_norm=0.5)
+        sim.observe(None)
+        sim.land()
+    return own
+
+
+def steps_by_triton_are_those_of_torchs_ops() -> None:
+    """Bit for bit where the decision alone is Triton's, on the device that is not the current one too; no wait."""
+    for device, policy, optimizer in (
+        ("sim", "bf16-master", "torch.AdamW"), ("sim", "fp16", "torch.Muon"), ("sim:1", "fp16", "torch.AdamW")
+    ):  # fmt: skip
+        expected, _ = run("sim", policy, optimizer, "clip")
+        with sim.triton_kernels():
+            found, seen = run(device, policy, optimizer, "clip")
+        assert found == expected, (device, policy, optimizer)
+        assert seen.launches["triton::decide_kernel"] and not seen.stops, seen.stops
+    for policy in ("bf16-master", "fp16"):
+        expected, _ = run("sim", policy, "mezzo.AdamW", "clip")
+        with sim.triton_kernels():
+            found, seen = run("sim", policy, "mezzo.AdamW by Triton", "clip")
+        assert found == pytest.approx(expected, rel=2.0**-18), policy  # torch's square root is not the nearest
+        assert seen.launches["triton::adamw_step_kernel"] and not seen.stops + seen.waits, seen.stops + seen.waits
+
+
+def kernels_that_cannot_be_compiled_are_replaced_with_one_sentence() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mezzo.kernels").addHandler(handler)
+    expected, _ = run("sim", "fp16", "torch.AdamW", "clip")
+    with sim.triton_kernels(RuntimeError("Failed to find C compiler.\nSet CC.")):
+        found, seen = run("sim", "fp16", "torch.AdamW", "clip")
+        optimizer = mezzo.optim.AdamW(model().to("sim").parameters())
+        assert (
+            "reference, not cpu: it is for CPU; not triton: Triton fails here with RuntimeError" in optimizer.why()[0]
+        )
+        with pytest.raises(ConfigError, match="Failed to find C compiler"):
+            registry.choose("adamw", torch.device("sim"), torch.float32, "triton")
+    logging.getLogger("mezzo.kernels").removeHandler(handler)
+    assert found == expected and not seen.stops + seen.waits
+    (sentence,) = said
+    assert "Failed to find C compiler. Install a C compiler" in sentence.replace("..", "."), sentence
 
 
 def batch_norms_are_taken_back_at_once() -> None:

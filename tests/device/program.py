@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tests.device import sim
 from tests.device.names import LOOKED_AT, PRESETS, STEPS, WAYS
+from tests.device.names import OPTIMIZERS as NAMES
 from torch import nn
 
 import mezzo
@@ -25,6 +26,10 @@ def torch_adamw(params: Any, policy: str) -> Any:
 
 def mezzo_adamw(params: Any, policy: str) -> Any:
     return mezzo.optim.AdamW(params, lr=1e-2, master=_master(policy), backend="reference")
+
+
+def triton_adamw(params: Any, policy: str) -> Any:
+    return mezzo.optim.AdamW(params, lr=1e-2, master=_master(policy), backend="triton")
 
 
 def mezzo_sgd(params: Any, policy: str) -> Any:
@@ -58,6 +63,7 @@ OPTIMIZERS: dict[str, Callable[[Any, str], Any]] = {
     "mezzo.SGD": mezzo_sgd,
     "torch.SGD": torch_sgd,
     "torch.Muon": torch_muon,
+    "mezzo.AdamW by Triton": triton_adamw,
 }
 
 
@@ -99,7 +105,7 @@ def run(device: str, policy: str, optimizer: str, way: str, *, lands: bool = Tru
 
 
 def main() -> None:
-    for policy, optimizer, way in itertools.product(PRESETS, OPTIMIZERS, WAYS):
+    for policy, optimizer, way in itertools.product(PRESETS, NAMES, WAYS):
         case: dict[str, Any] = {"case": f"{policy} {optimizer} {way}"}
         try:
             case["cpu"], _ = run("cpu", policy, optimizer, way)

@@ -6,13 +6,14 @@ Importing this registers a device with torch, which cannot be undone: only progr
 from __future__ import annotations
 
 import collections
+import ctypes
 import hashlib
 import importlib.util
 import os
 import subprocess
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo.kernels import registry
 from mezzo.kernels.backends.cpp.build import compiler
 
 _TORCH = Path(torch.__file__).parent
@@ -146,12 +148,76 @@ def _is_ours(filename: str) -> bool:
     return f"{os.sep}mezzo{os.sep}" in filename or filename.endswith("program.py")
 
 
+_observers: list[Callable[[str, str, int], None] | None] = [None]
+
+
+def observe(note: Callable[[str, str, int], None] | None) -> None:
+    """Call a function at each launch, stop and wait; None: no more."""
+    _observers[0] = note
+    native.observe(note)
+
+
 @contextmanager
 def watching() -> Iterator[Seen]:
     """Write down every launch, and every place where the host waits for the device."""
     seen = Seen()
-    native.observe(seen.note)
+    observe(seen.note)
     try:
         yield seen
     finally:
-        native.observe(None)
+        observe(None)
+
+
+def _on_host(tensor: Any) -> Any:
+    """Return a tensor's memory as one of the CPU's; anything else as it is."""
+    if not isinstance(tensor, Tensor) or tensor.device.type != "sim":
+        return tensor
+    storage = tensor.untyped_storage()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(
+        tensor.shape, tensor.stride(), tensor.storage_offset()
+    )
+
+
+def _choose_anew() -> None:
+    registry._choose.cache_clear()
+    registry._triton_fails.cache_clear()
+
+
+@contextmanager
+def triton_kernels(failure: Exception | None = None) -> Iterator[None]:
+    """Have mezzo's Triton kernels run here, by Triton's interpreter on the device's memory; each launch counts as one.
+
+    A launch on another device than the current one is an error, as on a GPU.
+
+    Args:
+        failure: what each launch raises, as where a kernel cannot be compiled.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, which is here
+    from triton.runtime.interpreter import GridExecutor
+
+    run, take, give = GridExecutor.__call__, GridExecutor._init_args_hst, GridExecutor._restore_args_dev
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        if failure is not None:
+            raise failure
+        (device,) = {arg.device for arg in args if isinstance(arg, Tensor)}
+        current = torch.accelerator.current_device_index()
+        assert device.index == current, f"{self.fn.__name__} was launched on {current}, its tensors are on {device}"
+        if _observers[0] is not None:
+            _observers[0]("launch", f"triton::{self.fn.__name__}", current)
+        run(self, *args, **kwargs)
+
+    GridExecutor.__call__ = launch
+    GridExecutor._init_args_hst = lambda self, args, kwargs: (
+        [_on_host(arg) for arg in args],
+        {name: _on_host(arg) for name, arg in kwargs.items()},
+    )
+    GridExecutor._restore_args_dev = lambda *_: None
+    _choose_anew()
+    try:
+        yield
+    finally:
+        GridExecutor.__call__, GridExecutor._init_args_hst, GridExecutor._restore_args_dev = run, take, give
+        del os.environ["TRITON_INTERPRET"]
+        _choose_anew()

@@ -7,6 +7,7 @@ the nearest value here; then the two are equal to the last bit.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.gradients import ScaledGradients
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import reference as sgd_reference
+from mezzo.loss_scale import LossScale, next_state
+from mezzo.policy import ScalingConfig
 
 LENGTH = 1100
 """Two programs for the longer tensors, the second with a tail."""
@@ -65,6 +68,55 @@ def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
         assert same(got[1][name], want[1][name]), name
 
 
+def check_decisions(count: int) -> None:
+    """Every kind of finding, of one to three optimizers: the vector is the reference's, bit for bit."""
+    from mezzo.kernels.ops.decision import decision_slots, pack_decision, reference, triton
+
+    draw = torch.Generator().manual_seed(0)
+    flags = torch.tensor([0.0, 0.0, 0.0, 1.0, math.nan])
+    for case in range(count):
+        num, together, clips = 1 + case % 3, bool(case & 4), bool(case & 8)
+        numbers = {
+            name: [*torch.rand(where.stop - where.start, generator=draw).mul(8)]
+            for name, where in decision_slots(num).items()
+        }
+        for name in ("early", "elsewhere", "optimizers", "loss_bad", "buffers_bad"):
+            numbers[name] = [*flags[torch.randint(5, (len(numbers[name]),), generator=draw)]]
+        if case % 5 == 0:
+            numbers["grad_norm"] = numbers["norms"][:1] = [torch.tensor([0.0, math.inf, math.nan, 1e-30][case % 4])]
+        one = pack_decision(numbers, torch.zeros(()))
+        other = one.clone()
+        reference.decide_(one, num, together=together, clips=clips)
+        triton.decide_(other, num, together=together, clips=clips)
+        assert same([one], [other]), (case, one, other)
+
+
+def check_loss_scales(count: int) -> None:
+    """A loss scale that moves for many steps is `next_state`'s, left alone where it is not to blame."""
+    from mezzo.kernels.ops.decision import decision_slots, triton
+
+    draw, at = torch.Generator().manual_seed(0), decision_slots(1)
+    for config in (
+        ScalingConfig(growth_interval=2, init_scale=8.0, max_scale=32.0),
+        ScalingConfig(growth_interval=1, growth_factor=2.0**40, init_scale=2.0**60, min_scale=0.0),
+        ScalingConfig(growth_interval=3, backoff_factor=0.3, hysteresis=2),
+        ScalingConfig.fixed(1024.0),
+    ):
+        state, mine = LossScale.start(config, "cpu"), LossScale.start(config, "cpu")
+        for _ in range(count):
+            gradients, loss, buffers = (torch.rand(3, generator=draw) < torch.tensor([0.4, 0.2, 0.2])).tolist()
+            vector = torch.zeros(14)
+            vector[0], vector[at["loss_bad"]], vector[at["buffers_bad"]] = gradients, loss, buffers
+            if not (loss or (buffers and not gradients)):
+                state = next_state(state, gradients, config)
+            ceiling = math.inf if config.max_scale is None else config.max_scale
+            triton.move_scale_(
+                vector, mine, config.growth_factor, config.backoff_factor, config.min_scale, ceiling,
+                config.growth_interval, config.hysteresis, dynamic=config.dynamic,
+            )  # fmt: skip
+            assert mine.numbers() == state.numbers(), (config, mine, state)
+
+
 def main(every: bool) -> None:
     from mezzo.kernels.ops.adamw import triton as adamw
     from mezzo.kernels.ops.sgd import triton as sgd
@@ -74,6 +126,8 @@ def main(every: bool) -> None:
     cpu = torch.device("cpu")
     assert registry.choose("adamw", cpu, torch.bfloat16, "triton").backend == "triton"
     Tensor.sqrt = rounded_alone(Tensor.sqrt)  # type: ignore[method-assign]  # a process of its own
+    check_decisions(960 if every else 120)
+    check_loss_scales(200 if every else 25)
     adamw_rules = (
         AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8),
         AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True, l2=0.1),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import fields, replace
 from typing import Any
@@ -43,7 +42,7 @@ def check(
         wait_for_nothing(patch)
         on_device = check_grads(found, on_its_way(state), written, skip, None, len(found))
     assert known.is_known and not on_device.is_known
-    numbers: StepFlags[float] = StepFlags.unpack(on_device.pack())
+    numbers: StepFlags[float] = StepFlags.unpack(on_device.vector)
     for name in (f.name for f in fields(StepFlags)):
         assert repr(getattr(numbers, name)) == repr(getattr(known, name)), name
     return known
@@ -56,20 +55,22 @@ def on_its_way(state: AccumulationState) -> AccumulationState:
     return replace(state, penalty_bad=bad, **flags)
 
 
+def _values(flags: StepFlags[Any]) -> list[Any]:
+    each = [getattr(flags, f.name) for f in fields(StepFlags) if f.name != "vector"]
+    return [value for one in each for value in (one if isinstance(one, tuple) else (one,))]
+
+
 class TestPacking:
     @pytest.mark.parametrize("num", [1, 2, 5])
-    def test_every_field_comes_back_as_it_was(self, num: int) -> None:
-        numbers = itertools.count(1)
-        made = {
-            f.name: tuple(torch.tensor(float(next(numbers))) for _ in range(num))
-            if f.name in ("norms", "skipped")
-            else torch.tensor(float(next(numbers)))
-            for f in fields(StepFlags)
-        }
-        found = StepFlags.unpack(StepFlags(**made).pack())
-        for name, value in made.items():
-            wanted = tuple(map(float, value)) if isinstance(value, tuple) else float(value)
-            assert getattr(found, name) == wanted, name
+    @pytest.mark.parametrize("clips", [False, True])
+    def test_the_host_reads_what_the_device_has(self, num: int, clips: bool) -> None:
+        vector = torch.arange(1.0, 10 + 5 * num)
+        there, here = StepFlags.of(vector, num, clips=clips), StepFlags.unpack(vector)
+        assert len(there.norms) == len(there.skipped) == num
+        assert len(there.clip_coefs) == len(there.divisors) == num * clips
+        read = [float(value) for value in _values(there)]
+        assert read[: len(_values(here))] == _values(here)
+        assert len(set(read)) == len(read), "no slot is read twice"
 
     @pytest.mark.parametrize(
         ("loss", "gradients", "buffers", "reason"),

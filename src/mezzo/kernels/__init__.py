@@ -15,6 +15,10 @@ from .operands import check_shape as check_shape
 from .operands import layout_of as layout_of
 from .ops.adamw import AdamWRule as AdamWRule
 from .ops.adamw import adamw_scalars as adamw_scalars
+from .ops.decision import CLIP_EPS as CLIP_EPS
+from .ops.decision import decision_slots as decision_slots
+from .ops.decision import num_decided as num_decided
+from .ops.decision import pack_decision as pack_decision
 from .ops.gradients import GradientCheck as GradientCheck
 from .ops.gradients import ScaledGradients as ScaledGradients
 from .ops.gradients import norm_and_finite as norm_and_finite
@@ -27,6 +31,8 @@ from .ops.rounding import random_key as random_key
 from .ops.sgd import SGDRule as SGDRule
 from .ops.sgd import sgd_scalars as sgd_scalars
 from .registry import Backend as Backend
+from .registry import choose as choose
+from .registry import kernel as kernel
 from .weights import AUX_STATE as AUX_STATE
 from .weights import WEIGHT_STREAM as WEIGHT_STREAM
 from .weights import Weights as Weights

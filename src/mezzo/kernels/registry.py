@@ -27,6 +27,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "adamw": ("cpu", "triton", "reference"),
     "sgd": ("cpu", "triton", "reference"),
     "linear": ("cpu", "reference"),
+    "decision": ("triton", "reference"),
 }
 _log = logging.getLogger("mezzo.kernels")
 _warned: list[str] = []
@@ -57,13 +58,13 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != index and not interpreted:
         return f"it is for {index.upper()}"
-    return _missing(backend, op)
+    return _missing(backend, op, device)
 
 
-def _missing(backend: str, op: str) -> str:
+def _missing(backend: str, op: str, device: torch.device) -> str:
     """Say what a backend lacks on this machine; empty if nothing."""
     if backend == "triton":
-        return "" if importlib.util.find_spec("triton") else "triton is not installed"
+        return _triton_fails(device.type) if importlib.util.find_spec("triton") else "triton is not installed"
     if backend == "cpu":
         try:
             library(Path(__file__).parent / "ops" / op / "cpu.cpp")
@@ -82,6 +83,23 @@ def _said(error: NativeBuildError) -> str:
             error.remedy,
         )
     return str(error)
+
+
+@functools.cache
+def _triton_fails(device_type: str) -> str:
+    """Say why Triton's kernels do not run on a kind of device, after a warning; empty if one that does nothing ran."""
+    try:
+        importlib.import_module(".backends.triton.tiles", __package__).probe(device_type)
+    except Exception as error:  # of the driver, of a compiler that is not there, of a GPU that is too old
+        reason = f"Triton fails here with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        _log.warning(
+            "optimizer steps and decisions on %s run in plain torch, which launches several times as much: %s. "
+            "Install a C compiler, or another version of Triton.",
+            device_type,
+            reason,
+        )
+        return reason
+    return ""
 
 
 @functools.cache
@@ -106,7 +124,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
     """Return which implementation of an op runs for a device and dtype.
 
     Args:
-        op: "gradients", "adamw", "sgd" or "linear".
+        op: "gradients", "adamw", "sgd", "linear" or "decision".
         device: where the tensors lie.
         dtype: of the weights, or of the gradients for op "gradients".
         backend: "auto", or the one that must run.

@@ -25,11 +25,13 @@ class StepScaling:
         grad_scale: shape (), fp32: divides the gradients; None: they are not scaled.
         clip_coef: shape (), fp32: multiplies after that; None: not clipped. Only mezzo's optimizers read it.
         found_inf: shape (), fp32: anything but 0 leaves everything as it is; None: decided already, step.
+        divisor: shape (), fp32: grad_scale over clip_coef, for those who read one number alone; None: not computed yet.
     """
 
     grad_scale: Tensor | None = None
     clip_coef: Tensor | None = None
     found_inf: Tensor | None = None
+    divisor: Tensor | None = None
 
 
 @contextmanager

@@ -25,7 +25,7 @@ _log = logging.getLogger("mezzo.step")
 Skip = Literal["together", "independent"]
 """What several optimizers do when one has bad gradients: all skip, or that one."""
 Flag = Tensor | bool
-"""A finding: known to the host, or shape (), not 0 if so, on a device that the host does not wait for.
+"""A finding: known to the host, or shape (), not 0 (NaN, for one) if so, on a device that the host does not wait for.
 
 On accelerators it is fp32 from the start, so that packing a step's findings casts nothing."""
 
@@ -66,10 +66,10 @@ class AccumulationState:
 
 
 def is_bad(number: Tensor, home: torch.device) -> Flag:
-    """Return whether a tensor of one element is inf or NaN. Syncs: only where the host decides."""
+    """Return whether a tensor of one element is inf or NaN: on a device NaN if so, else 0. Syncs: only where the host decides."""
     if host_decides(home):
         return not math.isfinite(number.item())
-    return move((number * 0).nan_to_num(nan=1.0), home).reshape(()).to(torch.float32)  # inf and NaN times 0 are NaN
+    return move(number * 0, home).reshape(()).to(torch.float32)  # inf and NaN times 0 are NaN
 
 
 def either(*flags: Flag) -> Flag:
@@ -86,7 +86,13 @@ def either(*flags: Flag) -> Flag:
 def without(flag: Flag, other: Flag) -> Flag:
     """Return whether a flag is set and another is not. Syncs: no."""
     if isinstance(flag, Tensor):
-        return flag * (other == 0)
+        return (
+            torch.where(other != 0, torch.zeros_like(flag), flag)
+            if isinstance(other, Tensor)
+            else flag
+            if not other
+            else False
+        )
     return flag and other == 0
 
 

@@ -61,7 +61,7 @@ def combine(
     for one, flag in zip(grads, own.optimizers, strict=True):
         flags[3 + one.index] = flag
     if consensus is not None:
-        flags, squares = consensus.combine(flags, squares)
+        flags, squares = consensus.combine((flags != 0).to(torch.float32), squares)
     early, loss, buffers = (flags[:3] != 0).unbind()
     # Squares of shards that are finite one by one may add up to more than fp32 holds.
     everywhere = (flags[3:] != 0) | ~squares[:-1].isfinite()

@@ -272,7 +272,7 @@ class Engine:
             self.find_ranks()
             self.consensus.check_step()
         grads = self.gradients.collect(optimizer)
-        flags, result = self.check_grads(grads)
+        flags, result = self.check_grads(grads, clip.max_norm)
         by_host = bool(self.callbacks) or not all(decides_on_device(one.optimizer) for one in grads)
         skipped = result.flags().skipped if by_host or flags.is_known else None
         before = look(grads) if self._is_due() else None
@@ -300,11 +300,13 @@ class Engine:
         norm = check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm
         return torch.as_tensor(norm, dtype=torch.float32, device=self.gradients.home)
 
-    def check_grads(self, grads: Sequence[OptimizerGrads]) -> tuple[StepFlags[Any], StepResult]:
+    def check_grads(
+        self, grads: Sequence[OptimizerGrads], max_norm: Tensor | float | None = None
+    ) -> tuple[StepFlags[Any], StepResult]:
         """Say what is wrong with the gradients, if anything: known, or on the way to the host. Syncs: no."""
         pending = self.gradients.require("step()")
         written = self.buffers.written() if self.buffers.slots and self.policy.guard.restore_buffers else []
-        flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers))
+        flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers), max_norm)
         guard = self.guard
         stats = GradStats.of(grads, self.names, self.gradients.stamps, count=guard.state.is_troubled)
         return flags, StepResult(flags, stats, guard.last)

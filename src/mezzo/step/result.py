@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import RankConsensus
-from ..kernels import any_dtensor, local, norm_and_finite
+from ..kernels import any_dtensor, decision_slots, kernel, local, norm_and_finite, num_decided, pack_decision
 from ..stamp import Stamp
 from .accumulation import (
     AccumulationState,
@@ -47,6 +46,9 @@ class StepFlags(Generic[T]):
         flushed: share of the gradients' elements that 16 bit flushed to zero, where it was measured; else 0.
         norms: of the true gradients of each optimizer that has any.
         skipped: of each of those, 1.0 where it must leave everything as it is.
+        clip_coefs: of each, what clips its gradients, if that was decided with the flags.
+        divisors: of each, likewise, the loss scale over that.
+        vector: of all of it, in the slots of `kernels.decision_slots`; None where the host decided.
     """
 
     gradients_bad: T
@@ -57,30 +59,35 @@ class StepFlags(Generic[T]):
     flushed: T
     norms: tuple[T, ...]
     skipped: tuple[T, ...]
+    clip_coefs: tuple[T, ...] = ()
+    divisors: tuple[T, ...] = ()
+    vector: Tensor | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether these are numbers, which the host knows."""
         return not isinstance(self.grad_norm, Tensor)
 
-    def pack(self: StepFlags[Tensor]) -> Tensor:
-        """Return all of it as one vector: fp32, on the device. Syncs: no."""
-        return torch.stack([*(getattr(self, name) for name in _SCALARS), *self.norms, *self.skipped])
+    @staticmethod
+    def of(vector: Tensor, num: int, *, clips: bool) -> StepFlags[Tensor]:
+        """Return the flags that a decided vector has, as views of it. Host only."""
+        each, at = vector.unbind(), decision_slots(num)
+        lists = ("norms", "skipped", *(("clip_coefs", "divisors") if clips else ()))
+        scalars = {name: each[at[name].start] for name in _SCALARS}
+        return StepFlags(**scalars, **{name: each[at[name]] for name in lists}, vector=vector)
 
     @staticmethod
     def unpack(vector: Tensor) -> StepFlags[float]:
-        """Return what a packed vector, which is on the host by now, says. Syncs: no."""
+        """Return what a vector, which is on the host by now, says. Syncs: no."""
         numbers: list[float] = vector.numpy().tolist()
-        first = len(_SCALARS)
-        half = first + (len(numbers) - first) // 2
-        scalars = dict(zip(_SCALARS, numbers[:first], strict=True))
-        return StepFlags(**scalars, norms=tuple(numbers[first:half]), skipped=tuple(numbers[half:]))
+        at = decision_slots(num_decided(vector))
+        scalars = {name: numbers[at[name].start] for name in _SCALARS}
+        return StepFlags(**scalars, norms=tuple(numbers[at["norms"]]), skipped=tuple(numbers[at["skipped"]]))
 
     @property
     def void(self) -> Flag:
         """Whether any optimizer skips. Syncs: no."""
-        distinct = {id(skip): skip for skip in self.skipped}.values()
-        return either(*[skip if isinstance(skip, Tensor) else skip != 0 for skip in distinct])
+        return either(*[skip if isinstance(skip, Tensor) else skip != 0 for skip in self.skipped])
 
     @property
     def applied(self: StepFlags[float]) -> bool:
@@ -95,7 +102,7 @@ class StepFlags(Generic[T]):
         return "loss" if self.loss_bad else "gradients" if self.gradients_bad else "buffers"
 
 
-_SCALARS = tuple(f.name for f in fields(StepFlags) if f.name not in ("norms", "skipped"))
+_SCALARS = ("gradients_bad", "loss_bad", "buffers_bad", "scale", "grad_norm", "flushed")
 
 
 def check_grads(
@@ -105,6 +112,7 @@ def check_grads(
     skip: Skip,
     consensus: RankConsensus | None,
     num_optimizers: int,
+    max_norm: Tensor | float | None = None,
 ) -> StepFlags[Any]:
     """Say what is wrong with the gradients of a step, if anything, and which optimizers may take it.
 
@@ -115,6 +123,7 @@ def check_grads(
         skip: what several optimizers do when one has bad gradients.
         consensus: makes the findings the same on all ranks; None on one rank.
         num_optimizers: how many were prepared, with gradients or without.
+        max_norm: to which gradients will be clipped; None: not.
 
     Returns:
         Numbers where the host decides, else tensors.
@@ -134,29 +143,53 @@ def check_grads(
         bad, norms = own, [move(grads[0].check.norm, home)]
     else:
         bad, norms = combine(own, grads, home, consensus, num_optimizers)
+    if host_decides(home):
+        return _decide_on_host(bad, norms, pending, skip)
+    return _decide_on_device(bad, norms, pending, skip, max_norm)
+
+
+def _decide_on_host(bad: Findings, norms: Sequence[Tensor], pending: AccumulationState, skip: Skip) -> StepFlags[float]:
     gradients = either(*bad.optimizers, bad.elsewhere, bad.early)
-    number = float if host_decides(home) else partial(_on_device, home)
     if skip == "together":
-        skipped = (number(either(gradients, bad.loss, bad.buffers)),) * len(grads)
+        skipped = (float(either(gradients, bad.loss, bad.buffers)),) * len(bad.optimizers)
     else:
         # A bad loss belongs to the optimizers whose gradients it spoilt; if it spoilt none, to all.
         unexplained = without(bad.loss, gradients)
-        skipped = tuple(number(either(one, bad.early, bad.buffers, unexplained)) for one in bad.optimizers)
+        skipped = tuple(float(either(one, bad.early, bad.buffers, unexplained)) for one in bad.optimizers)
     return StepFlags(
-        gradients_bad=number(gradients),
-        loss_bad=number(bad.loss),
-        buffers_bad=number(bad.buffers),
-        scale=number(1.0 if scale is None else scale),
-        grad_norm=number(norms[-1]),
-        flushed=number(0.0 if pending.flushed is None else pending.flushed),
-        norms=tuple(map(number, norms[: len(grads)])),
+        gradients_bad=float(gradients),
+        loss_bad=float(bad.loss),
+        buffers_bad=float(bad.buffers),
+        scale=float(1.0 if pending.scale is None else pending.scale),
+        grad_norm=float(norms[-1]),
+        flushed=float(0.0 if pending.flushed is None else pending.flushed),
+        norms=tuple(map(float, norms[: len(bad.optimizers)])),
         skipped=skipped,
     )
 
 
+def _decide_on_device(
+    bad: Findings, norms: Sequence[Tensor], pending: AccumulationState, skip: Skip, max_norm: Tensor | float | None
+) -> StepFlags[Tensor]:
+    """Pack what was found, and decide where it lies. Syncs: no."""
+    num, home = len(bad.optimizers), pending.device
+    found = {
+        "early": [bad.early], "elsewhere": [bad.elsewhere], "optimizers": bad.optimizers, "loss_bad": [bad.loss],
+        "buffers_bad": [bad.buffers], "scale": [1.0 if pending.scale is None else pending.scale], "grad_norm": norms[-1:],
+        "flushed": [0.0 if pending.flushed is None else pending.flushed],
+        "max_norm": [0.0 if max_norm is None else max_norm], "norms": norms[:num],
+    }  # fmt: skip
+    there = {name: [_on_device(home, value) for value in values] for name, values in found.items()}
+    vector = pack_decision(there, constant(0.0, home))
+    kernel("decision", home, torch.float32).decide_(
+        vector, num, together=skip == "together", clips=max_norm is not None
+    )
+    return StepFlags.of(vector, num, clips=max_norm is not None)
+
+
 def _on_device(home: torch.device, value: Tensor | float) -> Tensor:
-    """Return a number or a flag as a 0-d tensor of fp32. Syncs: no."""
-    return value.to(torch.float32) if isinstance(value, Tensor) else constant(value, home)
+    """Return a number or a flag as a tensor of shape (). Syncs: no."""
+    return move(value, home).reshape(()) if isinstance(value, Tensor) else constant(float(value), home)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -253,7 +286,8 @@ class StepResult:
         if flags.is_known:
             self._take(flags)
         else:
-            self._vector, self._event = _to_host(flags.pack())
+            assert flags.vector is not None
+            self._vector, self._event = _to_host(flags.vector)
 
     def _take(self, flags: StepFlags[float]) -> StepFlags[float]:
         self._flags, before, self._before = flags, self._before, 0

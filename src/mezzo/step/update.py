@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
 from ..errors import StepError, listed
+from ..kernels import CLIP_EPS, choose, kernel
 from ..loss_scale import LossScale, NoScaling, StepScaling, can_move_in_place, handing, move_, next_state
 from ..optim import keeps_masters, wrapped_optimizer
 from ..policy import ScalingConfig
@@ -22,10 +24,6 @@ from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multi
 from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
 from .result import StepFlags
-
-_CLIP_EPS = 1e-6
-"""Added to the norm by torch.nn.utils.clip_grad_norm_, so that clipping equals torch's."""
-
 
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
@@ -127,7 +125,7 @@ class Clip:
         if self.max_norm is None:
             return None
         norm = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
-        return (self.max_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+        return (self.max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
 
 
 @contextmanager
@@ -148,8 +146,10 @@ def true_grads_for(optimizer: Optimizer, grads: Sequence[Tensor], scaling: StepS
     scale, coefficient = scaling.grad_scale, scaling.clip_coef
     if coefficient is not None and not keeps_masters(optimizer):
         # torch's fused kernels know one divisor.
-        scale = coefficient.reciprocal() if scale is None else scale / coefficient
-        scaling = StepScaling(grad_scale=scale, found_inf=scaling.found_inf)
+        divisor = scaling.divisor
+        if divisor is None:
+            divisor = coefficient.reciprocal() if scale is None else scale / coefficient
+        scaling = StepScaling(grad_scale=divisor, found_inf=scaling.found_inf)
     with handing(optimizer, scaling):
         yield
 
@@ -205,12 +205,15 @@ def update_(
             attempt = None
             if found_inf is not None and _needs_undoing(one.optimizer):
                 attempt, found_inf = Attempt(one.optimizer, one.params, found_inf), None
-            coefficient = clip.coefficient(norm)
+            coefficient = flags.clip_coefs[i] if flags.clip_coefs else clip.coefficient(norm)
             try:
                 if scale is coefficient is found_inf is None and getattr(one.optimizer, "grad_scale", None) is None:
                     one.optimizer.step()
                 else:
-                    scaling = StepScaling(grad_scale=scale, clip_coef=coefficient, found_inf=found_inf)
+                    divisor = flags.divisors[i] if flags.divisors and scale is pending.scale else None
+                    scaling = StepScaling(
+                        grad_scale=scale, clip_coef=coefficient, divisor=divisor, found_inf=found_inf
+                    )
                     with true_grads_for(one.optimizer, one.grads, scaling):
                         one.optimizer.step()
             except BaseException as failure:
@@ -249,6 +252,9 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
     """
     if config is None or isinstance(state, NoScaling):
         return
+    if flags.vector is not None and choose("decision", flags.vector.device, torch.float32).backend == "triton":
+        _move_in_one_launch_(flags.vector, state, config)
+        return
     if not flags.is_known and can_move_in_place(config):
         bad = flags.gradients_bad
         found = torch.gt(bad, flags.loss_bad, out=torch.empty_like(bad))
@@ -264,3 +270,11 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
             before.fill_(after)
         else:
             before.copy_(torch.where(blameless, before, after))
+
+
+def _move_in_one_launch_(vector: Tensor, state: LossScale, config: ScalingConfig) -> None:
+    ceiling = math.inf if config.max_scale is None else config.max_scale
+    numbers = (config.growth_factor, config.backoff_factor, config.min_scale, ceiling)
+    kernel("decision", vector.device, torch.float32).move_scale_(
+        vector, state, *numbers, config.growth_interval, config.hysteresis, dynamic=config.dynamic
+    )

@@ -124,6 +124,21 @@ def launch(
     torch.autograd.graph.increment_version(list(weights.values))
 
 
+def launch_once(one_kernel: Any, first: Tensor, *rest: object, **constants: object) -> None:
+    """Launch one program of one warp, for what is a handful of numbers.
+
+    Args:
+        one_kernel: takes the arguments in their order, then constants by name.
+        first: says where.
+        rest: further arguments.
+        constants: of the kernel.
+
+    Writes: what the kernel does. Syncs: no.
+    """
+    with _on(first.device):
+        one_kernel[(1,)](first, *rest, **constants, num_warps=1, enable_fp_fusion=False)
+
+
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which Triton launches on a device: by itself it takes the current one, whatever the pointers."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

@@ -5,8 +5,11 @@ arithmetic as native/formats.h and native/masters.h. Only what Triton's interpre
 also run without a GPU.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from .launch import launch_once
 
 OWN = tl.constexpr(0)
 SPLIT = tl.constexpr(1)
@@ -187,3 +190,14 @@ def read_grad(address, indices, mask, p_factors, FORMAT: tl.constexpr, SCALED: t
     if SCALED:
         grad = grad * tl.load(p_factors) * tl.load(p_factors + 1)
     return -grad if MAXIMIZE else grad
+
+
+@triton.jit
+def probe_kernel(p_number):
+    """Write a number."""
+    tl.store(p_number, 1.0)
+
+
+def probe(device_type: str) -> None:
+    """Compile and launch a kernel that does next to nothing, which raises where none can run. Syncs: no."""
+    launch_once(probe_kernel, torch.empty((), dtype=torch.float32, device=device_type))

@@ -28,7 +28,7 @@ from . import reference
 from .reference import AdamWRule
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors", "count"])
 def adamw_step_kernel(
     p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_factors, p_found,
     tensors, count, lerp1, keep2, add2, eps, l2,

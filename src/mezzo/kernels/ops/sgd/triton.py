@@ -21,7 +21,7 @@ from . import reference
 from .reference import SGDRule
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors", "count"])
 def sgd_step_kernel(
     p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_factors, p_found,
     tensors, count, weight_decay, momentum,
