@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 if TYPE_CHECKING:
@@ -91,11 +92,19 @@ def sparse_indices(grad: Tensor) -> Tensor:
 
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+foreach_mul = torch._foreach_mul
 foreach_copy_ = torch._foreach_copy_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """What torch.amp's scaler divides with: bit-equality with it depends on this."""
 update_scale_ = torch._amp_update_scale_
 """What torch.amp's scaler moves its scale with, in one launch; without it a step of fp16 takes some twenty more."""
+
+fused_adam_ = torch._fused_adam_
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+"""What torch's optimizers run with `fused=True`: on devices for which mezzo has no kernel, one launch in place of some thirty a weight."""
+fused_devices: Callable[[], list[str]] = _get_fused_kernels_supported_devices
+"""The kinds of device that have these."""
 
 # --- modules --------------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,62 @@ def one_optimizer_steps_two_devices() -> None:
         for kind in (mezzo.optim.AdamW, mezzo.optim.SGD):
             one, two = Halves("cpu", "cpu"), Halves("sim:0", "sim:1")
             expected = steps(one, kind(one.parameters(), lr=1e-2, backend="reference"), policy, device="cpu")
-            assert steps(two, kind(two.parameters(), lr=1e-2), policy) == expected
+            assert steps(two, kind(two.parameters(), lr=1e-2, backend="reference"), policy) == expected
+
+
+RIVALS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "AdamW": (mezzo.optim.AdamW, torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}),
+    "Adam": (mezzo.optim.Adam, torch.optim.Adam, {"weight_decay": 0.1, "maximize": True}),
+    "SGD": (mezzo.optim.SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "plain SGD": (mezzo.optim.SGD, torch.optim.SGD, {}),
+}
+
+
+def a_device_that_mezzo_has_no_kernel_for_takes_torchs_fused_one() -> None:
+    """The bits of torch's optimizer with fused=True, in as few launches; rates on the host, on the device and as numbers."""
+    for (name, (ours, theirs, options)), lr in itertools.product(
+        RIVALS.items(), (2.0**-7, torch.tensor(2.0**-7), torch.tensor(2.0**-7).to("sim"))
+    ):
+        found, launches = [], []
+        for kind, more in ((ours, {}), (theirs, {"fused": True})):
+            net = model().to("sim")
+            optimizer = kind(net.parameters(), lr=lr if kind is ours else 2.0**-7, **options, **more)
+            for x in torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).to("sim"):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                versions = [p._version for p in net.parameters()]
+                with sim.watching() as seen:
+                    optimizer.step()
+                assert not seen.stops + seen.waits, seen.stops + seen.waits
+                if kind is ours:
+                    assert all(p._version > was for p, was in zip(net.parameters(), versions, strict=True))
+            launches.append(seen.launches.total())
+            found.append([p.tolist() for p in net.parameters()])
+        assert found[0] == found[1], name
+        assert launches[0] <= launches[1] + 2, (name, launches)
+    assert "fused, not cpu: it is for CPU; not triton" in ours(net.parameters()).why()[0]
+
+
+def masters_of_16_bit_weights_are_stepped_by_torchs_fused_kernel() -> None:
+    """Close to the reference's way, in fewer launches; a bad step leaves every bit."""
+    for mode, policy in (("split", "bf16-master"), ("kahan", "bf16-master, master=kahan"), ("fp32", "fp16-master")):
+        for kind in (mezzo.optim.AdamW, mezzo.optim.SGD):
+            masters, launches = [], []
+            for backend in ("auto", "reference"):
+                net = model().to("sim")
+                optimizer = kind(net.parameters(), lr=1e-2, master=mode, backend=backend)
+                amp = mezzo.prepare(net, optimizer, f"{policy}, guard.check_every=0, scaling=none")
+                for x in (1.0, 1.0, math.inf, 1.0):
+                    amp.zero_grad()
+                    before = [p.float().tolist() for p in net.parameters()]
+                    amp.backward(net(torch.ones(6, 8, device="sim") * 0.1).float().square().mean() * x)
+                    with sim.watching() as seen:
+                        amp.step(max_norm=0.1)
+                    assert ([p.float().tolist() for p in net.parameters()] == before) is (x == math.inf)
+                masters.append(torch.cat([optimizer.master(p).flatten().cpu() for p in net.parameters()]))
+                launches.append(seen.launches.total())
+            torch.testing.assert_close(*masters, rtol=2.0**-20, atol=2.0**-20)
+            assert launches[0] < (0.6 if kind is mezzo.optim.AdamW else 1.0) * launches[1], (mode, kind, launches)
 
 
 def a_rate_on_the_host_is_not_copied() -> None:

@@ -11,6 +11,8 @@ CHECKS = (
     "flags_of_another_device_than_the_current_are_not_read_early",
     "another_stream_than_the_default_works_alike",
     "one_optimizer_steps_two_devices",
+    "a_device_that_mezzo_has_no_kernel_for_takes_torchs_fused_one",
+    "masters_of_16_bit_weights_are_stepped_by_torchs_fused_kernel",
     "a_rate_on_the_host_is_not_copied",
     "a_batch_does_not_wait",
     "a_trace_does_not_look_at_what_has_not_landed",

@@ -62,7 +62,7 @@ def test_every_triton_launch_is_under_a_device_guard() -> None:
         for path in FILES
         for line, guarded in launches(ast.parse(path.read_text()))
     }
-    assert len(found) == 1
+    assert len(found) == 2, "steps of many tensors, and what is a handful of numbers"
     assert all(found.values()), found
 
 

@@ -14,18 +14,19 @@ from typing import Literal, get_args
 
 import torch
 
+from .._torch import fused_devices
 from ..errors import ConfigError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name
 from .backends.cpp.build import NativeBuildError, library
 
-Backend = Literal["auto", "reference", "cpu", "foreach", "triton"]
+Backend = Literal["auto", "reference", "cpu", "foreach", "triton", "fused"]
 """auto picks the fastest that can run here; any other name is that one or an error."""
 
 # Fastest first; the reference runs everywhere and ends every list.
 _ORDER: dict[str, tuple[str, ...]] = {
     "gradients": ("cpu", "foreach", "reference"),
-    "adamw": ("cpu", "triton", "reference"),
-    "sgd": ("cpu", "triton", "reference"),
+    "adamw": ("cpu", "triton", "fused", "reference"),
+    "sgd": ("cpu", "triton", "fused", "reference"),
     "linear": ("cpu", "reference"),
     "decision": ("triton", "reference"),
 }
@@ -38,7 +39,7 @@ class Choice:
     """The implementation that runs, and what decided.
 
     Attributes:
-        backend: "reference", "cpu", "foreach" or "triton".
+        backend: "reference", "cpu", "foreach", "triton" or "fused".
         reason: one clause for a report.
     """
 
@@ -54,6 +55,9 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
         return ""
     if dtype not in (torch.float32, *LOW_DTYPES):
         return f"it does not compute in {dtype_name(dtype)}"
+    if backend == "fused":
+        has_it = device.type != "cpu" and device.type in fused_devices()
+        return "" if has_it else f"torch has no fused kernel for it on {device.type.upper()}"
     index = "cpu" if backend == "cpu" else "cuda"
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != index and not interpreted:

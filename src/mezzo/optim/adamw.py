@@ -94,15 +94,18 @@ class AdamW(MasterOptimizer):
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def rule(self, group: Mapping[str, Any]) -> AdamWRule:
-        """Return the numbers of a group that stay the same from step to step."""
+        """Return the numbers of a group."""
         beta1, beta2 = group["betas"]
-        l2 = 0.0 if self._is_decoupled(group) else group["weight_decay"]
-        return AdamWRule(beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=group["amsgrad"], l2=l2)
+        decay, l2 = (group["weight_decay"], 0.0) if self._is_decoupled(group) else (0.0, group["weight_decay"])
+        return AdamWRule(
+            beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=group["amsgrad"], l2=l2,
+            lr=group["lr"], decay=decay,
+        )  # fmt: skip
 
     def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the numbers of one step, shape (n, 3), as `adamw_scalars` explains them. Syncs: no."""
-        decay = group["weight_decay"] if self._is_decoupled(group) else 0.0
-        return adamw_scalars(step, self.rule(group), group["lr"], decay, dtype)
+        rule = self.rule(group)
+        return adamw_scalars(step, rule, rule.lr, rule.decay, dtype)
 
     def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
         """Whether weight decay acts on the weight by itself; the option of torch's groups, where one was taken over."""

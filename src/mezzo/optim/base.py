@@ -82,7 +82,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Any:
-        """Return the numbers of a group that stay the same from step to step, as its kernels take them."""
+        """Return the numbers of a group, as its kernels take them."""
 
     @abstractmethod
     def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,7 +151,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         dtype = operands.weights.values[0].dtype
         compiling = torch.compiler.is_compiling()
         kernel = self.definition if compiling else registry.kernel(self.op, step.device, dtype, group["backend"])
-        scalars = self.scalars(group, step, torch.promote_types(dtype, torch.float32))
+        is_torchs = kernel.__name__.endswith(".fused")  # which computes the numbers of a step itself
+        scalars = None if is_torchs else self.scalars(group, step, torch.promote_types(dtype, torch.float32))
         kernel.step_(operands, self.rule(group), scalars, step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

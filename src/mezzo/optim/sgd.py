@@ -96,8 +96,8 @@ class SGD(MasterOptimizer):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def rule(self, group: Mapping[str, Any]) -> SGDRule:
-        """Return the numbers of a group that stay the same from step to step."""
-        return SGDRule(weight_decay=group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
+        """Return the numbers of a group."""
+        return SGDRule(**{name: group[name] for name in ("weight_decay", "momentum", "nesterov", "lr", "dampening")})
 
     def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the numbers of one step, shape (n, 3), as `sgd_scalars` explains them. Syncs: no."""

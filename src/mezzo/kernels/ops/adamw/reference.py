@@ -19,7 +19,7 @@ from ..rounding import random_bits, random_key, stochastic_round
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWRule:
-    """The numbers of AdamW that stay the same from step to step.
+    """The numbers of AdamW, as a group has them.
 
     Attributes:
         beta1: decay of the mean of gradients; in [0, 1).
@@ -27,6 +27,8 @@ class AdamWRule:
         eps: added to the root of the mean of squares.
         amsgrad: divide by the largest mean of squares so far.
         l2: weight decay added to the gradient, as torch.optim.Adam does; 0 for AdamW.
+        lr: learning rate, which kernels of torch's take as it is; mezzo's own read it from `adamw_scalars`.
+        decay: decoupled weight decay, likewise.
     """
 
     beta1: float
@@ -34,6 +36,8 @@ class AdamWRule:
     eps: float
     amsgrad: bool = False
     l2: float = 0.0
+    lr: float | Tensor = 0.0
+    decay: float = 0.0
 
 
 def adamw_scalars(

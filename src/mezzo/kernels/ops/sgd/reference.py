@@ -16,17 +16,21 @@ from ..rounding import random_key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SGDRule:
-    """The numbers of SGD that stay the same from step to step.
+    """The numbers of SGD, as a group has them.
 
     Attributes:
         weight_decay: times the weight, added to the gradient.
         momentum: decay of the running sum of gradients; 0 keeps none.
         nesterov: step along gradient plus momentum times sum, instead of the sum.
+        lr: learning rate, which kernels of torch's take as it is; mezzo's own read it from `sgd_scalars`.
+        dampening: likewise.
     """
 
     weight_decay: float
     momentum: float
     nesterov: bool = False
+    lr: float | Tensor = 0.0
+    dampening: float = 0.0
 
 
 def sgd_scalars(
