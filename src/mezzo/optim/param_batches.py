@@ -228,7 +228,7 @@ class KeptBatches:
             self._held = [t.detach() for t in self._tensors[len(params) :]]
             self._addresses = list(map(Tensor.data_ptr, self._tensors))
             self._sizes = [t.nbytes for t in self._tensors[: len(params)]]
-            self._strides = [t.stride() for t in self._tensors if not t.is_contiguous()]
+            self._strides = [t.stride() for t in self._tensors[: len(params)] if not t.is_contiguous()]
 
     def _all(self, params: Sequence[Tensor]) -> list[Any]:
         tensors: list[Any] = [*params, *chain.from_iterable(map(dict.values, self._states))]
@@ -257,10 +257,10 @@ class KeptBatches:
             and all(map(is_, tensors, self._tensors))
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
             and [t.nbytes for t in tensors[: len(active)]] == self._sizes
-            and self._lie_as_before(tensors if self._strides else tensors[: len(active)])
+            and self._lie_as_before(tensors[: len(active)])
         )
 
-    def _lie_as_before(self, tensors: Sequence[Tensor]) -> bool:
+    def _lie_as_before(self, params: Sequence[Tensor]) -> bool:
         if not self._strides:
-            return all(map(Tensor.is_contiguous, tensors))
-        return [t.stride() for t in tensors if not t.is_contiguous()] == self._strides
+            return all(map(Tensor.is_contiguous, params))
+        return [t.stride() for t in params if not t.is_contiguous()] == self._strides

@@ -18,8 +18,9 @@ def masters_of(operands: Operands) -> list[Tensor] | None:
     if any(one.dtype is not torch.float32 for held in operands.moments.values() for one in held):
         return None
     weights = operands.weights
-    aux = weights.aux or [None] * len(weights.values)
-    return [read_master(weights.mode, value, beside) for value, beside in zip(weights.values, aux, strict=True)]
+    if not weights.aux:
+        return [read_master(weights.mode, value, None) for value in weights.values]
+    return [read_master(weights.mode, value, aux) for value, aux in zip(weights.values, weights.aux, strict=True)]
 
 
 def true_grads(operands: Operands) -> list[Tensor]:

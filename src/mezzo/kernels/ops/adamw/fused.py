@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ...._torch import fused_adam_, fused_adamw_
@@ -26,7 +28,7 @@ def step_(operands: Operands, rule: AdamWRule, _: None, step: Tensor) -> None:
         reference.step_(operands, rule, adamw_scalars(step, rule, rule.lr, rule.decay), step)
         return
     means, squares, *peaks = (list(held) for held in operands.moments.values())
-    update_ = fused_adamw_ if rule.l2 == 0 else fused_adam_
+    update_: Any = fused_adamw_ if rule.l2 == 0 else fused_adam_  # overloaded by the kind of rate
     update_(
         masters, true_grads(operands), means, squares, *(peaks or [[]]), list(step.unbind()),
         lr=rate_of(rule.lr, step.device), beta1=rule.beta1, beta2=rule.beta2, weight_decay=rule.l2 or rule.decay,

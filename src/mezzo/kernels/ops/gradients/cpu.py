@@ -45,4 +45,6 @@ def _function() -> Any:
 
 
 def _dense(grad: Tensor) -> Tensor:
+    if grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last):  # asked for a tenth of the time
+        return grad
     return grad if torch.ops.aten.is_non_overlapping_and_dense(grad) else grad.contiguous()
