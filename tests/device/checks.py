@@ -300,9 +300,7 @@ def kernels_that_cannot_be_compiled_are_replaced_with_one_sentence() -> None:
     with sim.triton_kernels(RuntimeError("Failed to find C compiler.\nSet CC.")):
         found, seen = run("sim", "fp16", "torch.AdamW", "clip")
         optimizer = mezzo.optim.AdamW(model().to("sim").parameters())
-        assert (
-            "reference, not cpu: it is for CPU; not triton: Triton fails here with RuntimeError" in optimizer.why()[0]
-        )
+        assert "fused, not cpu: it is for CPU; not triton: Triton fails here with RuntimeError" in optimizer.why()[0]
         with pytest.raises(ConfigError, match="Failed to find C compiler"):
             registry.choose("adamw", torch.device("sim"), torch.float32, "triton")
     logging.getLogger("mezzo.kernels").removeHandler(handler)

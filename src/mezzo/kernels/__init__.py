@@ -31,7 +31,6 @@ from .ops.rounding import random_key as random_key
 from .ops.sgd import SGDRule as SGDRule
 from .ops.sgd import sgd_scalars as sgd_scalars
 from .registry import Backend as Backend
-from .registry import choose as choose
 from .registry import kernel as kernel
 from .weights import AUX_STATE as AUX_STATE
 from .weights import WEIGHT_STREAM as WEIGHT_STREAM

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
 from ..errors import StepError, listed
-from ..kernels import CLIP_EPS, choose, kernel
+from ..kernels import CLIP_EPS, kernel
 from ..loss_scale import LossScale, NoScaling, StepScaling, can_move_in_place, handing, move_, next_state
 from ..optim import keeps_masters, wrapped_optimizer
 from ..policy import ScalingConfig
@@ -252,8 +253,12 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
     """
     if config is None or isinstance(state, NoScaling):
         return
-    if flags.vector is not None and choose("decision", flags.vector.device, torch.float32).backend == "triton":
-        _move_in_one_launch_(flags.vector, state, config)
+    vector = flags.vector
+    in_one_launch = None if vector is None else getattr(_decision(vector.device), "move_scale_", None)
+    if in_one_launch is not None:
+        ceiling = math.inf if config.max_scale is None else config.max_scale
+        numbers = (config.growth_factor, config.backoff_factor, config.min_scale, ceiling)
+        in_one_launch(vector, state, *numbers, config.growth_interval, config.hysteresis, dynamic=config.dynamic)
         return
     if not flags.is_known and can_move_in_place(config):
         bad = flags.gradients_bad
@@ -272,9 +277,5 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
             before.copy_(torch.where(blameless, before, after))
 
 
-def _move_in_one_launch_(vector: Tensor, state: LossScale, config: ScalingConfig) -> None:
-    ceiling = math.inf if config.max_scale is None else config.max_scale
-    numbers = (config.growth_factor, config.backoff_factor, config.min_scale, ceiling)
-    kernel("decision", vector.device, torch.float32).move_scale_(
-        vector, state, *numbers, config.growth_interval, config.hysteresis, dynamic=config.dynamic
-    )
+def _decision(device: torch.device) -> ModuleType:
+    return kernel("decision", device, torch.float32)
