@@ -51,8 +51,8 @@ EARLY_STEPS = 3
 """A prepared step looks at more in these than in those that follow."""
 FUSED_TENSORS, FUSED_ELEMENTS = 36, 320 * 65536
 """Of one launch of torch's fused optimizers (MultiTensorApply.cuh: 36 tensors in four lists, 320 chunks of 65,536)."""
-STEP_LAUNCHES = {"torch-autocast": 0, "prepare": 14, "prepare-master": 14}
-"""Beside the update: the pass over the norm, the decision and the flags, as the simulated accelerator counts them at most."""
+STEP_LAUNCHES = {"torch-autocast": 0, "prepare": 7, "prepare-master": 7}
+"""Beside the update: two for the pass over the norm, and five for the decision and the flags, as the simulated accelerator counts them."""
 STEP_BYTES = {"torch-autocast": 28, "prepare": 4 + 28, "prepare-master": 2 + 26}
 """A parameter: gradient, weight and two moments read, three written; a prepared step reads the gradient once more."""
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo.distributed import comm_stats
+from mezzo.distributed.fp8_blocks import Fp8Blocks
 
 STEPS = 50
 
@@ -63,6 +64,20 @@ def errors(dtype: torch.dtype, num_ranks: int) -> tuple[float, float]:
     return tuple(((mean.double() - exact).norm() / exact.norm()).item() for mean in (ring, wide))
 
 
+def errors_in_blocks(num_ranks: int, steps: int) -> float:
+    """Return the error of the mean over ranks and so many steps of one gradient in blocks of fp8, as in `errors`."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    common = torch.randn(4096, generator=generator, dtype=torch.float64)
+    grads = common + 0.5 * torch.randn(num_ranks, 4096, generator=generator, dtype=torch.float64)
+    ranks, total, owner = [Fp8Blocks() for _ in range(num_ranks)], torch.zeros(4096), Fp8Blocks()
+    for _ in range(steps):
+        packed = [one.pack((grad.float() / num_ranks).view(1, -1)) for one, grad in zip(ranks, grads, strict=True)]
+        mean = owner.pack_sum(owner.add_up(torch.cat(packed)))
+        total += owner.unpack(mean.view(1, -1))[0]
+    exact = grads.mean(0)
+    return (((total / steps).double() - exact).norm() / exact.norm()).item()
+
+
 def gradients(policy: str, data: torch.Tensor) -> torch.Tensor:
     """Return the gradients of a small transformer for the batch of one rank, as one vector."""
     torch.manual_seed(0)
@@ -94,9 +109,11 @@ if __name__ == "__main__" and not dist.is_torchelastic_launched():
     for dtype, num_ranks in itertools.product((torch.bfloat16, torch.float16), (4, 64, 256, 1024)):
         ring, wide = errors(dtype, num_ranks)
         print(f"{dtype}  ranks {num_ranks:4}  ring {ring:.2g}  fp32 sums {wide:.2g}")
+    for num_ranks, steps in itertools.product((4, 64), (1, 10, 100)):
+        print(f"blocks of fp8  ranks {num_ranks:4}  mean over {steps:3} steps {errors_in_blocks(num_ranks, steps):.2g}")
     presets()
 elif __name__ == "__main__":
     dist.init_process_group("gloo")
-    for reduce in ("fp32", "bf16", "fp16"):
+    for reduce in ("fp32", "bf16", "fp16", "fp8"):
         measure(reduce)
     dist.destroy_process_group()

@@ -85,9 +85,12 @@ _SPELLINGS: dict[str, torch.dtype] = {
     "fp32": torch.float32, "float32": torch.float32, "float": torch.float32, "f32": torch.float32,
     "fp16": torch.float16, "float16": torch.float16, "half": torch.float16, "f16": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
 _WITHOUT_FP64 = {"mps"}
-_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+FP8 = torch.float8_e4m3fn
+"""Of gradient traffic alone, in blocks with a scale each."""
+_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "fp8"}
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -95,7 +98,7 @@ def parse_dtype(name: str) -> torch.dtype:
     """Return the torch dtype a name stands for.
 
     Args:
-        name: fp64, fp32, fp16 or bf16, or torch's spelling with or without "torch.".
+        name: fp64, fp32, fp16, bf16 or fp8 (e4m3), or torch's spelling with or without "torch.".
 
     Raises:
         FormatError: unknown name; the nearest valid spelling is named.

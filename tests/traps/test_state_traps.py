@@ -281,7 +281,7 @@ def test_s33_ours_one_object_holds_scale_and_masters() -> None:
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2", "float8_e4m3fn"])
 def test_s36_ours_there_is_no_fp8_whose_ranks_could_differ(dtype: str) -> None:
-    """Scales from the largest value need a group of ranks to agree on it; fp8 is refused, so there is none."""
+    """Scales from the largest value need a group of ranks to agree on it; fp8 is refused; on the wire each block has its own scale."""
     with pytest.raises(PolicyError):
         mezzo.Policy.parse(f"bf16, compute={dtype}")
 

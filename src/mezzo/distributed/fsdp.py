@@ -10,7 +10,7 @@ from torch import nn
 
 from .._torch import drop_unreduced_grad_, fsdp_param_groups, fsdp_precision, holds_unreduced_grad
 from ..errors import DistributedError, PolicyError
-from ..formats import LOW_DTYPES, dtype_name
+from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..policy import Policy, PolicyLike, as_policy
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import WideReduceScatter
@@ -55,6 +55,7 @@ def fully_shard(
     from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
     chosen = as_policy(policy)
+    _check_traffic(chosen)
     resolved = chosen.resolve(next((p.device for p in model.parameters()), torch.device("cpu")))
     plan = plan_shards(model, resolved, units)
     modules = dict(model.named_modules())
@@ -70,6 +71,14 @@ def fully_shard(
         if plan.reduce in LOW_DTYPES:
             members[0].set_custom_reduce_scatter(WideReduceScatter())
     return plan
+
+
+def _check_traffic(policy: Policy) -> None:
+    if policy.reduce is FP8:
+        raise PolicyError(
+            "the policy declares reduce=fp8, and gradients of shards are reduced by torch, which has no blocks with scales. "
+            "Write reduce=bf16, or wrap the model in DistributedDataParallel."
+        )
 
 
 def _mixed_precision(param_dtypes: ParamDtypes, reduce: torch.dtype) -> MixedPrecisionPolicy:
@@ -102,6 +111,8 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
     """
     modules = dict(model.named_modules())
     sharded = sharded_modules(model)
+    if sharded:
+        _check_traffic(policy)
     for name in sharded:
         given: MixedPrecisionPolicy = fsdp_precision(sharded[name])
         for fqn, module in modules.items():

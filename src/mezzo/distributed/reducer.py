@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import DistributedError
-from ..formats import LOW_DTYPES
+from ..formats import FP8, LOW_DTYPES
 from ..stamp import Stamp, version_of
+from .fp8_blocks import Fp8Blocks, num_packed
 from .group import Group
 from .wide_sum import WideSum
 
@@ -135,7 +136,7 @@ class GradientReducer:
 
     Args:
         group: the ranks.
-        dtype: of what is sent; fp64 gradients are reduced as they are.
+        dtype: of what is sent, fp8 in blocks; fp64 gradients are reduced as they are.
         accumulator: of earlier micro-batches; None if gradients accumulate where they are.
         is_static: whether the wrapper takes the graph to be the same in each pass, so that buckets are not told apart.
 
@@ -152,6 +153,7 @@ class GradientReducer:
         self.accumulator = accumulator
         self.comm_stats = CommStats(num_ranks=group.size)
         self._wide_sum = WideSum()
+        self._blocks: dict[tuple[int, ...], Fp8Blocks] = {}
         self.averaged: set[int] = set()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -162,16 +164,17 @@ class GradientReducer:
         buffer: Tensor = bucket.buffer()
         is_unrounded = self._loses_nothing(buffer)
         sent = buffer if is_unrounded else self._share(bucket)
-        self.comm_stats.num_by_dtype[sent.dtype] += 1
-        self.comm_stats.payload_bytes += sent.numel() * sent.element_size()
+        blocks = self._blocks_of(bucket) if self.dtype is FP8 and sent.dtype is torch.float32 else None
+        self.comm_stats.num_by_dtype[sent.dtype if blocks is None else FP8] += 1
+        self.comm_stats.payload_bytes += sent.nbytes if blocks is None else num_packed(sent.numel(), self.group.size)
         if is_unrounded:
             self.comm_stats.unrounded.add(sent.dtype)
         self.averaged.update(map(id, bucket.parameters()))
         if bucket.index() == 0:
             self._wide_sum.drop()
         # Of two ranks' rounded shares any sum is rounded once.
-        if is_unrounded or (sent.dtype in LOW_DTYPES and self.group.size > 2):
-            mean = self._wide_sum.start(self.group, sent, buffer, self.group.size if is_unrounded else 1)
+        if is_unrounded or blocks is not None or (sent.dtype in LOW_DTYPES and self.group.size > 2):
+            mean = self._wide_sum.start(self.group, sent, buffer, self.group.size if is_unrounded else 1, blocks)
         else:
             mean = self._average(sent, buffer)
         # In the first pass of a static graph torch sends all buckets behind backward, and calls each of them the first.
@@ -187,7 +190,15 @@ class GradientReducer:
     def _share(self, bucket: GradBucket) -> Tensor:
         """Return what this rank gives to the mean, in the dtype it is sent in."""
         share = self._with_earlier(bucket).div_(self.group.size)
-        return share.to(self.dtype) if share.dtype is torch.float32 or share.dtype in LOW_DTYPES else share
+        return share.to(self.dtype) if share.dtype is torch.float32 and self.dtype is not FP8 else share
+
+    def _blocks_of(self, bucket: GradBucket) -> Fp8Blocks:
+        """Return the form in which a bucket travels, with its remainders; torch may lay buckets out anew, which drops them."""
+        key = tuple(map(id, bucket.parameters()))
+        if key not in self._blocks:
+            self._blocks = {known: held for known, held in self._blocks.items() if not set(known) & set(key)}
+            self._blocks[key] = Fp8Blocks()
+        return self._blocks[key]
 
     def _average(self, sent: Tensor, target: Tensor) -> torch.futures.Future[Tensor]:
         def finish(done: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients that are sent in 16 bit and summed in fp32: each rank receives one part of all others', adds up, rounds once.
+"""Gradients that are sent in 16 bit or less and summed in fp32: each rank receives one part of all others', adds up, rounds once.
 
 That is a reduce-scatter; where every rank needs the whole sum, the parts are gathered behind it. A ring sends as many bytes, and
 rounds after each addition.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,9 @@ from ..formats import dtype_name
 from .group import Group
 
 
-def split(values: Tensor, num_ranks: int) -> Tensor:
-    """Return values in one row for each rank, zeros behind the last. Shape (num_ranks, P). Syncs: no."""
-    missing = -values.numel() % num_ranks
+def split(values: Tensor, num_ranks: int, multiple: int = 1) -> Tensor:
+    """Return values in one row for each rank, zeros behind the last. Shape (num_ranks, P), P a multiple. Syncs: no."""
+    missing = -values.numel() % (num_ranks * multiple)
     flat = torch.nn.functional.pad(values, (0, missing)) if missing else values
     return flat.view(num_ranks, -1)
 
@@ -31,11 +32,54 @@ def add_up(rows: Tensor) -> Tensor:
     return torch.sum(rows, dim=0, dtype=torch.float32)
 
 
+class Codec(Protocol):
+    """In what form gradients travel, on the way to their sum and from there."""
+
+    multiple: int
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Return what is sent, one row to each rank."""
+
+    def add_up(self, received: Tensor) -> Tensor:
+        """Return the sum in fp32 of one row from each rank."""
+
+    def pack_sum(self, mean: Tensor) -> Tensor:
+        """Return what every rank is sent of it."""
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """Return the values of such rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Values that travel in a dtype of 16 bit, as they are."""
+
+    dtype: torch.dtype
+    multiple: int = 1
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Return them as they are."""
+        return rows
+
+    def add_up(self, received: Tensor) -> Tensor:
+        """Return the sum in fp32. Syncs: no."""
+        return add_up(received)
+
+    def pack_sum(self, mean: Tensor) -> Tensor:
+        """Return it rounded once. Syncs: no."""
+        return mean.to(self.dtype)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """Return them as they are."""
+        return rows
+
+
 @dataclass(slots=True, eq=False)
 class _Bucket:
     """Gradients on their way.
 
     Attributes:
+        codec: in what form.
         rows: shape (N, P): what is sent, one row to each rank; then the sums, one row from each.
         received: shape (N, P): the others' rows for this rank.
         target: shape (n,): takes the mean.
@@ -44,6 +88,7 @@ class _Bucket:
         done: of the target.
     """
 
+    codec: Codec
     rows: Tensor
     received: Tensor
     target: Tensor
@@ -63,14 +108,17 @@ class WideSum:
         self._sent: deque[_Bucket] = deque()
         self._summed: deque[_Bucket] = deque()
 
-    def start(self, group: Group, sent: Tensor, target: Tensor, divisor: int) -> torch.futures.Future[Tensor]:
+    def start(
+        self, group: Group, sent: Tensor, target: Tensor, divisor: int, codec: Codec | None = None
+    ) -> torch.futures.Future[Tensor]:
         """Begin to add a bucket up, and go on with those before it.
 
         Args:
             group: the ranks; its limit holds on the CPU.
-            sent: shape (n,), 16 bit; may be the target.
+            sent: shape (n,), 16 bit, or fp32 for a codec of less; may be the target.
             target: shape (n,): takes the mean.
             divisor: of the sum, which makes it the mean.
+            codec: in what form it travels; None: as it is, in 16 bit.
 
         Returns:
             What the target will be.
@@ -80,11 +128,12 @@ class WideSum:
 
         Writes: `target`, and those of buckets before it. Syncs: on the CPU, with the slowest rank for these; else no.
         """
-        rows = split(sent, group.size)
+        codec = Rounded(sent.dtype) if codec is None else codec
+        rows = codec.pack(split(sent, group.size, codec.multiple))
         received = torch.empty_like(rows)
         work = group.exchange(received, rows)
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(target))
-        self._sent.append(_Bucket(rows, received, target, divisor, work, done))
+        self._sent.append(_Bucket(codec, rows, received, target, divisor, work, done))
         self._go_on(group, in_flight=1)
         return done
 
@@ -106,14 +155,14 @@ class WideSum:
 
 def _summed(group: Group, bucket: _Bucket) -> _Bucket:
     group.wait(bucket.work, bucket.received)
-    mean = add_up(bucket.received).div_(bucket.divisor)
-    bucket.work = group.gather_rows(bucket.rows, mean.to(bucket.rows.dtype))
+    mean = bucket.codec.add_up(bucket.received).div_(bucket.divisor)
+    bucket.work = group.gather_rows(bucket.rows, bucket.codec.pack_sum(mean))
     return bucket
 
 
 def _finish(group: Group, bucket: _Bucket) -> None:
     group.wait(bucket.work, bucket.rows)
-    bucket.target.copy_(bucket.rows.view(-1)[: bucket.target.numel()])
+    bucket.target.copy_(bucket.codec.unpack(bucket.rows).view(-1)[: bucket.target.numel()])
     bucket.done.set_result(bucket.target)
 
 

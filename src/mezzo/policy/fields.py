@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import torch
 
 from ..errors import PolicyError, did_you_mean
-from ..formats import LOW_DTYPES, dtype_name, native_support
+from ..formats import FP8, LOW_DTYPES, dtype_name, native_support
 from .kinds import check_kinds
 from .op_rule import Rule
 from .table import TableName, known_ops
@@ -200,7 +200,8 @@ class PolicyFields:
         params: storage dtype of trainable weights that feed low ops.
         master: how 16-bit `params` keep small updates.
         grads: dtype gradients are accumulated in over micro-batches; None: the dtype of the weight.
-        reduce: dtype of gradient traffic between ranks.
+        reduce: dtype of gradient traffic between ranks; fp8 sends blocks with a scale each, and what rounding took away a step
+            later.
         state: dtype of optimizer moments.
         output: dtype of the root module's floating outputs; None leaves them.
         loss: dtype the loss must have when it reaches backward.
@@ -240,6 +241,10 @@ class PolicyFields:
             check(
                 self.master == "none", f"master={self.master} needs 16-bit params; write params=bf16, or master=none."
             )
+
+        check(not (self.reduce is FP8 and self.scaling is not None and self.scaling.dynamic),
+              "reduce=fp8 sends in one step what rounding took away in the one before, which a loss scale that moves would make "
+              "wrong; write scaling=none, as bf16 needs it, or reduce=bf16.")  # fmt: skip
 
     def _check_parts(self) -> None:
         check(isinstance(self.ops, OpRules), f"ops={self.ops!r} must be OpRules, or the name of an op table.")

@@ -10,9 +10,22 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from ..errors import PolicyError, did_you_mean
-from ..formats import LOW_DTYPES
+from ..formats import FP8, LOW_DTYPES, dtype_name
 
 DTYPES = (torch.float32, *LOW_DTYPES)
+
+
+def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that a field may have: fp8 is for traffic alone."""
+    return (*DTYPES, FP8) if name == "reduce" else DTYPES
+
+
+def dtypes_in_words(name: str) -> str:
+    """Return them for a message."""
+    *most, last = map(dtype_name, dtypes_of(name))
+    return f"{', '.join(most)} or {last}"
+
+
 NOUNS: Mapping[object, str] = {float: "a number", int: "a whole number", bool: "true or false"}
 
 
@@ -31,13 +44,13 @@ def options(kind: object) -> tuple[object, ...]:
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def _fits(kind: object, value: object) -> bool:
+def _fits(name: str, kind: object, value: object) -> bool:
     if kind is types.NoneType:
         return value is None
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if kind is torch.dtype:
-        return value in DTYPES
+        return value in dtypes_of(name)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, kind) and not (kind is int and isinstance(value, bool))  # type: ignore[arg-type]  # a class
@@ -51,7 +64,7 @@ def check_kinds(record: object) -> None:
     """
     for name, kind in kinds(type(record)).items():
         value = getattr(record, name)
-        if is_word(kind) and not any(_fits(option, value) for option in options(kind)):
+        if is_word(kind) and not any(_fits(name, option, value) for option in options(kind)):
             raise PolicyError(_complaint(name, kind, value))
 
 
@@ -67,5 +80,5 @@ def _complaint(name: str, kind: object, value: object) -> str:
         return f"{name}={value!r} is unknown.{did_you_mean(str(value), get_args(main))}"
     if main is torch.dtype:
         hint = "; write a torch dtype, or use Policy.parse" if isinstance(value, str) else ""
-        return f"{name}={value!r} is not a dtype of mixed precision: fp32, fp16 or bf16{hint}."
+        return f"{name}={value!r} is not a dtype of mixed precision: {dtypes_in_words(name)}{hint}."
     return f"{name}={value!r} must be {NOUNS[main]}."

@@ -34,7 +34,8 @@ class Policy(PolicyFields):
         params: storage dtype of trainable weights that feed low ops.
         master: how 16-bit `params` keep small updates.
         grads: dtype gradients are accumulated in over micro-batches; None: the dtype of the weight.
-        reduce: dtype of gradient traffic between ranks.
+        reduce: dtype of gradient traffic between ranks; fp8 sends blocks with a scale each, and what rounding took away a step
+            later.
         state: dtype of optimizer moments.
         output: dtype of what leaves the model, or a module of it that is called by itself; None leaves it.
         loss: dtype the loss must have when it reaches backward.

@@ -13,7 +13,7 @@ import torch
 from ..errors import FormatError, PolicyError, did_you_mean
 from ..formats import dtype_name, parse_dtype
 from .fields import MODULE_RULES, GuardConfig, ModuleRule, PolicyFields, ScalingConfig, check, check_op
-from .kinds import DTYPES, NOUNS, is_word, kinds, options
+from .kinds import NOUNS, dtypes_in_words, dtypes_of, is_word, kinds, options
 from .op_rule import Rule
 
 Plain = str | int | float | bool
@@ -77,10 +77,10 @@ def _read_dtype(key: str, word: str, none: list[str]) -> torch.dtype:
     try:
         dtype = parse_dtype(word)
     except FormatError:
-        known = [*map(dtype_name, DTYPES), *none]
+        known = [*map(dtype_name, dtypes_of(key)), *none]
         raise PolicyError(f"unknown {key} dtype {word!r}.{did_you_mean(word, known)}") from None
-    if dtype not in DTYPES:
-        raise PolicyError(f"{key}={word} is not a dtype of mixed precision; write fp32, fp16 or bf16.")
+    if dtype not in dtypes_of(key):
+        raise PolicyError(f"{key}={word} is not a dtype of mixed precision; write {dtypes_in_words(key)}.")
     return dtype
 
 
