@@ -229,6 +229,20 @@ def a_step_in_a_captured_graph_is_refused() -> None:
         scaler._scale.fill_(2.0)
     finally:
         torch.sim.capturing = False
+    optimizer = mezzo.optim.AdamW(net.parameters())
+    net(torch.randn(6, 8).to("sim")).square().mean().backward()
+    before = [p.tolist() for p in net.parameters()]
+    with sim.triton_kernels():
+        torch.sim.capturing = True
+        try:
+            with pytest.raises(
+                ConfigError, match="was stepped while a graph is captured on sim:0: its kernel reads tables"
+            ):
+                optimizer.step()
+        finally:
+            torch.sim.capturing = False
+        assert [p.tolist() for p in net.parameters()] == before
+    net.zero_grad()
     assert scaled.item() == 65536 * loss.item() and scaler.get_scale() == 2.0
     assert all(p.grad is None for p in net.parameters())
     amp.backward(loss)

@@ -38,16 +38,16 @@ class Codec(Protocol):
     multiple: int
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Return what is sent, one row to each rank."""
+        """Return what is sent, one row to each rank. Syncs: no."""
 
     def add_up(self, received: Tensor) -> Tensor:
-        """Return the sum in fp32 of one row from each rank."""
+        """Return the sum in fp32 of one row from each rank. Syncs: no."""
 
     def pack_sum(self, mean: Tensor) -> Tensor:
-        """Return what every rank is sent of it."""
+        """Return what every rank is sent of it. Syncs: no."""
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """Return the values of such rows."""
+        """Return the values of such rows. Syncs: no."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Rounded:
     multiple: int = 1
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Return them as they are."""
+        """Return them as they are. Syncs: no."""
         return rows
 
     def add_up(self, received: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Rounded:
         return mean.to(self.dtype)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """Return them as they are."""
+        """Return them as they are. Syncs: no."""
         return rows
 
 

@@ -1,6 +1,5 @@
 """The loss scale: the rule by which it moves, dividing by it, and the scaler for a training loop of your own."""
 
-from .async_flag import is_capturing as is_capturing
 from .fused import StepScaling as StepScaling
 from .fused import handing as handing
 from .fused import parameters as parameters

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on a device goes into a graph that is captured, instead of running. Syncs: no."""
-    if device.type in ("cpu", "meta"):
-        return False
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())
+from ..kernels import is_capturing
 
 
 class AsyncFlag:

@@ -14,9 +14,10 @@ from torch.optim.optimizer import Optimizer
 
 from .._torch import ScalerStage, is_fused, new_optimizer_state, tree_map
 from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError
+from ..kernels import is_capturing
 from ..policy import ScalingConfig
 from . import grad_checks, messages
-from .async_flag import AsyncFlag, is_capturing
+from .async_flag import AsyncFlag
 from .fused import StepScaling, parameters, step_scaled
 from .grad_tracker import GradTracker, Mark, gradients
 from .saved import Saved, floor_under, given_scale, pack, unpack

@@ -30,7 +30,7 @@ class AdamW(MasterOptimizer):
         amsgrad: divide by the largest mean of squares so far.
         maximize: step up the gradient.
         foreach: accepted for torch's sake; `backend` chooses how a step is computed.
-        capturable: accepted: every step is, nothing is read by the host.
+        capturable: accepted: nothing is read by the host. In a graph that is captured a step takes backend="reference".
         differentiable: refused if True.
         fused: accepted for torch's sake; `backend` chooses how a step is computed.
         master: how 16-bit parameters keep small updates: "split" (bf16 only; exact, 2 bytes), "fp32" (exact, 4

@@ -18,8 +18,8 @@ from ..binding import AfterForward, BeforeForward, Binding, convert_, innermost,
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..formats import LOW_DTYPES
-from ..kernels import any_dtensor, is_dtensor, norm_and_finite
-from ..loss_scale import LossScale, NoScaling, is_capturing
+from ..kernels import any_dtensor, is_capturing, is_dtensor, norm_and_finite
+from ..loss_scale import LossScale, NoScaling
 from ..policy import Policy
 from .accumulation import OptimizerGrads, Skip, is_bad
 from .buffers import Buffers

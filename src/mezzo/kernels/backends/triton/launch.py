@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....errors import ConfigError
 from ...operands import FORMATS, MODES, Operands
 from ...ops.gradients.scaled import ScaledGradients
 
@@ -19,6 +20,14 @@ BLOCK = 1024
 """Elements a program takes."""
 WARPS = 8
 """Of a program: 4 elements a thread, so that no variant spills or holds more than 64 registers."""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device goes into a graph that is captured, instead of running. Syncs: no."""
+    if device.type in ("cpu", "meta"):
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -105,9 +114,18 @@ def launch(
         numbers: what the kernel takes after the counts.
         constants: by name, beside those that every step has.
 
+    Raises:
+        ConfigError: a graph is captured on the device.
+
     Writes: weights, their aux state, moments; none of them if `found_inf` is set. Syncs: no.
     """
     device, weights, grads = step.device, operands.weights, operands.grads
+    if is_capturing(device):
+        raise ConfigError(
+            f"an optimizer of mezzo's was stepped while a graph is captured on {device}: its kernel reads tables of addresses "
+            "that the host fills, which a replay would not. Take the step outside of the graph, or give the optimizer "
+            "backend='reference'."
+        )
     held = tables(operands, device)
     if held is None:
         return

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...._torch import fused_adam_, fused_adamw_
-from ...backends.fused import masters_of, rate_of, true_grads, write_masters_
+from ...backends.torch_lists import masters_of, rate_of, true_grads, write_masters_
 from ...operands import Operands
 from . import reference
 from .reference import AdamWRule, adamw_scalars

@@ -58,7 +58,7 @@ def constants(num: int) -> dict[str, float]:
 
 
 def decide_(vector: Tensor, num: int, *, together: bool, clips: bool) -> None:
-    """Decide; arguments and writes are those of `reference.decide_`, the results its bits."""
+    """Decide; arguments and writes are those of `reference.decide_`, the results its bits. Syncs: no."""
     launch_once(decide_kernel, vector, **constants(num), TOGETHER=together, CLIPS=clips)
 
 
@@ -85,7 +85,7 @@ def move_scale_kernel(
         tl.store(p_row, row)
 
 
-class ScaleState(Protocol):
+class MovedScale(Protocol):
     """A loss scale and its counters: `loss_scale.LossScale`, on a device."""
 
     scale: Any
@@ -93,7 +93,7 @@ class ScaleState(Protocol):
     skipped_in_a_row: Any
 
 
-def move_scale_(vector: Tensor, state: ScaleState, *numbers: float, dynamic: bool) -> None:
+def move_scale_(vector: Tensor, state: MovedScale, *numbers: float, dynamic: bool) -> None:
     """Move the loss scale after a step, in one launch; bit for bit `loss_scale.next_state`.
 
     Args:

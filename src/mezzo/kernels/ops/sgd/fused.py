@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...._torch import fused_sgd_
-from ...backends.fused import masters_of, rate_of, true_grads, write_masters_
+from ...backends.torch_lists import masters_of, rate_of, true_grads, write_masters_
 from ...operands import Operands
 from . import reference
 from .reference import SGDRule, sgd_scalars
