@@ -35,7 +35,9 @@ def add_up(rows: Tensor) -> Tensor:
 class Codec(Protocol):
     """In what form gradients travel, on the way to their sum and from there."""
 
-    multiple: int
+    @property
+    def multiple(self) -> int:
+        """Of which a row's length must be one. Host only."""
 
     def pack(self, rows: Tensor) -> Tensor:
         """Return what is sent, one row to each rank. Syncs: no."""
@@ -128,12 +130,12 @@ class WideSum:
 
         Writes: `target`, and those of buckets before it. Syncs: on the CPU, with the slowest rank for these; else no.
         """
-        codec = Rounded(sent.dtype) if codec is None else codec
-        rows = codec.pack(split(sent, group.size, codec.multiple))
+        form: Codec = Rounded(sent.dtype) if codec is None else codec
+        rows = form.pack(split(sent, group.size, form.multiple))
         received = torch.empty_like(rows)
         work = group.exchange(received, rows)
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(target))
-        self._sent.append(_Bucket(codec, rows, received, target, divisor, work, done))
+        self._sent.append(_Bucket(form, rows, received, target, divisor, work, done))
         self._go_on(group, in_flight=1)
         return done
 
