@@ -212,9 +212,7 @@ def update_(
                     one.optimizer.step()
                 else:
                     divisor = flags.divisors[i] if flags.divisors and scale is pending.scale else None
-                    scaling = StepScaling(
-                        grad_scale=scale, clip_coef=coefficient, divisor=divisor, found_inf=found_inf
-                    )
+                    scaling = StepScaling(grad_scale=scale, clip_coef=coefficient, divisor=divisor, found_inf=found_inf)
                     with true_grads_for(one.optimizer, one.grads, scaling):
                         one.optimizer.step()
             except BaseException as failure:
