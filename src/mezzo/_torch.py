@@ -189,6 +189,15 @@ new_optimizer_state = _refresh_per_optimizer_state
 
 # --- where we are ---------------------------------------------------------------------------------------------------
 
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device goes into a graph that is captured, instead of running. Syncs: no."""
+    if device.type in ("cpu", "meta"):
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 graph_task_id = torch._C._current_graph_task_id
 """The number of the running backward pass; -1 outside."""
 autograd_node = torch._C._current_autograd_node

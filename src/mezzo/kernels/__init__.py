@@ -1,6 +1,5 @@
 """The arithmetic of a step: one definition in plain torch for each op, and faster paths that equal it."""
 
-from .backends.triton.launch import is_capturing as is_capturing
 from .dtensor import PLAIN as PLAIN
 from .dtensor import any_dtensor as any_dtensor
 from .dtensor import global_offset as global_offset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import is_capturing
+from .._torch import is_capturing
 
 
 class AsyncFlag:

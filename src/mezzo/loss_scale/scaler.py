@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from .._torch import ScalerStage, is_fused, new_optimizer_state, tree_map
+from .._torch import ScalerStage, is_capturing, is_fused, new_optimizer_state, tree_map
 from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError
-from ..kernels import is_capturing
 from ..policy import ScalingConfig
 from . import grad_checks, messages
 from .async_flag import AsyncFlag

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import active_ddp
+from .._torch import active_ddp, is_capturing
 from ..binding import AfterForward, BeforeForward, Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..formats import LOW_DTYPES
-from ..kernels import any_dtensor, is_capturing, is_dtensor, norm_and_finite
+from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, NoScaling
 from ..policy import Policy
 from .accumulation import OptimizerGrads, Skip, is_bad

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...._torch import is_capturing
 from ....errors import ConfigError
 from ...operands import FORMATS, MODES, Operands
 from ...ops.gradients.scaled import ScaledGradients
@@ -20,14 +21,6 @@ BLOCK = 1024
 """Elements a program takes."""
 WARPS = 8
 """Of a program: 4 elements a thread, so that no variant spills or holds more than 64 registers."""
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on a device goes into a graph that is captured, instead of running. Syncs: no."""
-    if device.type in ("cpu", "meta"):
-        return False
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
