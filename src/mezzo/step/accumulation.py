@@ -79,7 +79,7 @@ def either(*flags: Flag) -> Flag:
         if isinstance(found, Tensor) and isinstance(flag, Tensor):
             found = torch.maximum(found, flag)
         elif flag is not False:
-            found = flag if found is False else found | flag
+            found = flag if found is False else True  # one of the two is known to be
     return found
 
 

@@ -1,0 +1,102 @@
+"""A step that is taken and undone leaves no trace of itself; one that is kept is torch's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.optim import MasterWeights
+from mezzo.step.attempt import Attempt, can_be_undone
+
+Make = Callable[[list[Tensor]], Optimizer]
+KINDS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "masters": lambda p: MasterWeights(torch.optim.Rprop(p, lr=0.1), "fp32"),
+}
+
+
+def everything(optimizer: Optimizer, params: list[Tensor]) -> dict[str, Any]:
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    state = {i: dict(optimizer.state[p]) for i, p in enumerate(params) if p in optimizer.state}
+    return copy.deepcopy({"params": [p.detach() for p in params], "options": options, "state": state})
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def made(kind: str, steps: int) -> tuple[Optimizer, list[Tensor]]:
+    torch.manual_seed(0)
+    params: list[Tensor] = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(4))]
+    optimizer = KINDS[kind](params)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return optimizer, params
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["first", "third"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_a_step_is_undone_where_it_must_be(kind: str, steps: int, is_skipped: bool) -> None:
+    optimizer, params = made(kind, steps)
+    twin, twins = made(kind, steps)
+    assert can_be_undone(optimizer)
+    before = everything(optimizer, params)
+    attempt = Attempt(optimizer, params, torch.tensor(float(is_skipped)))
+    optimizer.step()
+    undo = attempt.settle()
+    if is_skipped:
+        undo()
+        assert same(everything(optimizer, params), before)
+        optimizer.step()
+    twin.step()
+    assert same(everything(optimizer, params), everything(twin, twins))
+
+
+class Foreign(torch.optim.SGD):
+    """Somebody's own."""
+
+
+class Counting(torch.optim.SGD):
+    """With a state that is none of tensors."""
+
+    __module__ = "torch.optim.counting"
+
+    def __init__(self, params: list[Tensor], lr: float) -> None:
+        super().__init__(params, lr)
+        self.seen: set[int] = set()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: Foreign(p, lr=0.1),
+        lambda p: Counting(p, lr=0.1),
+        lambda p: MasterWeights(torch.optim.RMSprop(p, lr=0.1), "stochastic"),
+        lambda p: torch.optim.SGD([p[0], torch.nn.Parameter(torch.ones(2, device="meta"))], lr=0.1),
+    ],
+    ids=["another's", "a set in its state", "stochastic masters", "two devices"],
+)
+def test_what_cannot_be_copied_is_not_attempted(make: Make) -> None:
+    assert not can_be_undone(make([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]))

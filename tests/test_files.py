@@ -1,0 +1,73 @@
+"""A file is whole or what it was, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mezzo.files import replacing, write_atomically
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_file_takes_the_place_of_another_in_one_move(tmp_path: Path, several: bool) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    with replacing(path, several=several) as partial:
+        partial.write_bytes(b"new")
+        assert path.read_bytes() == b"old"
+        assert partial.parent == tmp_path and partial.suffix == ".partial"
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["state"]
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, failure: BaseException) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+
+    def write(file: object) -> None:
+        raise failure
+
+    with pytest.raises(type(failure)):
+        write_atomically(path, write)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_folder_is_replaced_only_where_there_is_none(tmp_path: Path) -> None:
+    with replacing(tmp_path / "folder") as partial:
+        partial.mkdir()
+        (partial / "inside").write_bytes(b"x")
+    assert (tmp_path / "folder" / "inside").read_bytes() == b"x"
+
+
+def test_writers_at_once_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    with replacing(path, several=True) as one, replacing(path, several=True) as other:
+        assert one != other
+        one.write_bytes(b"one")
+        other.write_bytes(b"other")
+    assert path.read_bytes() == b"one"
+
+
+def _killed(path: Path) -> None:
+    with replacing(path) as partial:
+        partial.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_writer_that_is_killed_leaves_the_file_and_the_next_one_cleans_up(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+    write_atomically(path, lambda file: file.write(b"new"))
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["state"]
