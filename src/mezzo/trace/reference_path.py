@@ -23,7 +23,7 @@ _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "square", "pow", "n
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class MadeBy:
     """An op that made a 16-bit value.
 
     Attributes:
@@ -34,7 +34,7 @@ class Maker:
 
     site: Site
     exact: Tensor | None = None
-    before: tuple[Maker, ...] = ()
+    before: tuple[MadeBy, ...] = ()
 
     def sites(self, lost: Tensor) -> list[Site]:
         """Return it, behind those before it where it was given what was lost. Syncs: yes."""
@@ -96,7 +96,7 @@ class ReferencePath:
         self._wide = WideValues()
         self._flushes: StorageNotes[Flush] = StorageNotes()
         self._local = WideValues()
-        self._makers: StorageNotes[Maker] = StorageNotes()
+        self._makers: StorageNotes[MadeBy] = StorageNotes()
         self._low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
@@ -181,7 +181,7 @@ class ReferencePath:
         makers = self._made_by(call)
         if call.facts.name not in _MOVES:
             exact = self._exact(call, tensor, local) if makers else None
-            makers = (Maker(site, exact, makers if exact is not None else ()),)
+            makers = (MadeBy(site, exact, makers if exact is not None else ()),)
         if makers and (site.op != "to" or site.called in CASTS):
             self._makers.note(tensor, makers[0])
 
@@ -192,7 +192,7 @@ class ReferencePath:
         found = run_in_fp32(call, {}) if local is None else [local]
         return None if found is None else found[0] == tensor
 
-    def _made_by(self, call: Call) -> tuple[Maker, ...]:
+    def _made_by(self, call: Call) -> tuple[MadeBy, ...]:
         found = {id(m): m for _, t in call.inputs if (m := self._makers.get(call.original(t))) is not None}
         return tuple(found.values())
 
