@@ -259,8 +259,8 @@ def test_a_blocked_step_writes_nothing() -> None:
 
 @pytest.mark.parametrize(("device", "dtype", "why"), [
     ("cpu", torch.float32, "adamw on cpu fp32: cpu, the fastest that can run here"),
-    ("cpu", torch.float64, "adamw on cpu fp64: reference, not cpu: it does not compute in fp64; not triton: it does not compute in fp64"),
-    ("meta", torch.bfloat16, "adamw on meta bf16: reference, not cpu: it is for CPU; not triton: it is for CUDA"),
+    ("cpu", torch.float64, "adamw on cpu fp64: reference, not cpu: it does not compute in fp64; not triton: it does not compute in fp64; not fused: it does not compute in fp64"),
+    ("meta", torch.bfloat16, "adamw on meta bf16: reference, not cpu: it is for CPU; not triton: it is for CUDA; not fused: torch has none for META"),
 ])  # fmt: skip
 def test_the_choice_is_explained(device: str, dtype: torch.dtype, why: str) -> None:
     assert registry.why("adamw", torch.device(device), dtype) == why

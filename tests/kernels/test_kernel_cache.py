@@ -264,7 +264,7 @@ def test_without_a_compiler_the_reference_says_why(monkeypatch: pytest.MonkeyPat
     cpu = torch.device("cpu")
     assert registry.why("adamw", cpu, torch.bfloat16) == (
         "adamw on cpu bf16: reference, not cpu: no C++ compiler (g++, clang++, or the one that CXX names); "
-        "not triton: it is for CUDA"
+        "not triton: it is for CUDA; not fused: torch has none for CPU"
     )
     assert registry.kernel("adamw", cpu, torch.bfloat16) is adamw_reference
     with pytest.raises(ConfigError) as refused:

@@ -57,7 +57,7 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
         return f"it does not compute in {dtype_name(dtype)}"
     if backend == "fused":
         has_it = device.type != "cpu" and device.type in fused_devices()
-        return "" if has_it else f"torch has no fused kernel for it on {device.type.upper()}"
+        return "" if has_it else f"torch has none for {device.type.upper()}"
     index = "cpu" if backend == "cpu" else "cuda"
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != index and not interpreted:
