@@ -52,6 +52,9 @@ def test_numbers_that_no_scaler_may_have(change: dict[str, Any], said: str) -> N
 def test_what_is_not_a_scalers_state() -> None:
     with pytest.raises(CheckpointError, match="empty dict"):
         unpack({}, FRESH)
+    for other in (5, [1.0], "state"):
+        with pytest.raises(CheckpointError, match="a scaler's state is a dict"):
+            unpack(other, FRESH)  # type: ignore[arg-type]
     entries = pack(SAVED)
     del entries["_growth_tracker"]
     with pytest.raises(CheckpointError, match="misses _growth_tracker"):

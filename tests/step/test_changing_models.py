@@ -211,3 +211,12 @@ class TestOddGradients:
             moved = (model.weight.detach() - before).norm()
             assert moved <= 0.1 * min(result.grad_norm, options.get("max_norm", float("inf"))) * 1.001
         assert str(amp.report())
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16"])
+def test_a_model_that_was_moved_to_meta_says_so(policy: str) -> None:
+    model = nn.Linear(4, 1)
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    model.to("meta")
+    with pytest.raises(StepError, match="meta device, where nothing has values"):
+        amp.backward(model(torch.randn(3, 4, device="meta")).square().mean())

@@ -230,3 +230,16 @@ def test_an_optimizer_that_ignores_its_closure() -> None:
     amp = mezzo.prepare(model, Deaf(model.parameters()), "fp32")
     with pytest.raises(StepError, match=r"Deaf\.step\(closure\) never called the closure"):
         amp.step(amp_closure(amp, *batch()))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_a_step_without_the_closure_that_an_optimizer_needs_says_so_and_changes_nothing(policy: str) -> None:
+    model = nn.Linear(4, 1)
+    amp = mezzo.prepare(model, lbfgs(model.parameters()), policy)
+    x, y = torch.randn(8, 4), torch.randn(8, 1)
+    amp.backward(mse(model(x), y))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(StepError, match=r"without a closure, and LBFGS computes .* Write amp.step\(closure\)"):
+        amp.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert amp.step(amp_closure(amp, x, y)).applied

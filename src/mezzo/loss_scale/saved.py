@@ -66,6 +66,10 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
     Raises:
         CheckpointError: empty, incomplete, or numbers that no scaler may have.
     """
+    if entries is not None and not isinstance(entries, Mapping):
+        raise CheckpointError(
+            f"load_state_dict() got {type(entries).__name__}, and a scaler's state is a dict. Pass what GradScaler.state_dict() returned."
+        )
     if not entries:
         raise CheckpointError(
             "load_state_dict() got an empty dict: the checkpoint was saved with scaling disabled. Leave the call out: "

@@ -152,6 +152,11 @@ def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
         what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise StepError(f"backward(loss) takes one floating number with its graph, not {what}. Write loss.mean().")
+    if loss.is_meta:
+        raise StepError(
+            "backward(loss) was given a loss on the meta device, where nothing has values: the model was moved there after "
+            "mezzo.prepare. Move it before, or amp.release() it, move it, and prepare it again where it has values."
+        )
     if not loss.requires_grad:
         raise StepError(
             "backward(loss) was given a loss that no parameter leads to: it was detached, made anew with torch.tensor, "

@@ -31,7 +31,7 @@ from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import StateReport, make_report
 from .result import GradStats, StepFlags, StepResult, check_grads
-from .update import Clip, decides_on_device, move_scale_, update_
+from .update import Clip, decides_on_device, move_scale_, refuse_without_closure, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]
 
@@ -268,6 +268,7 @@ class Engine:
                 "step() was called without a closure, and the policy declares guard.on_overflow=retry, which computes "
                 "the loss again. Write amp.step(closure), or guard.on_overflow=skip."
             )
+        refuse_without_closure(self.optimizers if optimizer is None else [optimizer])
         if self.consensus is not None:
             self.find_ranks()
             self.consensus.check_step()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import ModuleType
@@ -277,3 +279,24 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
 
 def _decision(device: torch.device) -> ModuleType:
     return kernel("decision", device, torch.float32)
+
+
+def refuse_without_closure(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse a step without a closure of an optimizer that evaluates the loss by itself. Host only.
+
+    Raises:
+        StepError: one does; nothing was changed.
+    """
+    for optimizer in optimizers:
+        inner = wrapped_optimizer(optimizer)
+        if _needs_closure(type(inner)):
+            raise StepError(
+                f"step() was called without a closure, and {type(inner).__name__} computes the loss several times in one step. "
+                "Write amp.step(closure), where closure calls amp.zero_grad(), the model and amp.backward(loss), and returns the loss."
+            )
+
+
+@functools.cache
+def _needs_closure(kind: type[Optimizer]) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
