@@ -297,6 +297,6 @@ def refuse_without_closure(optimizers: Iterable[Optimizer]) -> None:
 
 
 @functools.cache
-def _needs_closure(kind: type[Optimizer]) -> bool:
+def _needs_closure(kind: Any) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
