@@ -288,15 +288,15 @@ def refuse_without_closure(optimizers: Iterable[Optimizer]) -> None:
         StepError: one does; nothing was changed.
     """
     for optimizer in optimizers:
-        inner = wrapped_optimizer(optimizer)
-        if _needs_closure(type(inner)):
+        kind: Any = type(wrapped_optimizer(optimizer))
+        if _needs_closure(kind):
             raise StepError(
-                f"step() was called without a closure, and {type(inner).__name__} computes the loss several times in one step. "
+                f"step() was called without a closure, and {kind.__name__} computes the loss several times in one step. "
                 "Write amp.step(closure), where closure calls amp.zero_grad(), the model and amp.backward(loss), and returns the loss."
             )
 
 
 @functools.cache
-def _needs_closure(kind: Any) -> bool:
+def _needs_closure(kind: type[Optimizer]) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
