@@ -28,11 +28,6 @@ def optimizer() -> Fused:
     return Fused([nn.Parameter(torch.ones(2))], lr=0.1)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_empty_only_without_anything(name: str) -> None:
-    assert StepScaling().is_empty and not StepScaling(**{name: torch.ones(())}).is_empty
-
-
 @pytest.mark.parametrize(
     ("own", "given", "wanted"), [(None, 8.0, 8.0), (2.0, None, 2.0), (2.0, 8.0, 16.0), (None, None, None)]
 )
