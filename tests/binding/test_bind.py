@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.step.step_models import Dtypes, Net, twin
+from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -118,6 +119,7 @@ class TestEveryWayOfCalling:
             # The order in which a layer norm's kernel sums the gradients of its weight differs.
             torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-6)
 
+    @traces_regions
     def test_compiled_whole(self, case: Any) -> None:
         model, x, out, _ = case
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -130,6 +132,7 @@ class TestEveryWayOfCalling:
             torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("prepares", [True, False])
+    @traces_regions
     def test_compiled_in_a_thread_where_no_model_ran_before(self, policy: str, case: Any, prepares: bool) -> None:
         """Compiled whole, and once, where the model was prepared; elsewhere it works too."""
         model, x, out, _ = case
@@ -291,6 +294,7 @@ class TestTheModelStaysWhatItWas:
         assert dtypes(lambda: model[0](torch.ones(1, 4))) == [BF16]
 
 
+@traces_regions
 def test_compiled_whole_before_any_region_was_made() -> None:
     """The regions of root and norm are made while the compiler traces."""
     norm = nn.LayerNorm(8)
