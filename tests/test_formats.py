@@ -146,8 +146,8 @@ class TestNames:
         ("word", "message"),
         [
             ("bf61", "unknown dtype 'bf61'. Did you mean 'bf16'?"),
-            ("int8", "unknown dtype 'int8'. Valid: bf16, fp16, fp32, fp64."),
-            ("", "unknown dtype ''. Valid: bf16, fp16, fp32, fp64."),
+            ("int8", "unknown dtype 'int8'. Valid: bf16, fp16, fp32, fp64, fp8."),
+            ("", "unknown dtype ''. Valid: bf16, fp16, fp32, fp64, fp8."),
         ],
     )
     def test_an_unknown_dtype_names_the_nearest(self, word: str, message: str) -> None:

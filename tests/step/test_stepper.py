@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -301,9 +302,24 @@ class TestTheResult:
     def test_holds_no_gradients(self) -> None:
         model, amp = prepared("bf16", "fused-adamw")
         result = run(amp, *batch())
-        grad = __import__("weakref").ref(model.inner.weight.grad)
+        grad = weakref.ref(model.inner.weight.grad)
         amp.zero_grad()
         assert grad() is None and result.applied
+
+    @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master", CALM])
+    def test_all_is_freed_with_its_last_name(self, policy: str) -> None:
+        model, amp = prepared(policy, "fused-adamw")
+        run(amp, *batch())  # torch's first step of a process leaves cycles of its own
+        gc.collect()
+        gc.disable()
+        try:
+            model, amp = prepared(policy, "fused-adamw")
+            run(amp, *batch())
+            held = [weakref.ref(x) for x in (model, model.inner.weight, amp, amp.optimizers[0])]
+            del model, amp
+            assert [ref() for ref in held] == [None] * 4
+        finally:
+            gc.enable()
 
     @pytest.mark.parametrize("name", ["adamw", "fused-adamw", "mezzo-adamw"])
     def test_on_applied(self, name: str) -> None:

@@ -90,7 +90,7 @@ class Engine:
         check_demotion(policy, self.consensus)
         self.is_stepping = False
         self._num_steps = 0
-        self._invariants = Invariants(names, self.report, self.buffers.nonfinite)
+        self._invariants = Invariants(names, self.buffers.nonfinite)
         self._changes = ModelChanges(self._root, self.optimizers, with_frozen=policy.params in LOW_DTYPES)
 
     @property
@@ -284,7 +284,7 @@ class Engine:
         self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)
         if before is not None:
             self.check()
-            self._invariants.check(before, grads, result.flags(), self._num_steps)
+            self._invariants.check(before, grads, result.flags(), self._num_steps, self.report)
         return result
 
     def _is_due(self) -> bool:

@@ -76,19 +76,22 @@ class Invariants:
 
     Args:
         names: of parameters.
-        report: makes the report of dtypes.
         buffers: returns how many elements of each buffer are not finite.
     """
 
-    def __init__(
-        self, names: Mapping[Tensor, str], report: Callable[[], StateReport], buffers: Callable[[], Mapping[str, int]]
-    ) -> None:
+    def __init__(self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, int]]) -> None:
         self._names = names
-        self._report = report
         self._buffers = buffers
         self._still: dict[int, tuple[dict[Tensor, int], int]] = {}
 
-    def check(self, before: Before, shares: Sequence[OptimizerGrads], facts: StepFlags[float], step: int) -> None:
+    def check(
+        self,
+        before: Before,
+        shares: Sequence[OptimizerGrads],
+        facts: StepFlags[float],
+        step: int,
+        report: Callable[[], StateReport],
+    ) -> None:
         """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
 
         Args:
@@ -96,6 +99,7 @@ class Invariants:
             shares: the parts of the optimizers.
             facts: of the step.
             step: how many steps there were, this one included.
+            report: makes the report of dtypes.
 
         Raises:
             InvariantError: something is not as it must be; says what, and what to look at.
@@ -113,7 +117,7 @@ class Invariants:
                 f"a skipped step changed the learning rates from {before.rates} to {_rates(shares)}. "
                 "Register the scheduler with amp.on_applied(scheduler.step)."
             )
-        refuse_differing(self._report())
+        refuse_differing(report())
         self._check_finite(shares)
 
     def _check_divisor(self, before: Before, facts: StepFlags[float]) -> None:

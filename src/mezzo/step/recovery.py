@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,13 +63,13 @@ class Recovery:
     ) -> None:
         policy = binding.policy
         self.binding = binding
-        self.guard = Guard(policy.guard, policy.scaling, self._nonfinite_weights, _flush_floor(policy, gradients))
+        nonfinite = partial(_nonfinite_weights, names, buffers)
+        self.guard = Guard(policy.guard, policy.scaling, nonfinite, _flush_floor(policy, gradients))
         self.replay = Replay(model)
         self._model = model
         self._gradients = gradients
         self._buffers = buffers
         self._loss_scale = loss_scale
-        self._names = names
         self._skip: StepFlags[float] | None = None
 
     def keep(
@@ -208,10 +209,11 @@ class Recovery:
             list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling))))
         return True
 
-    def _nonfinite_weights(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        # Of a sharded weight the part here: one rank may ask alone, so nobody waits for the others.
-        counts = {name: count_ruined(local(p.detach()), p.requires_grad) for p, name in self._names.items()}
-        return {name: count for name, count in counts.items() if count}, self._buffers.nonfinite()
+
+def _nonfinite_weights(names: Mapping[Tensor, str], buffers: Buffers) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    # Of a sharded weight the part here: one rank may ask alone, so nobody waits for the others.
+    counts = {name: count_ruined(local(p.detach()), p.requires_grad) for p, name in names.items()}
+    return {name: count for name, count in counts.items() if count}, buffers.nonfinite()
 
 
 def _is_second_bad_loss(state: GuardState) -> bool:
