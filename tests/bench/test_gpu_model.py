@@ -62,11 +62,11 @@ def test_the_slower_of_host_and_device_counts(script: ModuleType) -> None:
         script.Op(name="add", flops=0.0, moved_bytes=50.0, width=4),
     ]
     model = torch.nn.Linear(2, 2)
-    found = script.predict(ops, model, "prepare-master", gpu, 0.5)
+    found = script.predict(ops, model, "prepare-master", gpu, 1.0)
     assert found.launches == 2 + 1 + script.STEP_LAUNCHES["prepare-master"]
     assert found.moved_bytes == 60.0 + 28 * 6
     assert found.device_s == pytest.approx(2.0 + 1.0 + 28 * 6 / 50.0)
-    assert found.step_s == found.host_s == found.launches * 0.5
+    assert found.step_s == found.host_s == found.launches * 1.0
 
 
 def test_other_ops_at_another_batch_are_refused(script: ModuleType) -> None:
