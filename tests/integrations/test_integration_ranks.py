@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
     ("how", "policies", "frameworks"),
     [
         ("copies", ("bf16-master",), 4),
-        pytest.param("shards", ("bf16", "fp16, scaling.init_scale=64", "bf16-master"), 3, marks=pytest.mark.slow),
+        ("shards", ("bf16", "fp16, scaling.init_scale=64", "bf16-master"), 3),
     ],
 )
 def test_two_ranks_equal_prepare_under_every_framework(how: str, policies: tuple[str, ...], frameworks: int) -> None:
