@@ -59,6 +59,7 @@ def test_memory_that_is_given_back_is_named() -> None:
     assert not any("MALLOC" in line for line in advice(report(FAST, SLOW, fresh_share=0.9)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's setting")
 def test_the_advised_setting_keeps_memory() -> None:
     code = """

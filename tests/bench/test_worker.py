@@ -88,6 +88,7 @@ def test_a_point_is_built_and_warmed_up_once_and_dropped_for_the_next() -> None:
     assert Counting.held[0]() is None
 
 
+@pytest.mark.slow
 def test_what_fills_memory_is_dropped_after_each_sample() -> None:
     worker = VariantWorker(PLAN, Hungry(), "fp32")
     worker.sample("a")

@@ -70,6 +70,7 @@ def test_in_a_pipe_each_line_is_answered_as_it_comes(model: Path, wanted: list[s
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(model: Path) -> None:
     process = piped(model, "--batch-size", "1", "--policy", "fp32")
     assert process.stdin is not None

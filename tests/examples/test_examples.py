@@ -49,6 +49,7 @@ def test_two_ranks_run_it(name: str, tmp_path: Path) -> None:
     assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_and_shows_tables(name: str, tmp_path: Path) -> None:
     notebook = nbformat.read(FOLDER / name, as_version=4)

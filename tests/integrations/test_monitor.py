@@ -125,6 +125,7 @@ def test_tensorboard_reads_it_back(tmp_path: Path) -> None:
     assert len(found.Scalars("mezzo/grad_norm")) == 2
 
 
+@pytest.mark.slow
 def test_an_active_run_of_wandb_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 

@@ -180,3 +180,63 @@ def test_what_is_printed_against_flushed_gradients(loss_of: Callable[[nn.Module,
     ):
         fall = (losses[0] - losses[-1]) / (want[0] - want[-1])
         assert 0.98 < fall < 1.02, (losses, want)
+
+
+def shrunk(layer: nn.Linear, gain: float) -> nn.Linear:
+    nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
+    return layer
+
+
+class Deep(nn.Module):
+    """Equal layers in a row, with the advice followed or not."""
+
+    def __init__(self, activation: Callable[[], nn.Module], gain: float, *, is_mended: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(shrunk(nn.Linear(16, 16), gain) for _ in range(24))
+        self.activations = nn.ModuleList(activation() for _ in self.layers)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in self.layers)
+        self.head, self.is_mended = nn.Linear(16, 4), is_mended
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, activation, norm in zip(self.layers, self.activations, self.norms, strict=True):
+            x = x + activation(layer(norm(x))) if self.is_mended else activation(layer(x))
+        return F.cross_entropy(self.head(x).float(), TARGET)
+
+
+DEEP: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    "tanh of small weights": (nn.Tanh, 0.1),
+    "sigmoids": (nn.Sigmoid, 1.0),
+    "relu of small weights": (nn.ReLU, 0.3),
+    "gelu of small weights": (nn.GELU, 0.2),
+    "no activation, large weights": (nn.Identity, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_what_is_printed_against_depth(name: str) -> None:
+    """Normalise between layers, add residual paths: then it is healthy, and the first layer learns."""
+    activation, gain = DEEP[name]
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+
+    def traced(model: nn.Module) -> diagnose.TraceReport:
+        with diagnose.trace(model) as t, torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x).backward()
+        return t.report
+
+    found = traced(Deep(activation, gain, is_mended=False)).findings[0]
+    assert found.verdict == ("exploding" if gain > 1 else "vanishing")
+    assert found.module.startswith(("layers.*", "activations.*"))
+    assert found.fix.advice.startswith("normalise between layers, add residual paths") and not found.fix.edit
+    model = Deep(activation, gain, is_mended=True)
+    assert traced(model).is_healthy
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "bf16")
+    first = model.layers[0].weight.detach().clone()
+    losses = []
+    for _ in range(20):
+        amp.zero_grad()
+        loss = model(x)
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0] and (model.layers[0].weight - first).abs().max() > 1e-2

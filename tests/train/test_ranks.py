@@ -162,6 +162,7 @@ def test_ranks_on_devices_of_their_own_train_over_nccl(data: Path, tmp_path: Pat
     assert "on cuda:0, 2 ranks" in ended.stdout
 
 
+@pytest.mark.slow
 def test_what_only_the_first_rank_finds_wrong_ends_all(data: Path, tmp_path: Path) -> None:
     config = tiny(data, tmp_path / "out")
     (config.out / "checkpoint.pt.partial").mkdir(parents=True)  # in the way of the first checkpoint

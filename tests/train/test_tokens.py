@@ -24,6 +24,7 @@ import sys; sys.stdout.write(tokenizer_text(train_tokenizer(TEXTS, SIZE, 32)))
 """
 
 
+@pytest.mark.slow
 def test_another_process_trains_the_same_tokenizer() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "false"}
     other = subprocess.run(
