@@ -84,6 +84,8 @@ for policy in ("fp32", "bf16"):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
-@pytest.mark.parametrize(("keep", "times"), [("", 1), pytest.param("kept = mezzo.keep_memory()", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("keep", "times"), [("", 1), pytest.param("kept = mezzo.keep_memory()", 0, marks=pytest.mark.slow)]
+)
 def test_prepare_offers_it_once_where_nothing_is_kept(keep: str, times: int) -> None:
     assert sum("mezzo.keep_memory()" in line for line in run(OFFER.replace("KEEP", keep))) == times

@@ -9,7 +9,7 @@ import pytest
 
 from mezzo.bench import load
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
-from mezzo.bench.performance import PAGE, RESULTS, figures, newest, page, sentence, with_figures
+from mezzo.bench.performance import PAGE, RESULTS, Comparison, figures, newest, page, sentence, with_figures
 from mezzo.bench.results_table import markdown_table
 from mezzo.bench.roofline import PeakRates
 from mezzo.cli import main
@@ -163,3 +163,10 @@ def test_a_result_of_a_workload_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(dataclasses.replace(result(), workload="alexnet").to_json())
     with pytest.raises(BenchError, match=r"a\.json: unknown workload 'alexnet'"):
         page(tmp_path, tmp_path / "p.md")
+
+
+def test_rounds_that_say_another_thing_than_the_medians_are_a_tie() -> None:
+    assert Comparison(ratio=0.95, ratios=(1.02, 1.05, 1.04)).outcome == "tie"
+    assert Comparison(ratio=1.03, ratios=(0.9, 0.95, 0.97)).outcome == "tie"
+    assert Comparison(ratio=1.03, ratios=(1.02, 1.05, 1.04)).outcome == "win"
+    assert Comparison(ratio=0.97, ratios=(0.9, 0.95, 0.97)).outcome == "loss"

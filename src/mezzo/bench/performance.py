@@ -104,11 +104,11 @@ class Comparison:
 
     @property
     def outcome(self) -> str:
-        """Return "win" or "loss" where the middle half of the rounds agrees, else "tie"."""
+        """Return "win" or "loss" where the medians and the middle half of the rounds agree, else "tie"."""
         low, _, high = (
             statistics.quantiles(self.ratios, n=4, method="inclusive") if self.ratios[1:] else (1.0, 1.0, 1.0)
         )
-        return "win" if low > 1 else "loss" if high < 1 else "tie"
+        return "win" if min(low, self.ratio) > 1 else "loss" if max(high, self.ratio) < 1 else "tie"
 
 
 def compare(result: Result, measurement: Measurement, *, keeps: bool, compiled: bool) -> Comparison | None:
