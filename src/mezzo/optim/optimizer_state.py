@@ -142,8 +142,6 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     own = tuple(name for name in OWN_OPTIONS if name != "rounding_seed")
     groups = [
         {**now, **saved, **{name: now[name] for name in own}}
-        for now, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+        for now, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
-    # A different number of groups is torch's to refuse.
-    groups += state_dict["param_groups"][len(groups) :]
     return {**state_dict, "state": sealed(state_dict["state"]), "param_groups": groups}

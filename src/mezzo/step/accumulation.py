@@ -85,14 +85,10 @@ def either(*flags: Flag) -> Flag:
 
 def without(flag: Flag, other: Flag) -> Flag:
     """Return whether a flag is set and another is not. Syncs: no."""
+    if not isinstance(other, Tensor):
+        return False if other else flag
     if isinstance(flag, Tensor):
-        return (
-            torch.where(other != 0, torch.zeros_like(flag), flag)
-            if isinstance(other, Tensor)
-            else flag
-            if not other
-            else False
-        )
+        return torch.where(other != 0, torch.zeros_like(flag), flag)
     return flag and other == 0
 
 

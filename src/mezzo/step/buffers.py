@@ -301,7 +301,8 @@ class Buffers:
         if not any(slot.is_moved(forward.before.get(name, ABSENT)) for name, slot in self.slots.items()):
             return
         leaves = tree_leaves(output)
-        for tensor in (in_graph := [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]):
+        in_graph = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        for tensor in in_graph:
             tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch's own
         if in_graph:
             self._alive = [ref for ref in self._alive if ref() is not None]

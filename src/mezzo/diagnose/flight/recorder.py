@@ -17,7 +17,8 @@ from ...errors import ConfigError, DataError
 from ...files import write_atomically
 from ...random_state import RandomState
 from ...step import Stepper, StepResult
-from .second_run import LossFn, SecondRun
+from ..trial import LossFn
+from .second_run import SecondRun
 
 START, FORMAT = "start.pt", 1
 _SEGMENTS = 2
@@ -50,6 +51,11 @@ def random_data() -> dict[str, Any]:
     """Return the random state as data."""
     state = random_state.get()
     return {"cpu": state.cpu, "accelerators": list(state.accelerators)}
+
+
+def random_of(data: Mapping[str, Any]) -> RandomState:
+    """Return the random state that `random_data` made data of."""
+    return RandomState(data["cpu"], tuple(data["accelerators"]))
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -154,7 +160,7 @@ class Recorder:
                 f"record was asked to run step {self.step} twice, and no batch of it was noted. Write "
                 "`for batch in recorder.batches(loader)`, or recorder.note(batch) before each forward."
             )
-        batches = [(b.data, RandomState(b.random["cpu"], tuple(b.random["accelerators"]))) for b in self._batches]
+        batches = [(b.data, random_of(b.random)) for b in self._batches]
         second.compare(self.step, batches, self._losses)
 
     def _write_step(self, options: dict[str, Any]) -> None:

@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from ... import random_state
 from ...errors import DataError, StoppedRun
 from ...policy import PolicyLike, as_policy
-from ...random_state import RandomState
 from ...report import Document, Pairs, Report
 from ...step import Stepper
 from ...step.prepare import prepare
-from .recorder import FORMAT, START, outcome, segments, step_file
+from .recorder import FORMAT, START, outcome, random_of, segments, step_file
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -126,7 +125,7 @@ class _Run:
                 group.update({k: v for k, v in values.items() if k in group})
         losses = []
         for batch, random in zip(made_of["batches"], made_of["random"], strict=True):
-            random_state.set_(RandomState(random["cpu"], tuple(random["accelerators"])))
+            random_state.set_(random_of(random))
             loss = self.loss_fn(self.amp.model, batch)
             self.amp.backward(loss)
             losses.append(loss.detach())

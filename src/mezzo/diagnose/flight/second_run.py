@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import random_state
 from ...errors import ConfigError, InvariantError, listed
@@ -15,8 +15,8 @@ from ...kernels import local
 from ...random_state import RandomState
 from ...stamp import Stamp, grads_by_id, stamps_of
 from ...step import Stepper
+from ..trial import LossFn
 
-LossFn = Callable[[nn.Module, Any], Tensor]
 Backward = Callable[[Tensor], None]
 Batches = Sequence[tuple[Any, RandomState]]
 

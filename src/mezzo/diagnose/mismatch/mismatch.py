@@ -109,7 +109,7 @@ def _place(op: OpRun | None) -> OpPlace | None:
     if op is None:
         return None
     return OpPlace(
-        op=op.name if op.site.phase == "forward" else f"backward of {op.site.op}",
+        op=op.label,
         kernel=op.kernel,
         module=op.site.module,
         frame=op.site.library or op.site.user,

@@ -108,6 +108,11 @@ class OpRun:
     total: float
 
     @property
+    def label(self) -> str:
+        """What a report calls it."""
+        return self.name if self.site.phase == "forward" else f"backward of {self.site.op}"
+
+    @property
     def name(self) -> str:
         """The public function that was called, else the op."""
         return self.site.called or self.site.op

@@ -176,5 +176,4 @@ def _of_kernels(a: Run, b: Run) -> Parting | None:
 
 
 def _parting(cause: Cause, op: OpRun, a: OpRun | None, b: OpRun | None, what: str) -> Parting:
-    name = op.name if op.site.phase == "forward" else f"backward of {op.site.op}"
-    return Parting(cause=cause, op=name, module=op.site.module, a=a, b=b, what=what)
+    return Parting(cause=cause, op=op.label, module=op.site.module, a=a, b=b, what=what)
