@@ -6,6 +6,7 @@ names it; nothing else in mezzo touches a name of torch that begins with an unde
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -228,14 +229,8 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def saved_tensors_hooks() -> Any:
-    """Return the innermost hooks on saved tensors: torch's activation checkpoints are found by them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def may_be_checkpointed() -> bool:
-    """Whether a checkpoint of torch may run just now: it has hooks on saved tensors, or runs without gradients. Host only."""
-    return not torch.is_grad_enabled() or saved_tensors_hooks() is not None
+saved_tensors_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+"""The innermost hooks on saved tensors, None without: a checkpoint of torch has some, or runs without gradients."""
 
 
 # --- the compiler ---------------------------------------------------------------------------------------------------

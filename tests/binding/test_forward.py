@@ -11,7 +11,7 @@ from torch import nn
 
 import mezzo
 from mezzo.binding import record
-from mezzo.binding.forward import _first_parameter
+from mezzo.binding.forward import Binding, Bound
 
 
 def prepared(policy: str = "bf16, output=none") -> nn.Module:
@@ -61,4 +61,17 @@ def test_two_threads_are_inside_the_one_region_at_once() -> None:
     ids=["own", "nested", "without bias", "none"],
 )
 def test_the_first_parameter_is_that_of_torch(model: nn.Module) -> None:
-    assert _first_parameter(model) is next(model.parameters(), None)
+    bound = Bound(binding=Binding(policy=mezzo.Policy(), device_type="cpu"))
+    for _ in range(2):
+        assert bound.first_parameter(model) is next(model.parameters(), None)
+
+
+def test_a_first_parameter_that_was_replaced_or_taken_away_is_seen() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 3))
+    bound = Bound(binding=Binding(policy=mezzo.Policy(), device_type="cpu"))
+    assert bound.first_parameter(model) is model[1].weight
+    model[1].weight = nn.Parameter(torch.ones(2, 2, device="meta"))
+    assert bound.first_parameter(model) is model[1].weight
+    del model[1].weight
+    assert bound.first_parameter(model) is model[1].bias
+    assert copy.deepcopy(bound).first is None

@@ -19,9 +19,9 @@ from .._torch import (
     dynamo_skip_frame,
     functorch_level,
     graph_task_id,
-    may_be_checkpointed,
     own_modules,
     own_parameters,
+    saved_tensors_hooks,
 )
 from ..casting import WideAttention, autocast, bind_recompute, is_large, prefers_wide
 from ..errors import StepError
@@ -106,23 +106,11 @@ class Binding:
         device = self.device_type or "cpu"
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
-    def follow(self, module: nn.Module) -> None:
-        """Notice that the model was moved to another device since it was bound."""
-        first = _first_parameter(module)
+    def follow(self, first: nn.Parameter | None) -> None:
+        """Notice by its first parameter that the model was moved to another device since it was bound."""
         if first is not None and self.device_type is not None and first.device.type != self.device_type:
             self.device_type = None
             self._regions.clear()
-
-
-def _first_parameter(module: nn.Module) -> nn.Parameter | None:
-    """Return the first of a module's parameters, without making the iterators of `module.parameters()`."""
-    for parameter in own_parameters(module).values():
-        if parameter is not None:
-            return parameter
-    for child in own_modules(module).values():
-        if child is not None and (found := _first_parameter(child)) is not None:
-            return found
-    return None
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -137,6 +125,7 @@ class Bound:
         inner: a forward of its own that the module had in place of its class's.
         attends: whether short attention inside it is computed in fp32.
         is_regular: whether inside the binding's region the module does nothing but run its class's forward.
+        first: where the module's first parameter stands, once somebody asked: a registry and the name there.
     """
 
     binding: Binding
@@ -146,9 +135,35 @@ class Bound:
     inner: Callable[..., Any] | None = None
     attends: bool = False
     is_regular: bool = field(init=False)
+    first: _Place | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.is_regular = self.own is None and self.inner is None and not self.attends
+
+    def first_parameter(self, module: nn.Module) -> nn.Parameter | None:
+        """Return the first of the module's parameters, sought anew where it no longer stands where it did. Host only."""
+        if self.first is None or self.first[1] not in self.first[0]:
+            self.first = _first_place(module)
+        return None if self.first is None else self.first[0][self.first[1]]
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Leave out where the first parameter stands: a copy has its own."""
+        return None, {name: None if name == "first" else getattr(self, name) for name in self.__slots__}
+
+
+_Place = tuple[Mapping[str, nn.Parameter | None], str]
+
+
+def _first_place(module: nn.Module) -> _Place | None:
+    """Return the registry and the name under which the first of a module's parameters stands; None if it has none."""
+    own = own_parameters(module)
+    for name, parameter in own.items():
+        if parameter is not None:
+            return own, name
+    for child in own_modules(module).values():
+        if child is not None and (found := _first_place(child)) is not None:
+            return found
+    return None
 
 
 class _Here(threading.local):
@@ -244,10 +259,10 @@ def _open(
     binding, is_eager, after = bound.binding, not is_compiling(), None
     resumes = not bound.is_root and _is_recompute()
     if is_eager:
-        binding.follow(module)
+        binding.follow(bound.first_parameter(module))
         if binding.before_forward is not None and not resumes:
             after = binding.before_forward(module, args, kwargs)
-    if is_eager and not resumes and may_be_checkpointed():
+    if is_eager and not resumes and not (torch.is_grad_enabled() and saved_tensors_hooks() is None):
         bind_recompute(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)

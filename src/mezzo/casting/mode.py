@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import dynamo_skip_frame, function_modes, may_be_checkpointed, pop_function_mode, push_function_mode
+from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode, saved_tensors_hooks
 from ..errors import CastError, ForbiddenOpError
 from ..kernels import reads_faster, small_linear
 from ..policy import OpRow, Rule
@@ -125,7 +125,8 @@ class CastMode(TorchFunctionMode):
 
     def _run(self, func: Any, row: OpRow, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_eager = not torch.compiler.is_compiling()
-        if self.current is not None and self.has_grad and is_eager and may_be_checkpointed():
+        may_be_checkpointed = not torch.is_grad_enabled() or saved_tensors_hooks() is not None
+        if self.current is not None and self.has_grad and is_eager and may_be_checkpointed:
             bind_recompute(self.current, self)
         low = self.standalone or torch.get_autocast_dtype(device)
         if row.rule is Rule.FORBID:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -270,9 +270,8 @@ class Group:
         return missing
 
 
-def is_running() -> bool:
-    """Whether torch.distributed is initialised in this process."""
-    return dist.is_available() and dist.is_initialized()
+is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
+"""Whether torch.distributed is initialised in this process."""
 
 
 def spell(ranks: Iterable[int]) -> str:

@@ -185,6 +185,7 @@ class Buffers:
 
     Attributes:
         slots: by the buffers' names; empty for a model without buffers, whose transactions need not be opened.
+        registries: of each module's own buffers, where new ones turn up.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -208,8 +209,8 @@ class Buffers:
                     slot = Slot(name, module, key, isinstance(module, NormBase))
                     self._exempt.add(name)  # nobody knows yet what it is meant to hold
                 self.slots[name] = slot
-        self._registries = [own_buffers(module) for module in self._model.modules()]
-        self._num_registered = sum(map(len, self._registries))
+        self.registries = [own_buffers(module) for module in self._model.modules()]
+        self._num_registered = sum(map(len, self.registries))
 
     def forgive(self) -> None:
         """Take the buffers as they are, and what is not finite in them as meant, such as a mask of -inf. Syncs: yes."""
@@ -224,8 +225,6 @@ class Buffers:
 
         Syncs: no.
         """
-        if not self.slots and sum(map(len, self._registries)) == 0:
-            return None
         if functorch_level() is not None or not torch.is_grad_enabled():
             self._expect_statistics()
             return None
@@ -351,7 +350,7 @@ class Buffers:
 
     def _leave(self) -> None:
         """Take the buffers as they are for what the step made of them."""
-        if sum(map(len, self._registries)) != self._num_registered:
+        if sum(map(len, self.registries)) != self._num_registered:
             self.rescan()
         for slot in self.slots.values():
             slot.leave(assigned=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import active_ddp, is_capturing
-from ..binding import AfterForward, BeforeForward, Binding, convert_, innermost, rebind, set_grad_dtype_
+from .._torch import is_capturing
+from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
-from ..formats import LOW_DTYPES
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, NoScaling
+from ..optim import parameters
 from ..policy import Policy
 from .accumulation import OptimizerGrads, Skip, is_bad
 from .buffers import Buffers
 from .gradients import Gradients
 from .invariants import ALWAYS, Invariants, look
-from .model_changes import ModelChanges, ParameterNames
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
@@ -48,6 +45,7 @@ class Engine:
         binding: of the policy to the model.
 
     Attributes:
+        root: the model without wrappers.
         gradients: between backward and update.
         buffers: of the model, as a transaction.
         loss_scale: as it is now.
@@ -73,25 +71,24 @@ class Engine:
         self.names = names = ParameterNames(model, self.optimizers)
         self._loaded = {p: dtype for p, (dtype, _) in was.dtypes.items()}
         self._skip: Skip = skip
-        self._root = innermost(model)
+        self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss)
-        self.buffers = Buffers(self._root)
+        self.buffers = Buffers(self.root)
         self.loss_scale = (
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
         )
-        self.recovery = Recovery(self._root, binding, self.gradients, self.buffers, self.loss_scale, names)
+        self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay
         self.callbacks: list[Callback] = []
         self.consensus: RankConsensus | None = None
         self.not_yet: RankConsensus | None = None
         self._is_alone = False
-        self._join(wrapper_of(model, policy))
+        self.join(wrapper_of(model, policy))
         check_demotion(policy, self.consensus)
         self.is_stepping = False
         self._num_steps = 0
         self._invariants = Invariants(names, self.buffers.nonfinite)
-        self._changes = ModelChanges(self._root, self.optimizers, with_frozen=policy.params in LOW_DTYPES)
 
     @property
     def policy(self) -> Policy:
@@ -104,44 +101,16 @@ class Engine:
         scale = self.loss_scale.scale
         return scale if isinstance(scale, Tensor) else None
 
-    def before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> AfterForward | None:
-        """Do what must be done before the model, or a module of it by itself, runs forward.
-
-        Open the buffers' transaction; before the model, notice other ranks and what changed.
-
-        Returns:
-            What must be called with its output.
-        """
-        if self.replay.is_running:
-            return None
-        if module is self._root:
-            if self.consensus is None and active_ddp() is not None:
-                self._join(wrapper_around(self.model, self.policy, is_calling=True))
-            if self.consensus is not None:
-                self.consensus.note_forward()
-            if self._changes.are_there():
-                self._follow_changes()
-        if self.buffers.slots and self.gradients.is_abandoned:
-            self._give_buffers_up()
-        note, watch = self.buffers.begin(), None
-        if torch.is_grad_enabled() and self.guard.may_stop:
-            with_loss = self.consensus is None and not self.is_stepping
-            watch = self.recovery.keep(module, args, kwargs, with_loss=with_loss)
-        return partial(_call_both, note, watch) if note is not None and watch is not None else note or watch
-
-    def _follow_changes(self) -> None:
+    def follow_changes(self) -> None:
         """Take modules, parameters and groups that came since into the policy. Writes: as `prepare`. Syncs: no."""
-        rebind(self._root, self.recovery.binding)
-        convert_(self._root, self.optimizers, self.policy)
+        rebind(self.root, self.recovery.binding)
+        convert_(self.root, self.optimizers, self.policy)
         set_grad_dtype_(self.optimizers, self.policy)
         self.names.refresh()
         self.gradients.refresh()
         self.buffers.rescan()
-        self._changes.look()
 
-    def _join(self, wrapper: Wrapper | None) -> None:
+    def join(self, wrapper: Wrapper | None) -> None:
         """Take steps together with the ranks of a wrapper, if there is one."""
         if wrapper is not None:
             consensus = (self.not_yet or RankConsensus(wrapper.process_group)).attach(wrapper)
@@ -157,18 +126,18 @@ class Engine:
         Writes: masters, once, where the first rank's weights were copied. Syncs: once.
         """
         if self.consensus is None and not self._is_alone and is_running() and dist.get_world_size() > 1:
-            self._join(wrapper_around(self.model, self.policy, is_calling=False))
+            self.join(wrapper_around(self.model, self.policy, is_calling=False))
             self._is_alone = self.consensus is None
             if self._is_alone:
-                warn_alone(self._root)
+                warn_alone(self.root)
         if self.consensus is not None:
-            self.consensus.handshake(lambda: setup_of(self._root, self.optimizers, self.policy))
+            self.consensus.handshake(lambda: setup_of(self.root, self.optimizers, self.policy))
 
     def report(self) -> StateReport:
         """Return what is declared beside what is; see `Stepper.report`."""
         self.names.refresh()
         buffers = self.buffers.dtypes()
-        return make_report(self._root, self.optimizers, self.policy, self.names, buffers, self._loaded)
+        return make_report(self.root, self.optimizers, self.policy, self.names, buffers, self._loaded)
 
     def refuse_capture(self, call: str) -> None:
         """Refuse a call while a graph is captured, which no host could follow when it is replayed. Syncs: no.
@@ -226,11 +195,11 @@ class Engine:
         if not self.buffers.slots:
             return
         if was_pending:
-            self._give_buffers_up()
+            self.give_buffers_up()
         elif not self.is_stepping:
             self.buffers.abandon()
 
-    def _give_buffers_up(self) -> None:
+    def give_buffers_up(self) -> None:
         """End the step that its gradients were dropped of: only buffers that came out not finite are taken back."""
         written = self.buffers.written() if self.policy.guard.restore_buffers else []
         self.buffers.settle(is_bad(norm_and_finite(written).norm, self.gradients.home) if written else False)
@@ -375,17 +344,27 @@ class Engine:
                 function()
 
 
-def _call_both(first: AfterForward, second: AfterForward, output: object) -> None:
-    first(output)
-    second(output)
+class ParameterNames(dict[Tensor, str]):
+    """The parameters of a model and its optimizers, each with its name.
 
+    Args:
+        model: its names count first.
+        optimizers: of parameters that the model does not have, which get numbers.
+    """
 
-def weakly(engine: Engine) -> BeforeForward:
-    """Return the engine's hook before forward as the model may hold it: without keeping the engine alive."""
-    reference = weakref.ref(engine)
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self.refresh()
 
-    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
-        alive = reference()
-        return None if alive is None else alive.before_forward(module, args, kwargs)
+    def refresh(self) -> None:
+        """Read the names anew. Host only."""
+        self.clear()
+        self.update({p: name for name, p in self._model.named_parameters()})
+        for index, optimizer in enumerate(self._optimizers):
+            for k, p in enumerate(parameters(optimizer)):
+                self.setdefault(p, f"optimizer {index} parameter {k}")
 
-    return before_forward
+    def __missing__(self, param: Tensor) -> str:
+        self.refresh()
+        return self.get(param, "a parameter")

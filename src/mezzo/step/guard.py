@@ -236,6 +236,7 @@ class Guard:
     Attributes:
         floor: as given.
         state: after the last step that was read.
+        may_stop: whether the next step may be the last one, or the first that needs a diagnosis.
     """
 
     def __init__(
@@ -250,15 +251,14 @@ class Guard:
         self._nonfinite_weights = nonfinite_weights
         self.floor = floor
         self._unread: list[StepResult] = []
-        self.state = GuardState(next_scale=math.inf if scaling is None else scaling.init_scale)
+        self.become(GuardState(next_scale=math.inf if scaling is None else scaling.init_scale))
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether the next step may be the last one, or the first that needs a diagnosis. Syncs: no."""
-        config = self.config
-        is_at_floor = self.scaling is not None and self.state.next_scale <= self.scaling.min_scale
+    def become(self, state: GuardState) -> None:
+        """Take a state for what is known after the last step that was read."""
+        self.state, config = state, self.config
+        is_at_floor = self.scaling is not None and state.next_scale <= self.scaling.min_scale
         always = config.patience == 1 or config.on_overflow == "demote" or is_at_floor
-        return config.enabled and (always or self.state.is_troubled)
+        self.may_stop = config.enabled and (always or state.is_troubled)
 
     @property
     def is_last_chance(self) -> bool:
@@ -298,13 +298,13 @@ class Guard:
         """Return the state after the last step; what it says of a skip is said once. Syncs: with the last step."""
         state = self.read()
         if state.skip is not None or state.stop is not None:
-            self.state = replace(state, skip=None, stop=None)
+            self.become(replace(state, skip=None, stop=None))
         return state
 
     def _read(self, result: StepResult) -> None:
         flags = result.flags()
         suspects = Suspects(weights=self._nonfinite_weights, gradients=result.stats.nonfinite)
-        self.state = next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor)
+        self.become(next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor))
         counters = self.state.counters
         row = counters.skipped_in_a_row
         if _is_power_of_two(row):

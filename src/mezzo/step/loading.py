@@ -98,7 +98,7 @@ def load_run_(engine: Engine, follow: MastersFollow, state: Mapping[str, Any]) -
         *loaded,
         *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], engine.policy.scaling),
     )
-    engine.guard.state = replace(engine.guard.state, counters=counters)
+    engine.guard.become(replace(engine.guard.state, counters=counters))
     engine.buffers.forgive()
     checkpoint.say(sentences)
     return sentences

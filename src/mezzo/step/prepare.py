@@ -29,8 +29,8 @@ from ..errors import StepError
 from ..optim import adopt, parameters
 from ..policy import CacheName, PolicyLike, as_policy
 from .accumulation import Skip
+from .engine import ParameterNames
 from .loading import MastersFollow
-from .model_changes import ParameterNames
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
 from .stepper import Stepper

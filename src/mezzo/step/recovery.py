@@ -203,7 +203,7 @@ class Recovery:
         if not edits:
             return False
         now = self.guard.state
-        self.guard.state = replace(now, counters=replace(now.counters, demoted=(*known, *edits)))
+        self.guard.become(replace(now, counters=replace(now.counters, demoted=(*known, *edits))))
         if skip.reason == "gradients" and isinstance(self._loss_scale, LossScale) and policy.scaling:
             # It fell because of an overflow that is mended now.
             list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling))))

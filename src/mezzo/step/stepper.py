@@ -20,7 +20,8 @@ from ..policy import Policy
 from . import state_dict as checkpoint
 from .accumulation import Skip
 from .closure import step_by_closure
-from .engine import Engine, weakly
+from .engine import Engine
+from .forward_hook import ForwardHook
 from .guard import Counters
 from .loading import MastersFollow, load_run_
 from .recovery import check_demotion
@@ -52,7 +53,7 @@ class Stepper:
         self._engine = Engine(model, self.optimizers, policy, was, skip, binding)
         self._was = was
         self._masters_follow = follow
-        binding.before_forward, binding.owner = weakly(self._engine), weakref.ref(self)
+        binding.before_forward, binding.owner = ForwardHook(self._engine), weakref.ref(self)
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine, self)
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.step.model_changes import ModelChanges, ParameterNames
+import mezzo
+from mezzo.step.engine import ParameterNames
+from mezzo.step.forward_hook import ForwardHook
 
 
 def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -39,19 +41,29 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential, torch.optim.Optimizer], object
 def test_a_change_is_seen_until_it_was_looked_at(change: str) -> None:
     make, is_one = CHANGES[change]
     model, optimizer = made()
-    changes = ModelChanges(model, [optimizer], with_frozen=False)
+    amp = mezzo.prepare(model, optimizer, "bf16")
+    hook = ForwardHook(amp._engine)
     make(model, optimizer)
-    assert changes.are_there() is is_one
-    changes.look()
-    assert not changes.are_there()
+    assert hook.is_changed() is is_one
+    hook.look()
+    assert not hook.is_changed()
 
 
-@pytest.mark.parametrize("with_frozen", [True, False])
-def test_a_parameter_that_is_unfrozen_counts_where_it_is_stored_anew(with_frozen: bool) -> None:
+@pytest.mark.parametrize(("policy", "is_stored_anew"), [("bf16-master", True), ("bf16", False)])
+def test_a_parameter_that_is_unfrozen_counts_where_it_is_stored_anew(policy: str, is_stored_anew: bool) -> None:
     model, optimizer = made()
-    changes = ModelChanges(model, [optimizer], with_frozen=with_frozen)
+    amp = mezzo.prepare(model, optimizer, policy)
+    hook = ForwardHook(amp._engine)
     model[0].bias.requires_grad_(True)
-    assert changes.are_there() is with_frozen
+    assert hook.is_changed() is is_stored_anew
+
+
+def test_what_the_model_holds_does_not_keep_the_engine() -> None:
+    model, optimizer = made()
+    amp = mezzo.prepare(model, optimizer, "bf16")
+    hook = ForwardHook(amp._engine)
+    del amp
+    assert hook(model, (), {}) is None
 
 
 def test_parameters_have_the_models_names_and_others_numbers() -> None:
