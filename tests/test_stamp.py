@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mezzo.stamp import Stamp, stamps_of
+from mezzo.loss_scale import stamps_of
+from mezzo.stamp import Stamp
 
 
 def nothing(tensor: Tensor) -> Tensor:

@@ -145,9 +145,10 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-    """Return the hooks that run before and after the steps of one optimizer."""
-    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+step_hooks: Callable[[Optimizer], tuple[Mapping[int, Any], Mapping[int, Any]]] = attrgetter(
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+)
+"""The hooks that run before and after the steps of one optimizer."""
 
 
 def patch_step_hooks(optimizer: Optimizer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -52,29 +51,6 @@ class Stamp(NamedTuple):
             and self.version == version_of(tensor)
             and (self.storage is None or self.storage == storage_id(tensor))
         )
-
-
-def same(one: Stamp | None, other: Stamp) -> bool:
-    """Whether two stamps are of one tensor that was not written between them; None is of none."""
-    return (
-        one is not None and one[0] is other[0] and one[1] == other[1]
-    )  # Python makes one plain reference to an object
-
-
-def grads_by_id(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
-    """Return the gradients that parameters have, by the ids of these. Host only."""
-    return [(id(p), g) for p in params if (g := p.grad) is not None]
-
-
-def stamps_of(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Stamp]:
-    """Return the stamps of many tensors by their keys, without their memory; no Python call for each. Syncs: no."""
-    try:
-        return {key: _new(Stamp, (_ref(t), version(t), None)) for key, t in tensors}
-    except RuntimeError:  # one of them was made in inference mode
-        return {key: Stamp.of(t) for key, t in tensors}
-
-
-_new, _ref = tuple.__new__, weakref.ref
 
 
 def version_of(tensor: Tensor) -> int:

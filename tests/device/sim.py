@@ -180,7 +180,7 @@ def _on_host(tensor: Any) -> Any:
 
 
 def _choose_anew() -> None:
-    registry._choose.cache_clear()
+    registry.choose.cache_clear()
     registry._triton_fails.cache_clear()
 
 

@@ -31,7 +31,7 @@ def forget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(kernel_cache.tempfile, "tempdir", str(tmp_path))
     yield
-    for cached in (build._library, kernel_cache.fresh, kernel_cache._warn_of, registry._choose):
+    for cached in (build._library, kernel_cache.fresh, kernel_cache._warn_of, registry.choose):
         cached.cache_clear()
     registry._warned.clear()
 
@@ -243,7 +243,7 @@ def test_training_goes_on_in_the_reference_with_one_warning(
 
     breakage(monkeypatch, tmp_path)
     build._library.cache_clear()
-    registry._choose.cache_clear()
+    registry.choose.cache_clear()
     for kind in (SGD, AdamW):
         for dtype in (torch.float32, torch.bfloat16):
             p = torch.nn.Parameter(torch.ones(3, dtype=dtype))
@@ -260,7 +260,7 @@ def test_training_goes_on_in_the_reference_with_one_warning(
 def test_without_a_compiler_the_reference_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     build._library.cache_clear()
-    registry._choose.cache_clear()
+    registry.choose.cache_clear()
     cpu = torch.device("cpu")
     assert registry.why("adamw", cpu, torch.bfloat16) == (
         "adamw on cpu bf16: reference, not cpu: no C++ compiler (g++, clang++, or the one that CXX names); "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.optim.streams import equal, feed, gradients, parameters, snapshot
 
-from mezzo.errors import MasterError
+from mezzo.errors import ConfigError, MasterError
 from mezzo.optim import SGD, AdamW
 
 BOTH = [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)]
@@ -147,3 +147,40 @@ def test_a_written_weight_is_where_the_next_step_starts() -> None:
         pruned = optimizer.master(p)[::2]
         assert bool((pruned.abs() < 1e-40).all()), master
         assert bool((p[::2] == 0).all())
+
+
+CHANGES: dict[str, Any] = {
+    "a rate": lambda group: group.update(lr=0.5),
+    "a rate in its tensor": lambda group: group["lr"].fill_(0.5),
+    "betas in their list": lambda group: group["betas"].__setitem__(0, 0.1),
+    "a decay in its tensor": lambda group: group["weight_decay"].fill_(0.5),
+    "an option replaced": lambda group: group.update(eps=0.25),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_option_set_between_two_steps_counts_from_the_next(change: str) -> None:
+    params, found = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)], []
+    for p, kind in zip(params, (AdamW, torch.optim.AdamW), strict=True):
+        optimizer = kind([p], lr=torch.tensor(0.1))
+        group = optimizer.param_groups[0]
+        group["betas"] = list(group["betas"])
+        group["weight_decay"] = torch.tensor(0.1, dtype=torch.float64) if "decay" in change else 0.1
+        for step in range(3):
+            if step == 2:
+                CHANGES[change](group)
+            p.grad = torch.full_like(p, 1.0 + step)
+            optimizer.step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found)
+
+
+def test_an_option_that_becomes_useless_after_steps_is_refused() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([p])
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ConfigError, match="lr=nan"):
+        optimizer.step()

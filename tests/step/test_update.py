@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.errors import StepError
 from mezzo.loss_scale.fused import StepScaling
-from mezzo.step.update import Clip, decides_on_device, true_grads_for
+from mezzo.step.update import Clip, Stepped, true_grads_for
 
 from .step_models import OPTIMIZERS, wait_for_nothing
 
@@ -97,9 +97,9 @@ class TestClip:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_who_leaves_out_a_step_without_the_host(name: str) -> None:
     optimizer = OPTIMIZERS[name]([param()])
-    assert decides_on_device(optimizer)
+    assert Stepped(optimizer).decides_on_device()
     optimizer.register_step_post_hook(lambda *_: None)
-    assert not decides_on_device(optimizer)
+    assert not Stepped(optimizer).decides_on_device()
 
 
 def test_a_step_that_might_not_be_undone_is_decided_by_the_host() -> None:
@@ -108,7 +108,7 @@ def test_a_step_that_might_not_be_undone_is_decided_by_the_host() -> None:
     in_a_list = torch.optim.SGD([param()], lr=0.1)
     in_a_list.state[in_a_list.param_groups[0]["params"][0]] = {"sums": [torch.zeros(3)]}
     counting = mezzo.optim.MasterWeights(torch.optim.SGD([param()], lr=0.1), mode="stochastic")
-    assert not any(map(decides_on_device, (own, elsewhere, in_a_list, counting)))
+    assert not any(Stepped(one).decides_on_device() for one in (own, elsewhere, in_a_list, counting))
 
 
 def test_what_the_host_knows_to_be_bad_reaches_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

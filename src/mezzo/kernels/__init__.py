@@ -14,7 +14,6 @@ from .operands import check_apart as check_apart
 from .operands import check_shape as check_shape
 from .operands import layout_of as layout_of
 from .ops.adamw import AdamWRule as AdamWRule
-from .ops.adamw import adamw_scalars as adamw_scalars
 from .ops.decision import CLIP_EPS as CLIP_EPS
 from .ops.decision import decision_slots as decision_slots
 from .ops.decision import num_decided as num_decided
@@ -29,7 +28,6 @@ from .ops.linear import small_linear as small_linear
 from .ops.rounding import mix as mix
 from .ops.rounding import random_key as random_key
 from .ops.sgd import SGDRule as SGDRule
-from .ops.sgd import sgd_scalars as sgd_scalars
 from .registry import Backend as Backend
 from .registry import kernel as kernel
 from .weights import AUX_STATE as AUX_STATE

@@ -177,13 +177,11 @@ def _check_numels(layout: Layout, weights: Weights, grads: Sequence[Tensor]) -> 
 
 
 def _check_gradient(weights: Weights, index: int, grad: Tensor) -> None:
-    one, weight = Operand(weights.label(index), "gradient", grad), weights.values[index]
-    if grad.shape != weight.shape:
-        raise one.refuse(weight, "of another shape")
-    if not grad.is_floating_point():
-        raise one.refuse(weight, "of no floating dtype")
-    if reason := _misplaced(grad, weight):
-        raise one.refuse(weight, reason)
+    weight = weights.values[index]
+    reason = "of another shape" if grad.shape != weight.shape else ""
+    reason = reason or ("" if grad.is_floating_point() else "of no floating dtype") or _misplaced(grad, weight)
+    if reason:
+        raise Operand(weights.label(index), "gradient", grad).refuse(weight, reason)
 
 
 def _readable(weights: Weights, index: int, grad: Tensor, is_readable: bool) -> Tensor:

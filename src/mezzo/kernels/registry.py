@@ -41,10 +41,14 @@ class Choice:
     Attributes:
         backend: "reference", "cpu", "foreach", "triton" or "fused".
         reason: one clause for a report.
+        module: that holds it.
+        makes_scalars: whether it makes the numbers of a step out of the rule itself, as torch's fused kernels do.
     """
 
     backend: str
     reason: str
+    module: ModuleType
+    makes_scalars: bool
 
 
 def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -107,25 +111,8 @@ def _triton_fails(device_type: str) -> str:
 
 
 @functools.cache
-def _choose(op: str, device_type: str, dtype: torch.dtype, backend: Backend) -> Choice:
-    if backend not in get_args(Backend):
-        raise ConfigError(f"unknown backend {backend!r}.{did_you_mean(backend, get_args(Backend))}")
-    device = torch.device(device_type)
-    refused: list[str] = []
-    for name in _ORDER[op] if backend == "auto" else (backend,):
-        obstacle = _obstacle(name, op, device, dtype)
-        if not obstacle:
-            reason = "; ".join(refused) or ("asked for" if backend == name else "the fastest that can run here")
-            _log.debug("%s on %s %s runs the %s kernel: %s", op, device_type, dtype_name(dtype), name, reason)
-            return Choice(backend=name, reason=reason)
-        refused.append(f"not {name}: {obstacle}")
-    raise ConfigError(
-        f"backend={backend!r} was asked for {op} on {device_type} {dtype_name(dtype)}: {obstacle}. Write backend='auto'."
-    )
-
-
 def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> Choice:
-    """Return which implementation of an op runs for a device and dtype.
+    """Return which implementation of an op runs for a device and dtype; decided once.
 
     Args:
         op: "gradients", "adamw", "sgd", "linear" or "decision".
@@ -138,7 +125,20 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
 
     Syncs: no.
     """
-    return _choose(op, device.type, dtype, backend)
+    if backend not in get_args(Backend):
+        raise ConfigError(f"unknown backend {backend!r}.{did_you_mean(backend, get_args(Backend))}")
+    refused: list[str] = []
+    for name in _ORDER[op] if backend == "auto" else (backend,):
+        obstacle = _obstacle(name, op, device, dtype)
+        if not obstacle:
+            reason = "; ".join(refused) or ("asked for" if backend == name else "the fastest that can run here")
+            _log.debug("%s on %s %s runs the %s kernel: %s", op, device.type, dtype_name(dtype), name, reason)
+            module = importlib.import_module(f".ops.{op}.{name}", __package__)
+            return Choice(backend=name, reason=reason, module=module, makes_scalars=name == "fused")
+        refused.append(f"not {name}: {obstacle}")
+    raise ConfigError(
+        f"backend={backend!r} was asked for {op} on {device.type} {dtype_name(dtype)}: {obstacle}. Write backend='auto'."
+    )
 
 
 def kernel(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> ModuleType:
@@ -146,12 +146,7 @@ def kernel(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
 
     While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
     """
-    return _module(op, choose(op, device, dtype, backend).backend)
-
-
-@functools.cache
-def _module(op: str, backend: str) -> ModuleType:
-    return importlib.import_module(f".ops.{op}.{backend}", __package__)
+    return choose(op, device, dtype, backend).module
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> str:

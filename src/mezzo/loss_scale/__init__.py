@@ -4,6 +4,8 @@ from .fused import StepScaling as StepScaling
 from .fused import handing as handing
 from .fused import parameters as parameters
 from .grad_versions import GradVersions as GradVersions
+from .grad_versions import grads_by_id as grads_by_id
+from .grad_versions import stamps_of as stamps_of
 from .scale_state import LastStep as LastStep
 from .scaler import GradScaler as GradScaler
 from .state import LossScale as LossScale

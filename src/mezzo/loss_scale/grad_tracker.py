@@ -15,9 +15,9 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._torch import after_backward, global_pre_hooks, graph_task_id
-from ..stamp import Stamp, grads_by_id, same, stamps_of
+from ..stamp import Stamp
 from .fused import parameters
-from .grad_versions import GradSums
+from .grad_versions import GradSums, grads_by_id, same, stamps_of
 from .scale_state import ScaleSnapshot
 
 

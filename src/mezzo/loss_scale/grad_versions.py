@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .._torch import version
-from ..stamp import Stamp, grads_by_id, stamps_of
+from ..stamp import Stamp
 from .unscale import real_values
 
 _FIRST_STEPS = 3
+_new, _ref = tuple.__new__, weakref.ref
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -105,6 +107,26 @@ class GradVersions:
         if changed and not edited:
             self.note(params)
         return edited
+
+
+def same(one: Stamp | None, other: Stamp) -> bool:
+    """Whether two stamps are of one tensor that was not written between them; None is of none."""
+    return (
+        one is not None and one[0] is other[0] and one[1] == other[1]
+    )  # Python makes one plain reference to an object
+
+
+def grads_by_id(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+    """Return the gradients that parameters have, by the ids of these. Host only."""
+    return [(id(p), g) for p in params if (g := p.grad) is not None]
+
+
+def stamps_of(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Stamp]:
+    """Return the stamps of many tensors by their keys, without their memory; no Python call for each. Syncs: no."""
+    try:
+        return {key: _new(Stamp, (_ref(t), version(t), None)) for key, t in tensors}
+    except RuntimeError:  # one of them was made in inference mode
+        return {key: Stamp.of(t) for key, t in tensors}
 
 
 def _sum_of_bits(grad: Tensor) -> Tensor:

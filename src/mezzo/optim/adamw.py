@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import AdamWRule, Backend, adamw_scalars
+from ..kernels import AdamWRule, Backend
 from ..kernels.ops.adamw import reference
 from ..policy import Master
 from .base import MasterOptimizer, Params
@@ -101,11 +101,6 @@ class AdamW(MasterOptimizer):
             beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=group["amsgrad"], l2=l2,
             lr=group["lr"], decay=decay,
         )  # fmt: skip
-
-    def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of one step, shape (n, 3), as `adamw_scalars` explains them. Syncs: no."""
-        rule = self.rule(group)
-        return adamw_scalars(step, rule, rule.lr, rule.decay, dtype)
 
     def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
         """Whether weight decay acts on the weight by itself; the option of torch's groups, where one was taken over."""

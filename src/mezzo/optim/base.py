@@ -29,7 +29,7 @@ from ..kernels import (
 )
 from ..kernels.operands import operands
 from ..policy import Master
-from .checks import check_dense, check_masters, check_options
+from .checks import can_be_kept, check_dense, check_masters, check_options
 from .optimizer_state import (
     OWN_OPTIONS,
     Exact,
@@ -74,6 +74,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._plans: dict[int, KeptBatches] = {}
+        self._options: dict[int, tuple[list[Any], tuple[tuple[str, ...], Any]]] = {}
         self._entries: list[dict[str, Any]] = []
 
     @abstractmethod
@@ -83,19 +84,6 @@ class MasterOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Any:
         """Return the numbers of a group, as its kernels take them."""
-
-    @abstractmethod
-    def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of one step.
-
-        Args:
-            group: with its options.
-            step: shape (n,), fp32: steps taken by each parameter, this one included.
-            dtype: that of the computation.
-
-        Returns:
-            Shape (n, 3), `dtype`, the device of `step`. Syncs: no.
-        """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -136,24 +124,23 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in () if torch.compiler.is_compiling() else self.param_groups:
-            check_options(self, group)
         batches = [(step, batch) for step, batches in self._param_batches() for batch in batches]
         held = [self._operands(step, batch) for step, batch in batches]
         found = getattr(self, "found_inf", None)
         taken = 1 if found is None else found.reshape(()) == 0
         for (step, batch), given in zip(batches, held, strict=True):
             batch.step.add_(taken.to(batch.step.device) if isinstance(taken, Tensor) else taken)
-            self._update(step.group, given, batch.step)
+            self._update(step, given, batch.step)
         return loss
 
-    def _update(self, group: Mapping[str, Any], operands: Operands, step: Tensor) -> None:
-        dtype = operands.weights.values[0].dtype
-        compiling = torch.compiler.is_compiling()
-        kernel = self.definition if compiling else registry.kernel(self.op, step.device, dtype, group["backend"])
-        is_torchs = kernel.__name__.endswith(".fused")  # which computes the numbers of a step itself
-        scalars = None if is_torchs else self.scalars(group, step, torch.promote_types(dtype, torch.float32))
-        kernel.step_(operands, self.rule(group), scalars, step)
+    def _update(self, group_step: GroupStep, operands: Operands, step: Tensor) -> None:
+        rule, dtype, compiling = group_step.rule, operands.weights.values[0].dtype, torch.compiler.is_compiling()
+        chosen = None if compiling else registry.choose(self.op, step.device, dtype, group_step.group["backend"])
+        kernel = self.definition if chosen is None else chosen.module
+        makes_scalars = chosen is not None and chosen.makes_scalars
+        wide = torch.promote_types(dtype, torch.float32)
+        scalars = None if makes_scalars else self.definition.scalars(step, rule, wide)
+        kernel.step_(operands, rule, scalars, step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, as torch's optimizers do. Writes: gradients. Syncs: no."""
@@ -224,7 +211,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """
         offsets = accumulate((len(group["params"]) for group in self.param_groups), initial=0)
         steps = [
-            GroupStep(group, self.moment_names(group), offset, [p.grad for p in group["params"]])
+            GroupStep(group, *self._read_options(group), offset, [p.grad for p in group["params"]])
             for group, offset in zip(self.param_groups, offsets, strict=False)
         ]
         if torch.compiler.is_compiling():
@@ -242,6 +229,19 @@ class MasterOptimizer(torch.optim.Optimizer):
             check_apart([batch.layout for plan in plans.values() for batch in plan.batches if batch.layout is not None])
         self._plans = plans
         return [(step, plans[number].batches) for number, step in enumerate(steps)]
+
+    def _read_options(self, group: dict[str, Any]) -> tuple[tuple[str, ...], Any]:
+        """Return the names of a group's moments and its rule: those of the last step where nobody set an option since."""
+        if torch.compiler.is_compiling():
+            return self.moment_names(group), self.rule(group)
+        values, kept = list(group.values()), self._options.get(id(group))
+        if kept is not None and len(values) == len(kept[0]) and all(map(is_, values, kept[0])):
+            return kept[1]
+        check_options(self, group)
+        found = self.moment_names(group), self.rule(group)
+        if can_be_kept(group):
+            self._options[id(group)] = values, found
+        return found
 
     def _drop_stale_plans(self) -> None:
         """Forget what was planned if the state of any parameter is another object than in the last step."""

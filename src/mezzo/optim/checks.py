@@ -54,6 +54,16 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         raise ConfigError(f"a group of {type(optimizer).__name__} has betas={betas!r}: write two finite numbers.")
 
 
+def can_be_kept(group: Mapping[str, Any]) -> bool:
+    """Whether a group's options are what they are until another value is set: no lists or tensors, the rate apart. Host only."""
+    betas = group.get("betas", ())
+    others = [value for name, value in group.items() if name not in ("params", "param_names", "lr", "betas")]
+    return type(betas) is tuple and all(isinstance(value, _PLAIN) for value in (*others, *betas))
+
+
+_PLAIN = (float, int, str, type(None), torch.dtype)
+
+
 def _is_usable(value: object) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, float | int) and math.isfinite(value))
 

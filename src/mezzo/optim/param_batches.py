@@ -83,12 +83,14 @@ class GroupStep:
     Attributes:
         group: with its options.
         names: of the running means in a parameter's state.
+        rule: its numbers, as kernels take them.
         offset: number of the group's first parameter among all parameters.
         grads: of each parameter; None for one that has none.
     """
 
     group: dict[str, Any]
     names: tuple[str, ...]
+    rule: Any
     offset: int
     grads: Sequence[Tensor | None]
 

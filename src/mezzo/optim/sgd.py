@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels import Backend, SGDRule, sgd_scalars
+from ..kernels import Backend, SGDRule
 from ..kernels.ops.sgd import reference
 from ..policy import Master
 from .base import MasterOptimizer, Params
@@ -98,7 +98,3 @@ class SGD(MasterOptimizer):
     def rule(self, group: Mapping[str, Any]) -> SGDRule:
         """Return the numbers of a group."""
         return SGDRule(**{name: group[name] for name in ("weight_decay", "momentum", "nesterov", "lr", "dampening")})
-
-    def scalars(self, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of one step, shape (n, 3), as `sgd_scalars` explains them. Syncs: no."""
-        return sgd_scalars(step, self.rule(group), group["lr"], group["dampening"], dtype)

@@ -28,7 +28,7 @@ from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import StateReport, make_report
 from .result import GradStats, StepFlags, StepResult, check_grads
-from .update import Clip, decides_on_device, move_scale_, refuse_without_closure, update_
+from .update import Clip, Stepped, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]
 
@@ -80,6 +80,7 @@ class Engine:
         self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay
+        self._stepped = [Stepped(optimizer) for optimizer in self.optimizers]
         self.callbacks: list[Callback] = []
         self.consensus: RankConsensus | None = None
         self.not_yet: RankConsensus | None = None
@@ -237,13 +238,15 @@ class Engine:
                 "step() was called without a closure, and the policy declares guard.on_overflow=retry, which computes "
                 "the loss again. Write amp.step(closure), or guard.on_overflow=skip."
             )
-        refuse_without_closure(self.optimizers if optimizer is None else [optimizer])
+        for one in self._stepped:
+            if optimizer is None or one.optimizer is optimizer:
+                one.refuse_without_closure()
         if self.consensus is not None:
             self.find_ranks()
             self.consensus.check_step()
         grads = self.gradients.collect(optimizer)
         flags, result = self.check_grads(grads, clip.max_norm)
-        by_host = bool(self.callbacks) or not all(decides_on_device(one.optimizer) for one in grads)
+        by_host = bool(self.callbacks) or not all([self._stepped[one.index].decides_on_device() for one in grads])
         skipped = result.flags().skipped if by_host or flags.is_known else None
         before = look(grads) if self._is_due() else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:

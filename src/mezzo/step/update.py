@@ -6,10 +6,9 @@ import functools
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -66,27 +65,59 @@ def allow_direct_steps(optimizer: Optimizer) -> None:
         _handles.pop(optimizer)[0].remove()
 
 
-def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether a step of an optimizer can be left out, or undone, on the device, so that the host need not know.
+class Stepped:
+    """One optimizer, and what of it stays the same from step to step. Made once it is prepared.
 
-    Not if it has hooks, which would run after steps that did not happen.
+    Args:
+        optimizer: prepared.
+
+    Attributes:
+        optimizer: as given.
     """
-    # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
-    everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
-    if any(hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere):
-        return False
-    for part in {optimizer, wrapped_optimizer(optimizer)}:
-        # One pre-hook is the stepper's or the wrapper's own.
-        pre, post = step_hooks(part)
-        if post or len(pre) > 1:
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self._inner = optimizer, wrapped_optimizer(optimizer)
+        self._parts = {optimizer, self._inner}
+        self._is_fused = is_fused(self._inner)
+
+    def decides_on_device(self) -> bool:
+        """Whether a step can be left out, or undone, on the device, so that the host need not know. Host only.
+
+        Not if there are hooks, which would run after steps that did not happen.
+        """
+        # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
+        everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
+        if any([hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere]):
             return False
-    return can_be_undone(optimizer) if _needs_undoing(optimizer) else True
+        for part in self._parts:
+            # One pre-hook is the stepper's or the wrapper's own.
+            pre, post = step_hooks(part)
+            if post or len(pre) > 1:
+                return False
+        return not self.needs_undoing() or can_be_undone(self.optimizer)
+
+    def needs_undoing(self) -> bool:
+        """Whether the optimizer takes each step it is told to, whatever was found. Host only."""
+        return not self._is_fused or _lacks_momentum(self._inner, self.optimizer)
+
+    def refuse_without_closure(self) -> None:
+        """Refuse a step without a closure of an optimizer that evaluates the loss by itself. Host only.
+
+        Raises:
+            StepError: it does; nothing was changed.
+        """
+        kind: Any = type(self._inner)
+        if _needs_closure(kind):
+            raise StepError(
+                f"step() was called without a closure, and {kind.__name__} computes the loss several times in one step. "
+                "Write amp.step(closure), where closure calls amp.zero_grad(), the model and amp.backward(loss), and returns the loss."
+            )
 
 
-def _needs_undoing(optimizer: Optimizer) -> bool:
-    """Whether an optimizer takes each step it is told to, whatever was found."""
-    inner = wrapped_optimizer(optimizer)
-    return not is_fused(inner) or _lacks_momentum(inner, optimizer)
+@functools.cache
+def _needs_closure(kind: type[Optimizer]) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _lacks_momentum(optimizer: Optimizer, owner: Optimizer) -> bool:
@@ -191,12 +222,11 @@ def update_(
     Writes: weights and state, and the gradients of some. Syncs: no.
     """
     scale = pending.scale
-    is_changed = clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
+    is_divided = scale is not None and _share_params(grads)
     if clip.value is not None:
         clamp_([grad for one in grads for grad in one.grads], clip.value, scale)
-    if scale is not None and _share_params(grads):
+    if scale is not None and is_divided:
         # An optimizer that divides in place would do so for the next one too.
-        is_changed = True
         multiply_([grad for one in grads for grad in one.grads], scale.reciprocal())
         scale = None
     taken: list[OptimizerGrads] = []
@@ -206,7 +236,7 @@ def update_(
             norm = flags.norms[i] if skip == "independent" else flags.grad_norm
             found_inf = flags.skipped[i] if skipped is None else None
             attempt = None
-            if found_inf is not None and _needs_undoing(one.optimizer):
+            if found_inf is not None and Stepped(one.optimizer).needs_undoing():
                 attempt, found_inf = Attempt(one.optimizer, one.params, found_inf), None
             coefficient = flags.clip_coefs[i] if flags.clip_coefs else clip.coefficient(norm)
             try:
@@ -218,7 +248,8 @@ def update_(
                     with true_grads_for(one.optimizer, one.grads, scaling):
                         one.optimizer.step()
             except BaseException as failure:
-                pending.broken = _CHANGED if is_changed else ""
+                is_edited = is_divided or clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
+                pending.broken = _CHANGED if is_edited else ""
                 if taken:
                     pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
                 if taken and isinstance(failure, Exception):
@@ -254,7 +285,7 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
     if config is None or isinstance(state, NoScaling):
         return
     vector = flags.vector
-    in_one_launch = None if vector is None else getattr(_decision(vector.device), "move_scale_", None)
+    in_one_launch = None if vector is None else kernel("decision", vector.device, torch.float32).move_scale_
     if in_one_launch is not None:
         ceiling = math.inf if config.max_scale is None else config.max_scale
         numbers = (config.growth_factor, config.backoff_factor, config.min_scale, ceiling)
@@ -275,28 +306,3 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
             before.fill_(after)
         else:
             before.copy_(torch.where(blameless, before, after))
-
-
-def _decision(device: torch.device) -> ModuleType:
-    return kernel("decision", device, torch.float32)
-
-
-def refuse_without_closure(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse a step without a closure of an optimizer that evaluates the loss by itself. Host only.
-
-    Raises:
-        StepError: one does; nothing was changed.
-    """
-    for optimizer in optimizers:
-        kind: Any = type(wrapped_optimizer(optimizer))
-        if _needs_closure(kind):
-            raise StepError(
-                f"step() was called without a closure, and {kind.__name__} computes the loss several times in one step. "
-                "Write amp.step(closure), where closure calls amp.zero_grad(), the model and amp.backward(loss), and returns the loss."
-            )
-
-
-@functools.cache
-def _needs_closure(kind: type[Optimizer]) -> bool:
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty

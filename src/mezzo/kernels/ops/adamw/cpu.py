@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -36,4 +38,9 @@ def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) ->
     if operands.other:
         reference.step_(operands, rule, scalars, step, operands.other)
     numbers = _AdamWStruct(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2, rule.amsgrad)
-    run(library(SOURCE).mezzo_adamw, operands, numbers, scalars, step)
+    run(_function(), operands, numbers, scalars, step)
+
+
+@functools.cache
+def _function() -> Any:
+    return library(SOURCE).mezzo_adamw

@@ -10,7 +10,7 @@ from ...._torch import fused_adam_, fused_adamw_
 from ...backends.torch_lists import masters_of, rate_of, true_grads, write_masters_
 from ...operands import Operands
 from . import reference
-from .reference import AdamWRule, adamw_scalars
+from .reference import AdamWRule
 
 
 def step_(operands: Operands, rule: AdamWRule, _: None, step: Tensor) -> None:
@@ -25,7 +25,7 @@ def step_(operands: Operands, rule: AdamWRule, _: None, step: Tensor) -> None:
     """
     masters = masters_of(operands)
     if masters is None:
-        reference.step_(operands, rule, adamw_scalars(step, rule, rule.lr, rule.decay), step)
+        reference.step_(operands, rule, reference.scalars(step, rule), step)
         return
     means, squares, *peaks = (list(held) for held in operands.moments.values())
     update_: Any = fused_adamw_ if rule.l2 == 0 else fused_adam_  # overloaded by the kind of rate

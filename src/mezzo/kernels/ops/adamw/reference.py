@@ -73,6 +73,11 @@ def adamw_scalars(
     return torch.stack([decay, size.to(dtype), (-over2).sqrt().to(dtype)], dim=-1)
 
 
+def scalars(step: Tensor, rule: AdamWRule, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `adamw_scalars` with the rate and decay of the rule. Syncs: no."""
+    return adamw_scalars(step, rule, rule.lr, rule.decay, dtype)
+
+
 def _numbers(count: float, rule: AdamWRule, lr: float, weight_decay: float) -> Row:
     over1, over2 = [math.expm1(count * math.log(beta)) if beta > 0 else -1.0 for beta in (rule.beta1, rule.beta2)]
     return 1 - lr * weight_decay, lr / over1, math.sqrt(-over2)

@@ -90,3 +90,7 @@ def decide_(vector: Tensor, num: int, *, together: bool, clips: bool) -> None:
             (norms + CLIP_EPS).reciprocal() * vector[at["max_norm"]], max=1.0, out=vector[at["clip_coefs"]]
         )
         torch.div(vector[at["scale"]], coefs, out=vector[at["divisors"]])
+
+
+move_scale_ = None
+"""The loss scale is moved by `loss_scale.next_state`, its definition; Triton's kernel of that name does it in one launch."""

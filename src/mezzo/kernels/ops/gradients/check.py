@@ -128,6 +128,6 @@ def _indices_of(order: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _norms(grads: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
     compiling = torch.compiler.is_compiling()
-    kernel = reference if compiling else registry.kernel("gradients", device, dtype)
+    kernel = reference if compiling else registry.choose("gradients", device, dtype).module
     norms: Tensor = kernel.tensor_norms(grads)
     return norms

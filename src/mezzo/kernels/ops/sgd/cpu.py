@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -37,4 +39,9 @@ def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> N
     if operands.other:
         reference.step_(operands, rule, scalars, step, operands.other)
     numbers = _SGDStruct(rule.weight_decay, rule.momentum, rule.nesterov)
-    run(library(SOURCE).mezzo_sgd, operands, numbers, scalars, step)
+    run(_function(), operands, numbers, scalars, step)
+
+
+@functools.cache
+def _function() -> Any:
+    return library(SOURCE).mezzo_sgd

@@ -8,7 +8,7 @@ from ...._torch import fused_sgd_
 from ...backends.torch_lists import masters_of, rate_of, true_grads, write_masters_
 from ...operands import Operands
 from . import reference
-from .reference import SGDRule, sgd_scalars
+from .reference import SGDRule
 
 
 def step_(operands: Operands, rule: SGDRule, _: None, step: Tensor) -> None:
@@ -24,7 +24,7 @@ def step_(operands: Operands, rule: SGDRule, _: None, step: Tensor) -> None:
     """
     masters = masters_of(operands) if rule.dampening == 0 else None
     if masters is None:
-        reference.step_(operands, rule, sgd_scalars(step, rule, rule.lr, rule.dampening), step)
+        reference.step_(operands, rule, reference.scalars(step, rule), step)
         return
     fused_sgd_(
         masters, true_grads(operands), [one for held in operands.moments.values() for one in held],

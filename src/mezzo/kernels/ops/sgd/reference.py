@@ -65,6 +65,11 @@ def sgd_scalars(
     return torch.stack([-rates, keep, add], dim=-1)
 
 
+def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `sgd_scalars` with the rate and dampening of the rule. Syncs: no."""
+    return sgd_scalars(step, rule, rule.lr, rule.dampening, dtype)
+
+
 def step_(
     operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor, indices: Sequence[int] | None = None
 ) -> None:
