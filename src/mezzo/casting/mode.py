@@ -124,10 +124,9 @@ class CastMode(TorchFunctionMode):
             raise
 
     def _run(self, func: Any, row: OpRow, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_eager = not torch.compiler.is_compiling()
-        may_be_checkpointed = not torch.is_grad_enabled() or saved_tensors_hooks() is not None
-        if self.current is not None and self.has_grad and is_eager and may_be_checkpointed:
-            bind_recompute(self.current, self)
+        if self.current is not None and self.has_grad and not torch.compiler.is_compiling():
+            if not torch.is_grad_enabled() or saved_tensors_hooks() is not None:  # a checkpoint may run
+                bind_recompute(self.current, self)
         low = self.standalone or torch.get_autocast_dtype(device)
         if row.rule is Rule.FORBID:
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")

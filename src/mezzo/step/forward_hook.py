@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .._torch import active_ddp, own_modules
-from ..binding import AfterForward
+from ..binding import AfterForward, BeforeForward
 from ..distributed import is_running
 from ..formats import LOW_DTYPES
 from .engine import Engine
@@ -21,14 +21,12 @@ from .ranks import wrapper_around
 class ForwardHook:
     """Called before each forward of a prepared model, or of a module that is called without it.
 
-    The model holds it, so it holds the engine weakly.
-
     Args:
         engine: of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
+        self._engine = engine
         self._model = engine.root
         self._groups = engine.optimizers
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
@@ -40,8 +38,8 @@ class ForwardHook:
         Returns:
             What must be called with its output.
         """
-        engine = self._engine()
-        if engine is None or engine.replay.is_running:
+        engine = self._engine
+        if engine.replay.is_running:
             return None
         if module is self._model:
             if engine.consensus is None and is_running() and active_ddp() is not None:
@@ -81,6 +79,17 @@ class ForwardHook:
 
     def _all_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._groups for group in optimizer.param_groups]
+
+
+def weakly(hook: ForwardHook) -> BeforeForward:
+    """Return a hook as the model may hold it: without keeping it, and with it the model, alive."""
+    reference = weakref.ref(hook)
+
+    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
+        alive = reference()
+        return None if alive is None else alive(module, args, kwargs)
+
+    return before_forward
 
 
 def _call_both(first: AfterForward, second: AfterForward, output: object) -> None:

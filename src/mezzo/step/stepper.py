@@ -21,7 +21,7 @@ from . import state_dict as checkpoint
 from .accumulation import Skip
 from .closure import step_by_closure
 from .engine import Engine
-from .forward_hook import ForwardHook
+from .forward_hook import ForwardHook, weakly
 from .guard import Counters
 from .loading import MastersFollow, load_run_
 from .recovery import check_demotion
@@ -53,7 +53,8 @@ class Stepper:
         self._engine = Engine(model, self.optimizers, policy, was, skip, binding)
         self._was = was
         self._masters_follow = follow
-        binding.before_forward, binding.owner = ForwardHook(self._engine), weakref.ref(self)
+        self._forward_hook = ForwardHook(self._engine)
+        binding.before_forward, binding.owner = weakly(self._forward_hook), weakref.ref(self)
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine, self)
 
@@ -391,6 +392,7 @@ class Stepper:
         release_(self.model, self.optimizers, self._was)
         self.optimizers = self._was.optimizers
         self._engine = cast(Engine, Released())
+        del self._forward_hook
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StepError(
