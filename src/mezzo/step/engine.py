@@ -39,10 +39,9 @@ class Engine:
     Args:
         model: prepared.
         optimizers: of its parameters.
-        policy: with its compute dtype decided.
+        binding: of the policy to the model.
         was: what the parameters were before they were prepared.
         skip: what several optimizers do when one has bad gradients.
-        binding: of the policy to the model.
 
     Attributes:
         root: the model without wrappers.
@@ -61,12 +60,11 @@ class Engine:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        policy: Policy,
+        binding: Binding,
         was: Original,
         skip: Skip,
-        binding: Binding,
     ) -> None:
-        self.model = model
+        self.model, policy = model, binding.policy
         self.optimizers = tuple(optimizers)
         self.names = names = ParameterNames(model, self.optimizers)
         self._loaded = {p: dtype for p, (dtype, _) in was.dtypes.items()}
@@ -170,6 +168,7 @@ class Engine:
 
         Writes: if it raises, gradients, and buffers that the forward of this step wrote.
         """
+        self.refuse_capture("step()")
         stop = self._stop()
         if stop is not None:
             if self.policy.guard.restore_buffers:
@@ -209,6 +208,7 @@ class Engine:
         self, loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
     ) -> None:
         """Add a loss's gradients to those of this step; see `Stepper.backward`. Syncs: no."""
+        self.refuse_capture("backward(loss)")
         self.find_ranks()
         if self.consensus is not None:
             self.consensus.check_backward()

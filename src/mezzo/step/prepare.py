@@ -106,7 +106,7 @@ def prepare(
         set_grad_dtype_(optimizers, resolved)
         follow = MastersFollow(inner, tuple(optimizers))
         undo.callback(follow.remove)
-        stepper = Stepper(model, optimizers, resolved, binding, was, follow, skip=skip)
+        stepper = Stepper(model, optimizers, binding, was, follow, skip=skip)
         undo.pop_all()
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
     if optimizers and device.type == "cpu":

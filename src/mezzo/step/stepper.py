@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from html import escape
 from typing import Any, NoReturn, cast
 
@@ -44,13 +45,19 @@ class Stepper:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, binding: Binding, was: Original,
-        follow: MastersFollow, *, skip: Skip,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        binding: Binding,
+        was: Original,
+        follow: MastersFollow,
+        *,
+        skip: Skip,
+    ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
         self._observers: tuple[StepObserver, ...] = ()
-        self._engine = Engine(model, self.optimizers, policy, was, skip, binding)
+        self._engine = Engine(model, self.optimizers, binding, was, skip)
         self._was = was
         self._masters_follow = follow
         self._forward_hook = ForwardHook(self._engine)
@@ -96,7 +103,6 @@ class Stepper:
 
         Writes: gradients. Syncs: no.
         """
-        self._engine.refuse_capture("backward(loss)")
         self._engine.backward(loss, retain_graph, create_graph, inputs)
 
     def grad(
@@ -233,12 +239,9 @@ class Stepper:
         for observer in self._observers:
             observer.before_step()
         engine, clip = self._engine, Clip(max_norm=max_norm, value=clip_value)
-        engine.refuse_capture("step()")
         engine.check_before_step()
-        if closure is None:
-            result = engine.run_step(optimizer, clip)
-        else:
-            result = step_by_closure(engine, closure, optimizer, clip)
+        take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)
+        result = take(optimizer, clip)
         for observer in self._observers:
             observer.after_step(result)
         return result
