@@ -116,6 +116,12 @@ class Engine:
             check_demotion(self.policy, consensus)
             self.consensus, self.not_yet = consensus, None
 
+    def any_consensus(self) -> RankConsensus | None:
+        """Return what decides for all ranks, or, where several run and nothing wraps the model yet, what will. Host only."""
+        if self.consensus is None and self.not_yet is None and is_running() and dist.get_world_size() > 1:
+            self.not_yet = RankConsensus()
+        return self.consensus or self.not_yet
+
     def find_ranks(self) -> None:
         """Look for ranks that nothing has led to yet, and compare with them, once, what this one was prepared with.
 

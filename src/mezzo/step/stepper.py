@@ -10,12 +10,11 @@ from html import escape
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import Binding
-from ..distributed import RankConsensus, is_running
+from ..distributed import RankConsensus
 from ..errors import StepError
 from ..policy import Policy
 from . import state_dict as checkpoint
@@ -297,10 +296,7 @@ class Stepper:
         None on one rank. Before a wrapper has called the model it decides nothing yet, and its `group.timeout` may be set.
         Assign a `mezzo.distributed.RankConsensus` for ranks that nothing wraps, or to choose group and timeout.
         """
-        engine = self._engine
-        if engine.consensus is None and engine.not_yet is None and is_running() and dist.get_world_size() > 1:
-            engine.not_yet = RankConsensus()
-        return engine.consensus or engine.not_yet
+        return self._engine.any_consensus()
 
     @consensus.setter
     def consensus(self, consensus: RankConsensus | None) -> None:
