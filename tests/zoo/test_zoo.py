@@ -25,6 +25,14 @@ from tests.zoo import (
     public_faulty,
     public_healthy,
     public_loops,
+    recipe_control,
+    recipe_generative,
+    recipe_habits,
+    recipe_loops,
+    recipe_science,
+    recipe_signals,
+    recipe_sound,
+    recipe_well,
     scripts,
     stranger_healthy,
     stranger_loops,
@@ -44,8 +52,18 @@ from mezzo.trace.records import LintRule
 STRANGERS = (
     stranger_healthy, stranger_losses, stranger_loops, stranger_models, stranger_sound, stranger_steps,
     domain_healthy, domain_losses, domain_means, domain_mechanics, domain_models, domain_scripts, domain_sound,
+    recipe_control, recipe_generative, recipe_habits, recipe_loops, recipe_science, recipe_signals, recipe_sound, recipe_well,
 )  # fmt: skip
 """Loaded for the programs that they put into `strangers`."""
+QUICK = {
+    recipe_control.positions_beyond_the_half_range, recipe_generative.signal_to_noise_of_a_halved_schedule,
+    recipe_loops.loss_made_finite_by_force, recipe_loops.schedule_that_divides_zero_by_zero,
+    recipe_signals.class_that_was_never_seen, recipe_signals.transducer_lattice_by_hand,
+    recipe_sound.bandit_that_tries_each_arm_first, recipe_well.attention_over_segments,
+}  # fmt: skip
+"""Of the recipes those that run in every suite."""
+LARGE = (healthy.vision_transformer, healthy.causal_language_model)
+"""Healthy models that are quick in one dtype only."""
 PUBLIC = [*public_faulty.CASES, *public_loops.CASES, *strangers.CASES]
 FAULTY = [
     *faulty_forward.CASES, *faulty_arguments.CASES, *faulty_backward.CASES, *faulty_state.CASES, *scripts.CASES, *PUBLIC,
@@ -73,7 +91,7 @@ def name(dtype: torch.dtype) -> str:
 def diagnosis(build, dtype: torch.dtype) -> diagnose.TraceReport:
     torch.manual_seed(0)
     run = build(dtype)
-    with diagnose.trace() as t, suppress(SystemExit):
+    with suppress(Exception, SystemExit), diagnose.trace() as t:
         run()
     return t.report
 
@@ -100,15 +118,20 @@ def is_large(build) -> bool:
     return "transformers" in build.__code__.co_names and build is not stranger_models.gpt2_with_a_corrupt_row
 
 
+def is_slow(build) -> bool:
+    """Whether a program is left to the slow tests in each dtype."""
+    return is_large(build) or (build.__module__.startswith("tests.zoo.recipe_") and build not in QUICK)
+
+
 def row(case: Case, dtype: torch.dtype) -> object:
     """Run public scripts in one dtype; the others are slow twins."""
-    is_twin = case in PUBLIC and (dtype is not case.dtypes[0] or is_large(case.build))
+    is_twin = case in PUBLIC and (dtype is not case.dtypes[0] or is_slow(case.build))
     return pytest.param(case, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{case.name}-{name(dtype)}")
 
 
 def healthy_row(build, dtype: torch.dtype) -> object:
-    is_public = build in public_healthy.HEALTHY or build in strangers.HEALTHY
-    is_twin = is_public and (dtype is not strangers.HEALTHY.get(build, (torch.float16,))[0] or is_large(build))
+    is_public = build in public_healthy.HEALTHY or build in strangers.HEALTHY or build in LARGE
+    is_twin = is_public and (dtype is not strangers.HEALTHY.get(build, (torch.float16,))[0] or is_slow(build))
     return pytest.param(build, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{build.__name__}-{name(dtype)}")
 
 

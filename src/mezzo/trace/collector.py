@@ -21,6 +21,7 @@ from .lost_updates import FlushWatch, UpdateWatch
 from .measure import (
     amax,
     any_nan,
+    divisors,
     first_bad,
     full_rows,
     is_finite,
@@ -29,7 +30,6 @@ from .measure import (
     rerun,
     sanitised,
     tensor_facts,
-    whole_numbers,
     wide_results,
 )
 from .ops import Call, op_facts, plain
@@ -46,6 +46,8 @@ _SHARED = "torch/multiprocessing/reductions.py"
 _COLLATE = "torch/utils/data/_utils/collate.py"
 _COUNTS = frozenset({"sum", "count_nonzero", "to"})
 """Ops that make a number of elements, where no gradient goes through them."""
+_RANGES = frozenset({"arange", "linspace", "logspace", "range"})
+"""Ops that compute from Python's numbers alone."""
 _WRITERS = ("", "scalar_tensor", "where", "full", "tensor", "as_tensor", "masked_fill", "fill", "setitem", "pad")
 """Functions by which a program writes a number down."""
 
@@ -152,7 +154,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         """Say that an optimizer step was taken or left out."""
         self._was_updated = True
         self.context.end_step()
-        self.reference.clear()
+        self.reference.end_step()
         self.flushes.clear()
 
     def on_read(self, tensor: Tensor, site: Site) -> None:
@@ -274,7 +276,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         """Tell computed non-finite values from ones the program wrote on purpose, such as a mask's -inf."""
         given = [x for x in numbers(call.args, call.kwargs) if not math.isfinite(x)]
         if not given:
-            return bool(call.inputs)
+            return bool(call.inputs or call.whole) or call.facts.name in _RANGES
         return any_nan(bad) and not any(math.isnan(x) for x in given)
 
     @staticmethod
@@ -333,7 +335,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             outputs=tuple(tensor_facts(n or f"result {i}", t) for i, (n, t) in enumerate(zip(names, bad, strict=True))),
             parents=parents,
             wide=wide_results(call.func, call.facts, args, kwargs, bad[0].dtype) if kind == "source" else (),
-            offending=(*offending_values(call.inputs, bad[0]), *whole_numbers(call.facts, call.args))
+            offending=(*offending_values([*call.inputs, *call.whole], bad[0]), *divisors(call.facts, call.args))
             if computed
             else (),
             where=first_bad(bad[0]) if computed else (),

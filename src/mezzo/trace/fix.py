@@ -376,9 +376,10 @@ def replacement_for(op: str, operands: OpInputs) -> str:
     Syncs: yes.
     """
     inputs = operands.tensors
-    floating = inputs[: 1 if op == "div" else None]
+    # a divisor may be counted
+    floating = inputs[: {"div": 1, "reciprocal": 0}.get(op)]
     if (
-        not floating
+        not inputs
         or not all(t.is_floating_point() for t in floating)
         or not all(bool(t.isfinite().all()) for t in inputs)
     ):

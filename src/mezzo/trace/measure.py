@@ -208,7 +208,7 @@ def offending_values(inputs: list[tuple[str, Tensor]], bad: Tensor) -> tuple[tup
     """Return each input's value at the first non-finite element of a result.
 
     Args:
-        inputs: floating inputs, by name.
+        inputs: tensors that the op read, by name.
         bad: the result.
 
     Returns:
@@ -235,15 +235,10 @@ def first_bad(bad: Tensor) -> tuple[int, ...]:
     return tuple(where[0].tolist()) if len(where) else ()
 
 
-def whole_numbers(facts: OpFacts, args: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
-    """Return the whole numbers and zeros among an op's arguments, by name. Syncs: yes."""
-    found = []
-    for name, value in zip(facts.arguments, args, strict=False):
-        is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point()
-        is_number = isinstance(value, int) or (isinstance(value, float) and value == 0)
-        if is_scalar or (is_number and not isinstance(value, bool) and name == "other"):
-            found.append((name, float(value)))
-    return tuple(found)
+def divisors(facts: OpFacts, args: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
+    """Return the second operand where it is a whole number of Python's, or 0. Host only."""
+    named = zip(facts.arguments, args, strict=False)
+    return tuple((n, float(v)) for n, v in named if n == "other" and (type(v) is int or (type(v) is float and v == 0)))
 
 
 def full_rows(facts: OpFacts, args: tuple[Any, ...], inputs: list[tuple[str, Tensor]]) -> int:

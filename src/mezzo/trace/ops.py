@@ -215,6 +215,12 @@ class Call:
         self.returned: Any = None
 
     @property
+    def whole(self) -> list[tuple[str, Tensor]]:
+        """The tensors of whole numbers that it was given, by name."""
+        named = [*zip(self.facts.arguments, self.args, strict=False), *self.kwargs.items()]
+        return [(n, t) for n, t in named if isinstance(t, Tensor) and not t.is_floating_point() and not t.is_complex()]
+
+    @property
     def wide_dtype(self) -> torch.dtype:
         """The widest dtype of the device that its results are on."""
         return widest(self.out[0].device) if self.out else torch.float64

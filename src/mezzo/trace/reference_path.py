@@ -97,6 +97,7 @@ class ReferencePath:
         self._flushes: StorageNotes[Flush] = StorageNotes()
         self._local = WideValues()
         self._makers: StorageNotes[MadeBy] = StorageNotes()
+        self._written: StorageNotes[bool] = StorageNotes()
         self._low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
@@ -109,10 +110,14 @@ class ReferencePath:
         """Return the zero that 16 bit made and that one of these tensors came through. Syncs: no."""
         return next((f for f in (self._flushes.get(t) for t in tensors) if f is not None), None)
 
-    def clear(self) -> None:
-        """Start anew: what memory holds now is what the next step begins with."""
-        self._wide, self._flushes, self._tape = WideValues(), StorageNotes(), []
-        self._local, self._makers = WideValues(), StorageNotes()
+    def end_step(self) -> None:
+        """Start anew with what was written: what such memory holds now is what the next step begins with.
+
+        What was made once, as a schedule or a mask before the loop, is still what its fp32 values say.
+        """
+        for notes in (self._wide.notes, self._local.notes, self._flushes, self._makers):
+            notes.drop_except(self._written)
+        self._written, self._tape = StorageNotes(), []
 
     def _known(self, call: Call) -> dict[int, Tensor]:
         found = ((id(t), self._wide.get(call.original(t))) for _, t in call.inputs)
@@ -126,6 +131,8 @@ class ReferencePath:
 
         Syncs: yes.
         """
+        for tensor in call.out if call.facts.writes else ():
+            self._written.note(tensor, True)
         if site.phase == "backward":
             self._forget(call)
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,32 +34,32 @@ class WideValues:
     """
 
     def __init__(self) -> None:
-        self._known: StorageNotes[tuple[int, Tensor]] = StorageNotes()
+        self.notes: StorageNotes[tuple[int, Tensor]] = StorageNotes()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.notes)
 
     def get(self, tensor: Tensor) -> Tensor | None:
         """Return the wide values where a tensor lies; None where nothing is known. Syncs: no."""
-        found = self._known.get(tensor)
+        found = self.notes.get(tensor)
         return None if found is None or found[0] != tensor.itemsize else at(found[1], tensor)
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Note what a tensor that was just written would hold, all of its storage or a part of it. Syncs: no."""
         if tensor.numel() == 0:
             return
-        found = self._known.get(tensor)
+        found = self.notes.get(tensor)
         known = None if found is None or found[0] != tensor.itemsize else found[1]
         if known is None or known.dtype != values.dtype or at(known, tensor) is None:
             known = flat(tensor).to(values.dtype, copy=True)
-            self._known.note(tensor, (tensor.itemsize, known))
+            self.notes.note(tensor, (tensor.itemsize, known))
         view = at(known, tensor)
         assert view is not None  # made from this storage
         view.copy_(values)
 
     def forget(self, tensor: Tensor) -> None:
         """Say that a tensor holds what it should. Syncs: no."""
-        self._known.forget(tensor)
+        self.notes.forget(tensor)
 
 
 T = TypeVar("T")
@@ -99,6 +99,10 @@ class StorageNotes(Generic[T]):
         """Drop the note on a tensor's memory. Syncs: no."""
         if self._notes:
             self._notes.pop(storage_id(tensor), None)
+
+    def drop_except(self, others: StorageNotes[Any]) -> None:
+        """Keep the notes on memory that is still in use and that `others` has none on."""
+        self._notes = {k: v for k, v in self._notes.items() if k not in others._notes and not _is_gone(v[0])}
 
     def live(self) -> list[T]:
         """Return the notes on memory that is still in use."""
