@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +187,24 @@ def test_a_record_is_data_only(tmp_path: Path) -> None:
         pytest.raises(DataError, match="Path, and a record keeps data only"),
     ):
         recorder.note({"x": Path("x")})
+
+
+def test_what_a_kill_leaves_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, loss = batches(12), loss_fn
+
+    def killing(model: nn.Module, batch: Batch) -> Tensor:
+        if batch is data[10]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(model, batch)
+
+    whole = train(tmp_path / "whole", data)
+    if (child := os.fork()) == 0:
+        monkeypatch.setitem(globals(), "loss_fn", killing)
+        train(tmp_path / "run", data)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    again = mezzo.replay(tmp_path / "run", 9, build)
+    assert (again.grad_norm, again.scale) == (whole[9].grad_norm, whole[9].scale)
 
 
 def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

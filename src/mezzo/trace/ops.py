@@ -216,7 +216,7 @@ class Call:
 
     @property
     def whole(self) -> list[tuple[str, Tensor]]:
-        """The tensors of whole numbers that it was given, by name."""
+        """The tensors of whole numbers that it was given, by name. Syncs: no."""
         named = [*zip(self.facts.arguments, self.args, strict=False), *self.kwargs.items()]
         return [(n, t) for n, t in named if isinstance(t, Tensor) and not t.is_floating_point() and not t.is_complex()]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,13 +16,14 @@ from torch import Tensor
 
 from ... import random_state
 from ...errors import ConfigError, DataError
-from ...files import write_atomically
+from ...files import flush_to_disk
 from ...random_state import RandomState
 from ...step import Stepper, StepResult
 from ..trial import LossFn
 from .second_run import SecondRun
 
-START, FORMAT = "start.pt", 1
+START, FORMAT = "start.pt", 2
+RESULTS = ".results"
 _SEGMENTS = 2
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _WAITING = 16
@@ -63,6 +66,25 @@ def step_file(folder: Path, step: int) -> Path:
     return folder / f"{step:08d}.pt"
 
 
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Save without sums over the bytes, which take longer than writing them and which torch never reads."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _save(value: object, path: Path) -> None:
+    """Write a file that a kill leaves whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with _no_checksums():
+        torch.save(value, partial)
+    partial.replace(path)
+
+
 def segments(folder: Path) -> list[tuple[int, Path]]:
     """Return the segments of a record that are whole: the step each begins with, and its folder."""
     found = [(int(p.name), p) for p in folder.glob("[0-9]*") if p.name.isdigit() and (p / START).is_file()]
@@ -93,6 +115,8 @@ class Recorder:
         self._losses: list[Tensor] = []
         self._results: list[tuple[int, StepResult, list[Tensor]]] = []
         self._segment = folder
+        self._disk = ThreadPoolExecutor(1, "mezzo record")
+        self._landing: Future[None] | None = None
         self._take, self._backward = amp.step, amp.backward
         vars(amp).update(step=self._recorded_step, backward=self._recorded_backward)
 
@@ -123,12 +147,24 @@ class Recorder:
 
     def _begin_segment(self) -> None:
         self._read_results()
+        self._wait_for_disk()
         self._segment = self.folder / f"{self.step:08d}"
         self._segment.mkdir(parents=True, exist_ok=True)
         state = {"format": FORMAT, "step": self.step, "policy": str(self._amp.policy), "run": self._amp.state_dict()}
-        write_atomically(self._segment / START, lambda file: torch.save(state, file))
+        _save(state, self._segment / START)
+        self._landing = self._disk.submit(self._land, self._segment)
+
+    def _land(self, segment: Path) -> None:
+        """Bring a snapshot to the disk, then give up the oldest segment; training does not wait for it."""
+        flush_to_disk(segment / START)
+        flush_to_disk(segment)
         for _, old in segments(self.folder)[:-_SEGMENTS]:
             shutil.rmtree(old)
+
+    def _wait_for_disk(self) -> None:
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.result()
 
     def _recorded_backward(self, loss: Tensor, **options: Any) -> None:
         self._backward(loss, **options)
@@ -142,13 +178,14 @@ class Recorder:
                 "record was asked to keep a step with a closure, or of one optimizer of several, which it cannot run again. Write "
                 "amp.step() for all of them, or close the recorder before."
             )
-        if self._batches:
+        if is_kept := bool(self._batches):
             self._write_step(options)
         if (second := self._due) is not None:
             self._run_twice(second)
         losses, self._losses, self._batches = self._losses, [], []
         result = self._take(**options)
-        self._results.append((self.step, result, losses))
+        if is_kept:
+            self._results.append((self.step, result, losses))
         self.step += 1
         if len(self._results) >= _WAITING:
             self._read_results()
@@ -174,22 +211,20 @@ class Recorder:
                 for o in self._amp.optimizers
             ],
         }
-        path = step_file(self._segment, self.step)
-        partial = path.with_suffix(".partial")
-        torch.save(made_of, partial)
-        partial.replace(path)
+        _save(made_of, step_file(self._segment, self.step))
 
     def _read_results(self) -> None:
         """Write what came of the steps, beside them. Syncs: with the last of them."""
-        for step, result, losses in self._results:
-            folder = self.folder / f"{step - step % self._every:08d}"
-            if step_file(folder, step).is_file():
-                torch.save(outcome(result, losses), step_file(folder, step).with_suffix(".result"))
+        found = {step: outcome(result, losses) for step, result, losses in self._results}
+        if found:
+            _save(found, step_file(self._segment, next(iter(found))).with_suffix(RESULTS))
         self._results.clear()
 
     def close(self) -> None:
         """Stop recording; what was recorded stays. Writes: `step` and `backward` of the stepper, as they were."""
         self._read_results()
+        self._wait_for_disk()
+        self._disk.shutdown()
         for name in ("step", "backward"):
             vars(self._amp).pop(name, None)
 

@@ -18,7 +18,7 @@ from ...policy import PolicyLike, as_policy
 from ...report import Document, Pairs, Report
 from ...step import Stepper
 from ...step.prepare import prepare
-from .recorder import FORMAT, START, outcome, random_of, segments, step_file
+from .recorder import FORMAT, RESULTS, START, outcome, random_of, segments, step_file
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -107,15 +107,12 @@ def _prepared(parts: Parts, policy: PolicyLike) -> Stepper:
     return prepare(parts[0], parts[1], policy)
 
 
-def _outcome_file(folder: Path, step: int) -> Path:
-    return step_file(folder, step).with_suffix(".result")
-
-
 class _Run:
     """A model, its stepper and loss, and the segment whose steps it takes."""
 
     def __init__(self, parts: Parts, policy: PolicyLike, folder: Path) -> None:
         self.amp, self.loss_fn, self._folder = _prepared(parts, policy), parts[2], folder
+        self._known = {step: result for file in folder.glob(f"*{RESULTS}") for step, result in _load(file).items()}
 
     def take(self, step: int) -> tuple[dict[str, Any], str]:
         """Take one recorded step. Returns: what came of it, and the error that ended it. Writes: the model. Syncs: yes."""
@@ -145,9 +142,9 @@ class _Run:
 
     def differs(self, step: int, found: dict[str, Any]) -> bool | None:
         """Say whether a step came out otherwise than recorded; None where its result was not recorded."""
-        if not _outcome_file(self._folder, step).is_file():
+        known = self._known.get(step)
+        if known is None:
             return None
-        known = _load(_outcome_file(self._folder, step))
         ours, theirs = ([*x["losses"], x["grad_norm"]] for x in (found, known))
         same = len(ours) == len(theirs) and all(_bits(a) == _bits(b) for a, b in zip(ours, theirs, strict=True))
         return not (same and (found["scale"], found["applied"]) == (known["scale"], known["applied"]))
