@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from mezzo.bench.roofline import PeakRates, Phase, measure_peak_rates, product_rate, products_in, roofline_seconds
+from mezzo.bench.roofline import (
+    STREAM_BYTES,
+    PeakRates,
+    Phase,
+    measure_peak_rates,
+    product_rate,
+    products_in,
+    roofline_seconds,
+    stream_rate,
+)
 from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting
 from mezzo.bench.workloads.recipe import Recipe
@@ -34,6 +43,13 @@ def test_what_fits_a_cache_is_held_to_the_rate_of_the_cache() -> None:
     assert PEAK_RATES.bandwidth(1000) == 5.0
     launch_bound = PeakRates(matmul={}, stream={10: 1.0, 1000: 5.0})
     assert launch_bound.bandwidth(10) == 5.0
+
+
+@pytest.mark.parametrize(("kind", "cache_bytes"), [("cpu", 32 * 2**20), ("cuda", 50 * 2**20)])
+def test_what_a_cache_does_not_hold_is_held_to_the_rate_of_memory(kind: str, cache_bytes: int) -> None:
+    rates = PeakRates(matmul={}, stream={size: 200.0 if size <= cache_bytes else 50.0 for size in STREAM_BYTES[kind]})
+    update_of_ten_million_parameters = 26 * 10**7
+    assert rates.bandwidth(update_of_ten_million_parameters) == 50.0
 
 
 @given(matmul=RATES, stream=RATES, flops=WORK, moved=WORK, factor=st.floats(1.0, 100.0))
@@ -82,6 +98,17 @@ def test_measured_ceilings() -> None:
 def test_a_rate_is_operations_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mezzo.bench.roofline.fastest_seconds", lambda call, device, budget_s: (call(), 0.5)[1])
     assert product_rate(3, 5, "fp32", CPU, 1.0) == 2 * 3 * 5 * 5 / 0.5
+
+
+def test_a_rate_of_memory_is_bytes_moved_over_the_lesser_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((0.25, 0.5))
+    moved = []
+    monkeypatch.setattr(
+        "mezzo.bench.roofline.fastest_seconds", lambda call, device, budget_s: (moved.append(call()), next(seconds))[1]
+    )
+    assert stream_rate(4096, CPU, 1.0) == 4096 / 0.25
+    copied, summed = moved
+    assert 2 * copied.nbytes == 4096 and summed == 1024
 
 
 def test_tf32_is_set_back_after_an_error() -> None:

@@ -31,7 +31,7 @@ def operands(rows: tuple[int, ...], inner: int, width: int) -> tuple[Tensor, Ten
 
 @needs_compiler
 @pytest.mark.parametrize("rows", [*[(n,) for n in range(1, 9)], (), (2, 3), (1, 1)])
-@pytest.mark.parametrize(("inner", "width"), [(1, 1), (15, 3), (64, 33), (129, 70), (512, 31)])
+@pytest.mark.parametrize(("inner", "width"), [(1, 1), (15, 3), (64, 33), (129, 70), (6200, 55)])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_it_is_the_product_rounded_once(rows: tuple[int, ...], inner: int, width: int, has_bias: bool) -> None:
     x, weight, bias = operands(rows, inner, width)

@@ -19,7 +19,9 @@ from ..formats import parse_dtype
 
 # On the CPU the smallest is a cache-resident product; 4096 and above take seconds in fp32 on two cores.
 MATMUL_WIDTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}
-STREAM_BYTES = {"cpu": (2**20, 2**23, 2**28), "cuda": (2**24, 2**26, 2**30)}
+# A set counts as fast as the best rate at the size below it, so the sizes lie close enough that what no cache holds is not
+# held to a cache's rate.
+STREAM_BYTES = {"cpu": (2**20, 2**23, 2**26, 2**28), "cuda": (2**24, 2**26, 2**28, 2**30)}
 FORMAT_NAMES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "fp16", "bf16")}
 
 
@@ -29,7 +31,7 @@ class PeakRates:
 
     Attributes:
         matmul: floating-point operations per second of the best large matrix product, by format name.
-        stream: bytes read and written per second, by bytes in the array; from within the caches to well beyond.
+        stream: bytes read and written per second, by how many are moved; from within the caches to well beyond.
     """
 
     matmul: dict[str, float]
@@ -185,19 +187,20 @@ def matmul_rate(number_format: str, device: torch.device, budget_s: float) -> fl
     return best
 
 
-def stream_rate(array_bytes: int, device: torch.device, budget_s: float) -> float:
-    """Return bytes per second read and written: the faster of copying an array and of summing it.
+def stream_rate(moved_bytes: int, device: torch.device, budget_s: float) -> float:
+    """Return bytes per second read and written: the faster of copying half an array into the other half and of summing it.
+
+    Args:
+        moved_bytes: of the array: either way as many are moved, over as much memory.
+        device: where to measure.
+        budget_s: seconds to spend, two calls at least.
 
     Syncs: yes.
     """
-    source = torch.ones(array_bytes // 4, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> Tensor:
-        return target.copy_(source)
-
-    copying = 2 * array_bytes / fastest_seconds(copy, device, budget_s / 2)
-    return max(copying, array_bytes / fastest_seconds(source.sum, device, budget_s / 2))
+    array = torch.ones(moved_bytes // 4, device=device)
+    source, target = array.chunk(2)
+    copying_s = fastest_seconds(lambda: target.copy_(source), device, budget_s / 2)
+    return moved_bytes / min(copying_s, fastest_seconds(array.sum, device, budget_s / 2))
 
 
 def measure_peak_rates(device: torch.device, number_formats: tuple[str, ...], budget_s: float) -> PeakRates:

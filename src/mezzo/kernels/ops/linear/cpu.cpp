@@ -1,5 +1,5 @@
 // y = x w' + b for a few rows of x, in bf16: every weight is read once and multiplied with all rows while it is at hand.
-// Products are summed in fp32, lane by lane, and the sum is rounded once.
+// Products are summed in fp32, lane by lane, then over lanes pair by pair, and the sum is rounded once.
 
 #if defined(__clang__)
 #pragma clang fp contract(fast)
@@ -17,8 +17,9 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
-constexpr int64_t kAhead = 256;  // weights that are called for before they are needed
-constexpr int64_t kBlock = 32;   // outputs that a thread takes at a time
+constexpr int64_t kBlock = 24;        // outputs that a thread takes at a time, whole groups of 3 and of 4
+constexpr int64_t kInputs = 12288;    // bytes of x that stay in the first-level cache beside the sums of a block
+constexpr int64_t kAhead = 8;         // groups of outputs whose weights are called for before they are needed
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 
@@ -59,45 +60,64 @@ struct Product {
   int64_t inner, width;
 };
 
-// N outputs of each of M rows, beginning at `first`.
-template <int M, int N> inline void outputs(const Product& p, int64_t first) {
-  Lanes sums[N][M] = {};
+// Adds to N outputs of M rows, from `first` on, their products in [begin, end), and calls for the weights at `next`.
+template <int M, int N> inline void add_products(const Product& p, int64_t first, int64_t begin, int64_t end, const uint16_t* next, Lanes* sums) {
+  Lanes own[N][M];
+  std::memcpy(own, sums, sizeof own);
   const uint16_t* weight = p.weight + first * p.inner;
-  int64_t k = 0;
-  for (; k + kStep <= p.inner; k += kStep) {
+  for (int64_t k = begin; k < end; k += kStep) {
     Chunk w[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
-      __builtin_prefetch(weight + n * p.inner + k + kAhead, 0, 3);
+      __builtin_prefetch(next + n * p.inner + k - begin, 0, 2);
       w[n] = load_chunk(weight + n * p.inner + k);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       const Chunk x = load_chunk(p.chunks + k * M + m * kStep);
 #pragma GCC unroll 8
-      for (int n = 0; n < N; n++) add_product(sums[n][m], w[n], x);
+      for (int n = 0; n < N; n++) add_product(own[n][m], w[n], x);
     }
   }
-  for (int n = 0; n < N; n++)
+  std::memcpy(sums, own, sizeof own);
+}
+
+inline float total(Lanes lanes) {
+  float sums[kLanes];
+  std::memcpy(sums, &lanes, sizeof sums);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+  return sums[0];
+}
+
+// The outputs in [first, last), one piece of x after the other, so that all rows' piece is read from the nearest cache.
+template <int M> void outputs(const Product& p, int64_t first, int64_t last) {
+  constexpr int N = M > 5 ? 3 : 4;  // sums that fit the registers
+  constexpr int64_t piece = kInputs / int64_t(sizeof(Stored)) / M / kStep * kStep;
+  const int64_t whole = p.inner / kStep * kStep, groups = std::max<int64_t>(1, (last - first) / N), pieces = (whole + piece - 1) / piece;
+  Lanes sums[kBlock * M] = {};
+  for (int64_t i = 0; i < pieces; i++) {
+    const int64_t begin = i * piece, end = std::min(whole, begin + piece);
+    int64_t n = first;
+    for (int64_t group = i * groups + kAhead; n + N <= last; n += N, group++) {
+      const int64_t block = group / groups / pieces, at = first + block * kBlock + group % groups * N;
+      add_products<M, N>(p, n, begin, end, p.weight + at * p.inner + group / groups % pieces * piece, sums + (n - first) * M);
+    }
+    for (; n < last; n++) add_products<M, 1>(p, n, begin, end, p.weight + n * p.inner + begin, sums + (n - first) * M);
+  }
+  for (int64_t n = first; n < last; n++)
     for (int m = 0; m < M; m++) {
-      float sum = 0;
-      for (int lane = 0; lane < kLanes; lane++) sum += sums[n][m][lane];
-      for (int64_t i = k; i < p.inner; i++) sum += widen_bf16(weight[n * p.inner + i]) * widen_bf16(p.x[m * p.inner + i]);
-      if (p.bias) sum += widen_bf16(p.bias[first + n]);
-      p.out[m * p.width + first + n] = narrow_bf16(sum);
+      float sum = total(sums[(n - first) * M + m]);
+      for (int64_t i = whole; i < p.inner; i++) sum += widen_bf16(p.weight[n * p.inner + i]) * widen_bf16(p.x[m * p.inner + i]);
+      if (p.bias) sum += widen_bf16(p.bias[n]);
+      p.out[m * p.width + n] = narrow_bf16(sum);
     }
 }
 
 template <int M> void product(const Product& p, int32_t threads) {
-  constexpr int N = M > 5 ? 3 : 4;  // sums that fit the registers
   const int64_t blocks = (p.width + kBlock - 1) / kBlock;
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t block = 0; block < blocks; block++) {
-    int64_t n = block * kBlock;
-    const int64_t end = std::min(p.width, n + kBlock);
-    for (; n + N <= end; n += N) outputs<M, N>(p, n);
-    for (; n < end; n++) outputs<M, 1>(p, n);
-  }
+  for (int64_t block = 0; block < blocks; block++) outputs<M>(p, block * kBlock, std::min(p.width, (block + 1) * kBlock));
 }
 
 extern "C" void mezzo_linear(const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads) {
