@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo.errors import CastError
 
-pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")  # torch calls it beta
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce", "ignore:Sparse CSR")  # torch calls them beta
 ROWS, MASK = torch.tensor([2, 0]), torch.tensor([True, False, True, False])
 WIDE_ROWS = ROWS[:, None].expand(2, 4).contiguous()
 Op = Callable[[Tensor, Tensor], Tensor]
@@ -111,6 +111,34 @@ def test_out_of_place_both_are_widened(name: str, widens: bool, low: torch.dtype
     wide = torch.linspace(-1, 1, 8).reshape(2, 4).to(source).float()
     start = torch.full((4, 4), 0.1, dtype=target).float()
     assert out.dtype is torch.float32 and torch.equal(out, OUT_OF_PLACE[name](start, wide))
+
+
+@LOW
+@OPS
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("name", ["mm", "addmm", "mean"])
+def test_a_product_of_a_sparse_matrix_is_fp32_and_has_gradients(
+    name: str, layout: torch.layout, low: torch.dtype, ops: str
+) -> None:
+    if name == "mean" and layout is torch.sparse_coo:
+        pytest.skip("torch reduces rows of CSR alone")
+    run: Op = {
+        "mm": torch.sparse.mm,
+        "addmm": lambda a, h: torch.sparse.addmm(torch.zeros(4, 4), a, h),
+        "mean": lambda a, h: torch.sparse.mm(a, h, "mean"),
+    }[name]
+    with torch.sparse.check_sparse_tensor_invariants():
+        adjacency = torch.eye(4).roll(1, 0).add(torch.eye(4)).to_sparse(layout=layout)
+        layer, x = nn.Linear(4, 4), torch.linspace(-1, 1, 16).reshape(4, 4)
+        with mezzo.autocast("cpu", policy=f"{mezzo.formats.dtype_name(low)}, ops={ops}"):
+            h = layer(x)
+            out = run(adjacency, h)
+        wide = h.detach().float().requires_grad_()
+        expected = run(adjacency, wide)
+        assert h.dtype is low and out.dtype is torch.float32 and torch.equal(out, expected)
+        (grad,) = torch.autograd.grad(out.sum(), h)
+        expected.sum().backward()
+        assert grad.dtype is low and torch.equal(grad, wide.grad.to(low))
 
 
 def test_fp64_integers_and_other_dtypes_are_torchs() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo
 from mezzo import Policy, Rule
 from mezzo.casting import autocast
 from mezzo.errors import CastError
@@ -50,6 +51,16 @@ def test_the_function_mode_names_op_module_and_arguments() -> None:
         "  Write op:dot=promote (or =low, =fp32) in the policy so that its inputs agree."
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, ops=mezzo", "bf16-master"])
+def test_inputs_of_fp64_are_to_be_cast_by_hand(policy: str) -> None:
+    """As of numpy; no rule casts them, and the advice is followed."""
+    model, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(2, 4).double()
+    mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    with pytest.raises(CastError, match=r"Cast what is fp64 to fp32, x\.float\(\): no rule casts fp64"):
+        model(x)
+    assert model(x.float()).dtype is torch.float32
 
 
 def test_the_dispatcher_engine_reads_them_from_the_traceback() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from tests.integrations import loops
 from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
 from tests.torch_versions import warns_of_breaks
@@ -221,6 +222,26 @@ def test_a_step_without_a_loss_is_left_out(tmp_path: Path) -> None:
     fit = trainer("bf16", tmp_path, max_epochs=1, enable_checkpointing=False)
     fit.fit(Skipping("bf16"), loader())
     assert fit.precision_plugin.stepper.counters().applied == loops.BATCHES - 1
+
+
+def test_an_epoch_for_batch_norms_alone_takes_no_step(tmp_path: Path) -> None:
+    """Stochastic weight averaging ends with one; averages are those of the fp32 run, up to bf16."""
+
+    class Averaged(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found = []
+    for policy in ("fp32", "bf16", "bf16-master"):
+        module = Averaged(policy)
+        module.net = nn.Sequential(nn.BatchNorm1d(loops.make_data()[0][0].numel()), module.net)
+        average = StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+        fit = trainer(policy, tmp_path, max_epochs=3, callbacks=[average], enable_checkpointing=False)
+        fit.fit(module, loader())
+        found.append([p.float().clone() for p in module.parameters()])
+    for name, low in zip(("bf16", "bf16-master"), found[1:], strict=True):
+        for a, b in zip(found[0], low, strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-7, msg=name)
 
 
 def test_a_module_is_tested_and_trained_again_by_another_trainer(tmp_path: Path) -> None:

@@ -283,17 +283,40 @@ class TestStorage:
         amp = mezzo.prepare(model, torch.optim.SGD(model.parameters()), "bf16-master")
         assert model.inner.weight.dtype is torch.bfloat16 and isinstance(amp.optimizers[0], torch.optim.SGD)
 
-    def test_low_trainable_weights_without_masters_are_refused(self) -> None:
-        """S3."""
-        model = Net().to(torch.bfloat16)
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+    @pytest.mark.parametrize(("low", "masters"), [(torch.bfloat16, "bf16-master"), (torch.float16, "fp16-master")])
+    def test_low_trainable_weights_without_masters_are_refused(self, low: torch.dtype, masters: str, kind: Any) -> None:
+        """S3; either advice is followed."""
+        model = Net().to(low)
+        optimizer = kind(model.parameters())
         with pytest.raises(MasterError) as error:
-            mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16")
+            mezzo.prepare(model, optimizer, "bf16")
         assert str(error.value) == (
-            "8 of 8 trainable parameters are 16 bit (inner.weight, inner.bias, stats.weight and 5 more), and AdamW keeps "
-            "no master of them: updates smaller than half their spacing vanish. Write mezzo.optim.AdamW(..., "
-            "master='split'), or mezzo.optim.MasterWeights(AdamW(...), mode='kahan'), or keep trainable weights in fp32: "
-            "policy params=fp32 and p.data = p.data.float() for each."
+            "8 of 8 trainable parameters are 16 bit (inner.weight, inner.bias, stats.weight and 5 more), and policy=bf16 "
+            "keeps no masters of them: updates smaller than half their spacing vanish. "
+            f"Write policy='{masters}', or model.float() before prepare, to keep trainable weights in fp32."
         )
+        amp = mezzo.prepare(model, optimizer, f"{masters}, scaling=none")
+        assert run(amp, *batch())
+        amp.release()
+        assert run(mezzo.prepare(model.float(), optimizer, "bf16"), *batch())
+
+    def test_an_optimizer_that_got_masters_is_still_known_by_what_was_given(self) -> None:
+        model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+        first, second = (torch.optim.RMSprop(part.parameters()) for part in model)
+        amp = mezzo.prepare(model, [first, second], "bf16-master")
+        called: list[int] = []
+        amp.on_applied(lambda: called.append(1), first)
+        before = [part.weight.clone() for part in model]
+        amp.backward(model[0](torch.ones(2, 4)).square().mean() + model[1](torch.ones(2, 4)).square().mean())
+        assert torch.equal(amp.grad_norm(first), amp.grad_norm(amp.optimizers[0]))
+        assert amp.step(optimizer=first) and called == [1]
+        assert not torch.equal(model[0].weight, before[0]) and torch.equal(model[1].weight, before[1])
+        amp.zero_grad()
+        amp.backward(model[1](torch.ones(2, 4)).square().mean())
+        with pytest.raises(StepError, match=r"given SGD, .* one of amp\.optimizers: MasterWeights, MasterWeights"):
+            amp.step(optimizer=torch.optim.SGD(model.parameters()))
+        assert amp.step(optimizer=second)
 
     def test_adapters_on_a_frozen_16_bit_base(self) -> None:
         model = nn.ModuleDict(

@@ -50,14 +50,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Map
     """
     for optimizer in map(local_optimizer, optimizers):
         trainable = [p for p in parameters(optimizer) if p.requires_grad]
-        low = [names[p] for p in trainable if p.dtype in LOW_DTYPES]
+        low = {names[p]: p.dtype for p in trainable if p.dtype in LOW_DTYPES}
         if keeps_masters(optimizer):
             _check_masters(optimizer, policy)
         elif low:
+            masters = "fp16-master" if torch.float16 in low.values() else "bf16-master"
             raise MasterError(
-                f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({listed(low)}), and "
-                f"{type(optimizer).__name__} keeps no master of them: updates smaller than half their spacing vanish. "
-                f"{_choices(optimizer)}"
+                f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({listed(list(low))}), and "
+                f"policy={policy!s} keeps no masters of them: updates smaller than half their spacing vanish. "
+                f"Write policy='{masters}', or model.float() before prepare, to keep trainable weights in fp32."
             )
         elif policy.params in LOW_DTYPES:
             raise MasterError(

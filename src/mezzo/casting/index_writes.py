@@ -1,6 +1,6 @@
 """What is written or summed at indices takes the dtype of what it is written into: `buffer[index] = layer(x)` runs.
 
-torch refuses two floating dtypes there, in a region too. Its dispatcher asks the kernels of this file, at the keys of
+torch refuses two floating dtypes there, in a region too; in products of a sparse matrix, which sum at indices, only backward does. Its dispatcher asks the kernels of this file, at the keys of
 autocast where torch has none of its own, from the first region on: what torch answers by itself is not changed by them.
 """
 
@@ -19,6 +19,7 @@ from ..policy import DISPATCH_KEYS, registered
 
 _WRITES = ("index_copy.default", "masked_scatter.default", "put.default", "index_put.default", "scatter.src")
 _SUMS = ("index_add.default", "index_reduce.default", "scatter_add.default", "scatter_reduce.two")
+_PRODUCTS = ("_sparse_mm.default", "_sparse_mm.reduce", "_sparse_addmm.default")
 _SOURCE = {"masked_scatter": 2, "put": 2, "index_put": 2}
 """Where an op has what is written, if not behind dimension and index."""
 _CASTS = (torch.float32, *LOW_DTYPES)
@@ -48,6 +49,18 @@ def _kernel(op: Any, at: int, *, in_place: bool, sums: bool) -> Callable[..., An
     return run
 
 
+def _product(op: Any) -> Callable[..., Any]:
+    @dynamo_skip_frame
+    def run(*given: Any, **named: Any) -> Any:
+        with without_autocast():
+            dtypes = {value.dtype for value in given if isinstance(value, Tensor)}
+            if len(dtypes) > 1 and dtypes.issubset(_CASTS) and _is_here_to_stay():
+                given = tuple(value.float() if isinstance(value, Tensor) else value for value in given)
+            return op(*given, **named)
+
+    return run
+
+
 def _is_here_to_stay() -> bool:
     """Whether what runs now runs in this process: an exported program finds no kernel of mezzo's elsewhere."""
     return not torch.compiler.is_exporting()
@@ -58,7 +71,8 @@ def take_index_writes(device_type: str) -> None:
     """Have regions on a device take what is written or summed at indices in another floating dtype.
 
     Exactly where the target is the wider one. A narrower target takes what is written, rounded, as `copy_` does, and
-    refuses sums, as torch does; out of place both are widened, as torch's own rule for such ops has it.
+    refuses sums, as torch does; out of place both are widened, as torch's own rule for such ops has it. A product of a
+    sparse matrix and one of another dtype, `torch.sparse.mm(adjacency, layer(x))`, is computed in fp32.
 
     Writes: torch's dispatcher, at its keys of autocast, once for a device. Host only.
     """
@@ -71,3 +85,7 @@ def take_index_writes(device_type: str) -> None:
                 op = getattr(getattr(torch.ops.aten, called), overload)
                 run = _kernel(op, _SOURCE.get(name, 3), in_place=called.endswith("_"), sums=written in _SUMS)
                 _library.impl(op, run, key)
+    for product in _PRODUCTS if key is not None else ():
+        name, overload = product.split(".")
+        op = getattr(getattr(torch.ops.aten, name), overload)
+        _library.impl(op, _product(op), key)

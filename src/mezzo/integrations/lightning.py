@@ -85,8 +85,8 @@ class MezzoPrecision(Precision):
             return self._adapter.step(optimizer, closure)
         assert closure is not None
         loss = closure()
-        if loss is None and model.automatic_optimization:
-            return None  # training_step asked for no step
+        if model.automatic_optimization and (loss is None or model.trainer.fit_loop._skip_backward):
+            return loss  # training_step asked for no step, or the epoch runs for the statistics of batch norms alone
         self._before_step(model, optimizer)
         self._adapter.step(optimizer)
         return loss

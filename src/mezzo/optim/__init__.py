@@ -7,6 +7,7 @@ from .adopt import adopt as adopt
 from .adopt import keeps_masters as keeps_masters
 from .adopt import local_optimizer as local_optimizer
 from .adopt import release as release
+from .adopt import stepped_optimizer as stepped_optimizer
 from .adopt import wrapped_optimizer as wrapped_optimizer
 from .base import MasterOptimizer as MasterOptimizer
 from .master_store import check_whole as check_whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -61,6 +62,13 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that computes the update: the one that `MasterWeights` was put around, else itself."""
     return optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+
+
+def stepped_optimizer(
+    optimizer: torch.optim.Optimizer | None, known: Sequence[torch.optim.Optimizer]
+) -> torch.optim.Optimizer | None:
+    """Return which of those that are stepped stands for an optimizer: itself, or the masters around it; itself if none does."""
+    return next((one for one in known if wrapped_optimizer(one) is optimizer), optimizer)
 
 
 def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = True) -> torch.optim.Optimizer:

@@ -288,7 +288,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         }
         for one in active:
             p, state, mode = one.param, one.state, mode_of(one.param, group)
-            if wanted[mode] <= state.keys():
+            if wanted[mode].issubset(state):
                 continue
             if "step" not in state or (self.counts_moments and not state.keys() >= set(names)):
                 check_masters(group)
