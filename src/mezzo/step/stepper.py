@@ -227,8 +227,7 @@ class Stepper:
             What happened, read from the device when asked.
 
         Raises:
-            StepError: called in the wrong order or inside a CUDA graph's capture, gradients changed by somebody else, or
-                none at all.
+            StepError: the wrong order, a CUDA graph's capture, gradients changed by somebody else, or none at all.
             NonFiniteStep: an earlier step, or this one if the host decided it, showed inf or NaN that no loss
                 scale mends.
             LossScaleExhausted: likewise, the scale is at its floor, or too many steps in a row were skipped.
