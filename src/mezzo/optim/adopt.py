@@ -65,8 +65,8 @@ def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 
 def stepped_optimizer(
-    optimizer: torch.optim.Optimizer | None, known: Sequence[torch.optim.Optimizer]
-) -> torch.optim.Optimizer | None:
+    optimizer: torch.optim.Optimizer, known: Sequence[torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
     """Return which of those that are stepped stands for an optimizer: itself, or the masters around it; itself if none does."""
     return next((one for one in known if wrapped_optimizer(one) is optimizer), optimizer)
 

@@ -202,7 +202,7 @@ class Stepper:
 
         Syncs: no on one rank and for copies; for sharded weights with the slowest rank.
         """
-        return self._engine.grad_norm(stepped_optimizer(optimizer, self.optimizers))
+        return self._engine.grad_norm(optimizer and stepped_optimizer(optimizer, self.optimizers))
 
     def step(
         self,
@@ -240,7 +240,7 @@ class Stepper:
         engine, clip = self._engine, Clip(max_norm=max_norm, value=clip_value)
         engine.check_before_step()
         take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)
-        result = take(stepped_optimizer(optimizer, self.optimizers), clip)
+        result = take(optimizer and stepped_optimizer(optimizer, self.optimizers), clip)
         for observer in self._observers:
             observer.after_step(result)
         return result
@@ -257,7 +257,7 @@ class Stepper:
         Returns:
             The function, so that this can decorate it.
         """
-        self._engine.callbacks.append((function, stepped_optimizer(optimizer, self.optimizers)))
+        self._engine.callbacks.append((function, optimizer and stepped_optimizer(optimizer, self.optimizers)))
         return function
 
     def observe(self, observer: StepObserver) -> Callable[[], None]:
