@@ -11,6 +11,7 @@ _HOMES = {
     "checkpoint_contexts": "casting",
     "custom_bwd": "casting",
     "custom_fwd": "casting",
+    "CapturedStep": "step",
     "GradScaler": "loss_scale",
     "Policy": "policy",
     "Rule": "policy",
@@ -43,6 +44,7 @@ if _TYPE_CHECKING:
     from .policy import Policy as Policy
     from .policy import Rule as Rule
     from .policy import ScalingConfig as ScalingConfig
+    from .step import CapturedStep as CapturedStep
     from .step import Stepper as Stepper
     from .step import StepResult as StepResult
     from .step import prepare as prepare

@@ -200,6 +200,23 @@ def is_capturing(device: torch.device) -> bool:
     return ask is not None and bool(ask())
 
 
+def new_graph(device: torch.device) -> Any:
+    """Return an empty graph of a device: CUDA's own, or the one that torch has for any accelerator since 2.13.
+
+    Raises:
+        NotImplementedError: torch has none for it.
+
+    Syncs: no.
+    """
+    if device.type == "cuda":
+        return torch.cuda.CUDAGraph()
+    kind: Any = getattr(torch.accelerator, "Graph", None)
+    try:
+        return kind()
+    except (TypeError, RuntimeError) as failure:
+        raise NotImplementedError(f"torch {torch.__version__} captures no graphs on {device.type}") from failure
+
+
 graph_task_id = torch._C._current_graph_task_id
 """The number of the running backward pass; -1 outside."""
 autograd_node = torch._C._current_autograd_node

@@ -31,3 +31,16 @@ CHECKS = (
     "replay_knows_the_dropout_of_the_batch",
     "a_checkpoint_goes_on_where_it_was",
 )
+GRAPH_CHECKS = (
+    "replays_are_eager_steps",
+    "a_replay_is_one_launch_and_stops_for_nothing",
+    "tables_of_a_graph_live_as_long_as_it",
+    "memory_that_a_graph_reads_is_missed_when_freed",
+    "kept_casts_are_made_inside_the_graph",
+    "what_cannot_be_captured_is_refused_by_name",
+    "optimizers_and_policies_that_need_the_host_are_refused",
+    "what_changed_since_is_refused_by_name",
+    "a_rate_on_the_device_is_scheduled_between_replays",
+    "a_run_that_cannot_go_on_stops_while_it_is_replayed",
+)
+"""What holds of captured steps."""

@@ -14,8 +14,13 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
+#if __has_include(<ATen/core/GraphImplInterface.h>)  // torch 2.13 has torch.accelerator.Graph
+#include <ATen/core/GraphImplInterface.h>
+#define HAS_GRAPHS
+#endif
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -31,7 +36,11 @@ constexpr int DEVICES = 2;
 
 py::object* observer = nullptr;  // called with what happened, the op's name, and the device's number
 
+struct Recording;
+Recording* recording = nullptr;  // of the graph that is captured now, whose work does not run
+
 void tell(const char* what, const std::string& name, int device) {
+  TORCH_CHECK(recording == nullptr || std::string(what) == "launch", what, " of ", name, " while a graph is captured");
   if (observer == nullptr || !Py_IsInitialized()) return;
   py::gil_scoped_acquire held;
   (*observer)(what, name, device);
@@ -105,6 +114,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     queues[{mark->device.index(), mark->stream}].land(mark->until);
     tell("wait", "event", mark->device.index());
   }
+#ifdef HAS_GRAPHS
+  bool isStreamCapturing(const Stream&) const override { return recording != nullptr; }
+#endif
   bool queryStream(const Stream& s) const override { return queues[{s.device_index(), s.id()}].waiting.empty(); }
   void synchronizeStream(const Stream& s) const override {
     std::lock_guard held(lock);
@@ -130,12 +142,40 @@ void check_dtype(std::optional<at::ScalarType> dtype) {
   TORCH_CHECK_TYPE(has_fp64 || at::dtype_or_default(dtype) != at::kDouble, "this device has no float64");
 }
 
+struct Block {
+  size_t bytes;
+  uint64_t serial;  // another block may come to lie there
+  int owners = 1;
+};
+std::map<const void*, Block> blocks;  // of the devices, those that live
+uint64_t serials = 0;
+
+void* note(void* data, size_t bytes) {
+  std::lock_guard held(lock);
+  if (data == nullptr) return data;
+  auto known = blocks.find(data);
+  if (known != blocks.end())
+    ++known->second.owners;
+  else
+    blocks[data] = {bytes, ++serials};
+  return data;
+}
+void forget(const void* data) {
+  std::lock_guard held(lock);
+  auto known = blocks.find(data);
+  if (known != blocks.end() && --known->second.owners == 0) blocks.erase(known);
+}
+
 struct Memory final : c10::Allocator {  // of the current device
-  c10::DataPtr allocate(size_t bytes) override {
-    void* data = bytes ? std::malloc(bytes) : nullptr;
-    return {data, data, &std::free, Device(SIM, current)};
+  static void release(void* data) {
+    forget(data);
+    std::free(data);
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = bytes ? note(std::calloc(bytes, 1), bytes) : nullptr;
+    return {data, data, &release, Device(SIM, current)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 };
 struct PinnedMemory final : c10::Allocator {
@@ -197,10 +237,19 @@ Tensor over(Storage storage, DispatchKey key, const Tensor& like) {
 }
 
 Storage borrow(const Storage& storage, Device device, c10::Allocator* allocator) {
-  auto* holder = new Storage(storage);
-  auto release = [](void* context) { delete static_cast<Storage*>(context); };
-  return {Storage::use_byte_size_t(), storage.nbytes(),
-          c10::DataPtr(const_cast<void*>(storage.data()), holder, release, device), allocator, true};
+  struct Loan {
+    Storage storage;
+    bool is_noted;
+  };
+  auto* loan = new Loan{storage, device.type() == SIM && storage.nbytes() > 0};
+  auto* data = const_cast<void*>(storage.data());
+  if (loan->is_noted) note(data, storage.nbytes());
+  auto release = [](void* context) {
+    auto* loan = static_cast<Loan*>(context);
+    if (loan->is_noted) forget(loan->storage.data());
+    delete loan;
+  };
+  return {Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(data, loan, release, device), allocator, true};
 }
 
 Tensor as_cpu(const Tensor& t) {
@@ -210,6 +259,109 @@ Tensor as_sim(const Tensor& t, int device) {
   check_dtype(t.scalar_type());
   return over(borrow(t.storage(), Device(SIM, device), &memory), DispatchKey::PrivateUse1, t);
 }
+
+// ---- graphs: what is launched while one is captured is written down with its addresses, and runs when it is replayed
+
+struct Operand {  // a tensor by its address, as a graph knows it: held only if the graph's own pool has it
+  void* data;
+  uint64_t serial;
+  size_t bytes;
+  std::optional<Storage> own;
+  Tensor like;  // without memory
+  Tensor cpu() const {
+    if (bytes == 0) return over(Storage(Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, DeviceType::CPU), nullptr, false), DispatchKey::CPU, like);
+    auto block = blocks.find(data);
+    TORCH_CHECK(block != blocks.end() && block->second.serial == serial, "a graph uses memory that was freed since");
+    return over(Storage(Storage::use_byte_size_t(), bytes, c10::DataPtr(data, DeviceType::CPU), nullptr, false), DispatchKey::CPU, like);
+  }
+};
+
+struct Recording {
+  std::vector<std::function<void()>> nodes;
+  uint64_t first = serials;
+  std::map<const void*, std::pair<Block, std::string>> before;
+  std::vector<Tensor> generators;
+
+  Operand operand(const Tensor& t) const {
+    const Storage& storage = t.storage();
+    auto* data = const_cast<void*>(storage.data());
+    Tensor like = over(Storage(Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, DeviceType::CPU), nullptr, false), DispatchKey::CPU, t);
+    auto block = blocks.find(data);
+    if (data == nullptr || storage.nbytes() == 0) return {nullptr, 0, 0, std::nullopt, like};
+    TORCH_CHECK(block != blocks.end(), "a graph was given memory that nobody allocated");
+    const bool is_own = block->second.serial > first;
+    return {data, block->second.serial, storage.nbytes(), is_own ? std::optional(storage) : std::nullopt, like};
+  }
+};
+
+using Tensors = std::vector<Tensor>;
+
+void record(const Tensors& given, const Tensors& made, std::function<Tensors(const Tensors&)> run) {
+  if (recording == nullptr) return;
+  std::lock_guard held(lock);
+  std::vector<Operand> in, out;
+  for (const Tensor& t : given) in.push_back(recording->operand(t));
+  for (const Tensor& t : made) out.push_back(recording->operand(t));
+  recording->nodes.push_back([in, out, run] {
+    Tensors there;
+    for (const Operand& operand : in) there.push_back(operand.cpu());
+    const Tensors done = run(there);
+    for (size_t i = 0; i < out.size(); ++i) {
+      Tensor to = out[i].cpu();
+      if (to.numel() > 0 && to.const_data_ptr() != done[i].const_data_ptr()) to.copy_(done[i]);
+    }
+  });
+}
+
+std::vector<at::Generator> sources() {  // kernels without a generator among their arguments draw from the CPU's own
+  return {generator(0), generator(1), at::detail::getDefaultCPUGenerator()};
+}
+
+struct GraphBody {
+  Recording tape;
+  void begin() {
+    std::lock_guard held(lock);
+    tape = Recording();
+    for (auto& [data, block] : blocks)
+      tape.before[data] = {block, std::string(static_cast<const char*>(data), block.bytes)};
+    for (auto& one : sources()) tape.generators.push_back(one.get_state());
+    recording = &tape;
+  }
+  void end() {  // nothing has run: memory and random states are as they were, and what is new holds nothing yet
+    std::lock_guard held(lock);
+    recording = nullptr;
+    for (auto& [data, block] : blocks) {
+      auto was = tape.before.find(data);
+      if (was != tape.before.end() && was->second.first.serial == block.serial)
+        std::memcpy(const_cast<void*>(data), was->second.second.data(), block.bytes);
+      else
+        std::memset(const_cast<void*>(data), 0xFF, block.bytes);
+    }
+    auto every = sources();
+    for (size_t i = 0; i < every.size(); ++i) every[i].set_state(tape.generators[i]);
+    tape.before.clear();
+  }
+  void replay() {
+    at::AutoDispatchBelowADInplaceOrView below;
+    for (auto& node : tape.nodes) node();
+    tell("launch", "graph", current);
+  }
+};
+
+#ifdef HAS_GRAPHS
+struct SimGraph final : at::GraphImplInterface {
+  explicit SimGraph(const at::GraphImplArgs& = {}) {}
+  GraphBody body;
+  void capture_begin(at::MempoolId_t = {0, 0}, at::GraphCaptureMode = at::GraphCaptureMode::Default) override { body.begin(); }
+  void capture_end() override { body.end(); }
+  void instantiate() override {}
+  void replay() override { body.replay(); }
+  void reset() override { body.tape = Recording(); }
+  at::MempoolId_t pool() const override { return {0, 1}; }
+  void enable_debug_mode() override {}
+  void debug_dump(const std::string&) override {}
+};
+#endif
 
 // ---- kernels: any op without one of its own runs the CPU's
 
@@ -294,6 +446,63 @@ struct Call {
   }
 };
 
+void each_tensor(const IValue& value, const std::function<void(const Tensor&)>& see) {
+  if (value.isTensor() && value.toTensor().defined()) see(value.toTensor());
+  if (value.isTensorList())
+    for (const Tensor& t : value.toTensorVector()) see(t);
+  if (value.isOptionalTensorList())
+    for (const std::optional<Tensor>& t : value.toOptionalTensorList())
+      if (t.has_value() && t->defined()) see(*t);
+}
+IValue with_tensors(const IValue& value, const std::function<Tensor(const Tensor&)>& change) {
+  if (value.isTensor()) return value.toTensor().defined() ? IValue(change(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& t : value.toTensorVector()) list.push_back(change(t));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> list;
+    for (std::optional<Tensor> t : value.toOptionalTensorList())
+      list.push_back(t.has_value() ? std::optional(change(*t)) : t);
+    return list;
+  }
+  return value;
+}
+
+void record_op(const Call& call, const std::vector<IValue>& lowered, const torch::jit::Stack& stack) {
+  Tensors given, marks, made;  // marks stand for the tensors of the device, which the tape must not hold
+  for (auto& [sim, cpu] : call.given) given.push_back(sim), marks.push_back(at::empty({0}));
+  const size_t num_returns = call.op.schema().returns().size();
+  for (size_t i = stack.size() - num_returns; i < stack.size(); ++i)
+    each_tensor(stack[i], [&](const Tensor& t) { made.push_back(t); });
+  std::vector<IValue> arguments;
+  for (const IValue& value : lowered)
+    arguments.push_back(with_tensors(value, [&](const Tensor& t) {
+      for (size_t i = 0; i < marks.size(); ++i)
+        if (call.given[i].second.is_same(t)) return marks[i];
+      if (!t.defined()) return t;
+      Tensor number = t.clone();  // of the host, as it is now
+      if (t.unsafeGetTensorImpl()->is_wrapped_number()) number.unsafeGetTensorImpl()->set_wrapped_number(true);
+      return number;
+    }));
+  auto op = call.op;
+  record(given, made, [op, marks, arguments, num_returns](const Tensors& there) {
+    torch::jit::Stack stack;
+    for (const IValue& value : arguments)
+      stack.push_back(with_tensors(value, [&](const Tensor& t) {
+        for (size_t i = 0; i < marks.size(); ++i)
+          if (marks[i].is_same(t)) return there[i];
+        return t;
+      }));
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+    Tensors done;
+    for (size_t i = stack.size() - num_returns; i < stack.size(); ++i)
+      each_tensor(stack[i], [&](const Tensor& t) { done.push_back(t); });
+    return done;
+  });
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{op};
   const auto& schema = op.schema();
@@ -304,12 +513,14 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     land(call.device);
     tell("read", schema.name(), call.device);
   }
+  const std::vector<IValue> lowered(stack->begin() + first, stack->end());
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   call.take_resized();
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     auto& value = (*stack)[stack->size() - 1 - i];
     value = call.up(value);
   }
+  if (recording != nullptr && call.device >= 0) record_op(call, lowered, *stack);
   tell("launch", schema.name(), call.device);
 }
 
@@ -323,6 +534,17 @@ Tensor copy(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool is_up = from.is_cpu(), is_down = to.is_cpu();
   const int device = is_up ? to.device().index() : from.device().index();
   const Tensor source = is_up ? from : as_cpu(from), target = is_down ? to : as_cpu(to);
+  if (recording != nullptr && from.numel() > 0) {
+    const bool is_late = non_blocking && (!is_up || is_pinned(from.const_data_ptr()));
+    TORCH_CHECK(!is_down && (!is_up || is_late), "a copy that waits, or one to the host, while a graph is captured");
+    const void* host = is_up ? from.const_data_ptr() : nullptr;
+    record(is_up ? Tensors{to} : Tensors{to, from}, {},
+           [is_up, host, sizes = from.sizes().vec(), strides = from.strides().vec(), dtype = from.scalar_type()](const Tensors& there) {
+             TORCH_CHECK(!is_up || is_pinned(host), "a graph copies from memory of the host that was freed since");
+             there[0].copy_(is_up ? at::from_blob(const_cast<void*>(host), sizes, strides, dtype) : there[1]);
+             return Tensors();
+           });
+  }
   if ((is_up || is_down) && from.numel() > 0) {
     const bool waits = !non_blocking || !is_pinned(is_up ? from.const_data_ptr() : to.const_data_ptr());
     std::lock_guard held(lock);
@@ -381,8 +603,15 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
                    Sizes dilation, bool transposed, Sizes output_padding, int64_t groups) {
   tell("launch", "aten::convolution", x.device().index());
   std::optional<Tensor> b = bias && bias->defined() ? std::optional(as_cpu(*bias)) : std::nullopt;
-  return as_sim(at::convolution(as_cpu(x), as_cpu(w), b, stride, padding, dilation, transposed, output_padding, groups),
-                x.device().index());
+  const Tensor made = as_sim(
+      at::convolution(as_cpu(x), as_cpu(w), b, stride, padding, dilation, transposed, output_padding, groups), x.device().index());
+  Tensors given{x, w};
+  if (b) given.push_back(*bias);
+  record(given, {made}, [stride = stride.vec(), padding = padding.vec(), dilation = dilation.vec(), transposed,
+                         extra = output_padding.vec(), groups](const Tensors& t) {
+    return Tensors{at::convolution(t[0], t[1], t.size() > 2 ? std::optional(t[2]) : std::nullopt, stride, padding, dilation, transposed, extra, groups)};
+  });
+  return made;
 }
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, const Tensor& x, const Tensor& w, Sizes stride,
                                                         Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
@@ -392,7 +621,18 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, cons
   auto [dx, dw, db] = at::convolution_backward(as_cpu(grad), as_cpu(x), as_cpu(w), {{w.size(0)}}, stride, padding, dilation,
                                                transposed, output_padding, groups, mask);
   auto up = [&](const Tensor& t) { return t.defined() ? as_sim(t, device) : t; };
-  return {up(dx), up(dw), up(db)};
+  Tensors every{up(dx), up(dw), up(db)}, made;
+  for (const Tensor& t : every)
+    if (t.defined()) made.push_back(t);
+  record({grad, x, w}, made, [bias = w.size(0), stride = stride.vec(), padding = padding.vec(), dilation = dilation.vec(),
+                              transposed, extra = output_padding.vec(), groups, mask](const Tensors& t) {
+    auto [dx, dw, db] = at::convolution_backward(t[0], t[1], t[2], {{bias}}, stride, padding, dilation, transposed, extra, groups, mask);
+    Tensors done;
+    for (const Tensor& one : {dx, dw, db})
+      if (one.defined()) done.push_back(one);
+    return done;
+  });
+  return {every[0], every[1], every[2]};
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -425,7 +665,14 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_FP32_SET_OPT_DTYPE(FP32_DTYPE)
   AT_FORALL_PROMOTE(WIDEST)
 }
+std::vector<Operand> operands;  // of launches that are not torch's
+
 TORCH_LIBRARY(sim, m) {
+  m.def("operand(Tensor t) -> int", [](const Tensor& t) -> int64_t {
+    operands.push_back(recording->operand(t));
+    return operands.size() - 1;
+  });
+  m.def("operand_there(int index) -> Tensor", [](int64_t index) { return operands[index].cpu(); });
   m.def("rng_state(int device) -> Tensor", [](int64_t device) { return generator(device).get_state(); });
   m.def("set_rng_state(int device, Tensor state) -> ()",
         [](int64_t device, const Tensor& state) { generator(device).set_state(state); });
@@ -441,6 +688,18 @@ PYBIND11_MODULE(sim_device, m) {
   });
   m.def("land", [] {
     for (int device = 0; device < DEVICES; ++device) land(device);
+  });
+#ifdef HAS_GRAPHS
+  at::GraphImplRegistry()->Register(
+      "SIM", [](const at::GraphImplArgs& args) -> std::unique_ptr<at::GraphImplInterface> { return std::make_unique<SimGraph>(args); });
+#endif
+  m.def("is_capturing", [] { return recording != nullptr; });
+  m.def("record", [](py::function launch) {
+    auto* held = new py::function(std::move(launch));
+    recording->nodes.push_back([held] {
+      py::gil_scoped_acquire acquired;
+      (*held)();
+    });
   });
   m.def("set_fp64", [](bool has) { has_fp64 = has; });
   m.def("manual_seed", [](int device, uint64_t seed) { generator(device).set_current_seed(seed); });

@@ -66,7 +66,7 @@ class _DeviceModule(ModuleType):
     """What torch.cuda says while a graph is captured."""
 
     def is_current_stream_capturing(self) -> bool:
-        return self.capturing
+        return self.capturing or native.is_capturing()
 
     def is_available(self) -> bool:
         return True
@@ -179,6 +179,21 @@ def _on_host(tensor: Any) -> Any:
     )
 
 
+def _by_address(arg: Any) -> Any:
+    """Return an argument as a graph knows it: a tensor of the device by a number."""
+    is_there = isinstance(arg, Tensor) and arg.device.type == "sim"
+    return _There(torch.ops.sim.operand(arg)) if is_there else arg
+
+
+@dataclass(frozen=True)
+class _There:
+    number: int
+
+
+def _looked_up(arg: Any) -> Any:
+    return torch.ops.sim.operand_there(arg.number) if isinstance(arg, _There) else arg
+
+
 def _choose_anew() -> None:
     registry.choose.cache_clear()
     registry._triton_fails.cache_clear()
@@ -206,7 +221,13 @@ def triton_kernels(failure: Exception | None = None) -> Iterator[None]:
         assert device.index == current, f"{self.fn.__name__} was launched on {current}, its tensors are on {device}"
         if _observers[0] is not None:
             _observers[0]("launch", f"triton::{self.fn.__name__}", current)
-        run(self, *args, **kwargs)
+        if not native.is_capturing():
+            run(self, *args, **kwargs)
+        else:  # its tables are not filled yet
+            known, named = [_by_address(arg) for arg in args], {name: _by_address(arg) for name, arg in kwargs.items()}
+            native.record(
+                lambda: run(self, *map(_looked_up, known), **{name: _looked_up(arg) for name, arg in named.items()})
+            )
 
     GridExecutor.__call__ = launch
     GridExecutor._init_args_hst = lambda self, args, kwargs: (

@@ -13,8 +13,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
-from .names import CHECKS, OPTIMIZERS, PRESETS, STEPS, WAYS
+from .names import CHECKS, GRAPH_CHECKS, OPTIMIZERS, PRESETS, STEPS, WAYS
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler to build the simulated accelerator with"),
@@ -62,6 +63,15 @@ def test_on_an_accelerator(name: str) -> None:
     # In two halves, since two workers may come to them.
     half = len(CHECKS) // 2
     done = output_of("checks", *(CHECKS[:half] if name in CHECKS[:half] else CHECKS[half:]))
+    assert f"held {name}\n" in done.stdout, done.stderr[-4000:]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.accelerator, "Graph"), reason="torch 2.13 has the first graphs of any accelerator"
+)
+@pytest.mark.parametrize("name", GRAPH_CHECKS)
+def test_of_captured_steps(name: str) -> None:
+    done = output_of("graphs")
     assert f"held {name}\n" in done.stdout, done.stderr[-4000:]
 
 

@@ -1,5 +1,7 @@
 """The arithmetic of a step: one definition in plain torch for each op, and faster paths that equal it."""
 
+from .device_numbers import GraphTables as GraphTables
+from .device_numbers import kept_on_device as kept_on_device
 from .dtensor import PLAIN as PLAIN
 from .dtensor import any_dtensor as any_dtensor
 from .dtensor import global_offset as global_offset

@@ -1,5 +1,6 @@
 """One optimizer step that cannot silently go wrong."""
 
+from .capture import CapturedStep as CapturedStep
 from .prepare import prepare as prepare
 from .result import StepResult as StepResult
 from .stepper import Stepper as Stepper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from .._torch import foreach_mul_, sparse_values
 from ..errors import StepError
 from ..formats import dtype_name
-from ..kernels import GradientCheck, is_dtensor, local, norm_and_finite
+from ..kernels import GradientCheck, is_dtensor, kept_on_device, local, norm_and_finite
 from ..stamp import Stamp
 
 _log = logging.getLogger("mezzo.step")
@@ -92,7 +91,7 @@ def without(flag: Flag, other: Flag) -> Flag:
     return flag and other == 0
 
 
-@functools.lru_cache(maxsize=64)
+@kept_on_device
 def constant(number: float, device: torch.device) -> Tensor:
     """Return a number on a device: shape (), fp32, one tensor for good, so that no step makes it. Syncs: no."""
     return torch.full((), number, dtype=torch.float32, device=device)

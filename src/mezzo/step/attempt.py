@@ -75,11 +75,12 @@ class Attempt:
         self._copies = copies_of(self._tensors)
         self._on_host = [(tensor, tensor.clone()) for tensor in distinct if tensor.device.type != home]
 
-    def settle(self) -> Callable[[], None]:
+    def settle(self) -> Callable[[], None] | None:
         """Undo the step on the device if it must be skipped; called right after it.
 
         Returns:
-            What must be called once the host knows that it was skipped; nothing of the step is left then.
+            What must be called once the host knows that it was skipped; nothing of the step is left then. None where the
+            host has nothing to undo.
 
         Writes: weights and state. Syncs: no.
         """
@@ -89,6 +90,8 @@ class Attempt:
         new = {p: entry for p, entry in entries.items() if p not in self._entries}
         known = [(entry, self._entries[p]) for p, entry in entries.items() if p in self._entries]
         changed = _changed([*known, *zip(self._owners, self._options, strict=True)])
+        if not changed and not new and not on_host:
+            return None
 
         def undo() -> None:
             for record, name, value in changed:

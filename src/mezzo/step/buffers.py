@@ -272,6 +272,25 @@ class Buffers:
             restore_(moved, void)
         self._close()
 
+    def renew(self) -> None:
+        """Take every buffer as it is, and copies of all of them. Syncs: no."""
+        for slot in self.slots.values():
+            slot.is_stale = True
+        self._close()
+
+    def copies(self) -> dict[str, Copy]:
+        """Return the copies of the buffers as the last step left them, by name. Host only."""
+        return self._copies()
+
+    def take(self, copies: Mapping[str, Copy]) -> None:
+        """Take the buffers for what a replay made of them, which has renewed these copies of them. Host only."""
+        self._used.clear()
+        self._alive.clear()
+        for name, slot in self.slots.items():
+            slot.copy, slot.is_stale = Copy(_stamp(slot.buffer), copies[name].value), False
+            slot.leave()
+        self._last = self._copies()
+
     def abandon(self) -> None:
         """Forget the backward passes so far; a forward whose loss is still to come stays known. Host only."""
         self._used.clear()

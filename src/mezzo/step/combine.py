@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import RankConsensus
-from ..kernels import any_dtensor, is_dtensor, num_shards
+from ..kernels import any_dtensor, is_dtensor, kept_on_device, num_shards
 from .accumulation import Flag, OptimizerGrads, move
 
 
@@ -110,7 +109,7 @@ def _weighted(squares: Tensor, shares: Sequence[float]) -> Tensor:
     return squares.sum()
 
 
-@functools.lru_cache(maxsize=64)
+@kept_on_device
 def _on_device(shares: tuple[float, ...], device: torch.device) -> Tensor:
     """Return shares where the squares lie; from step to step they are the same."""
     return torch.tensor(shares, dtype=torch.float32, device=device)

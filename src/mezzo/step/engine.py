@@ -54,6 +54,9 @@ class Engine:
         consensus: makes findings the same on all ranks; None on one rank.
         callbacks: functions to call after steps of an optimizer, or of all, that were taken.
         is_stepping: whether an optimizer's step is called from here just now.
+        is_captured: whether what is called now goes into a graph, and nothing is done.
+        num_steps: calls of `step` so far.
+        result: of the last step.
     """
 
     def __init__(
@@ -86,7 +89,9 @@ class Engine:
         self.join(wrapper_of(model, policy))
         check_demotion(policy, self.consensus)
         self.is_stepping = False
-        self._num_steps = 0
+        self.is_captured = False
+        self.num_steps = 0
+        self.result: StepResult | None = None
         self._invariants = Invariants(names, self.buffers.nonfinite)
 
     @property
@@ -145,27 +150,36 @@ class Engine:
         return make_report(self.root, self.optimizers, self.policy, self.names, buffers, self._loaded)
 
     def refuse_capture(self, call: str) -> None:
-        """Refuse a call while a graph is captured, which no host could follow when it is replayed. Syncs: no.
+        """Refuse a call while somebody else captures a graph, which no host could follow when it is replayed. Syncs: no.
 
         Raises:
-            StepError: one is.
+            StepError: somebody does.
         """
         home = self.gradients.home
-        if home.type != "cpu" and is_capturing(home):
+        if home.type != "cpu" and not self.is_captured and is_capturing(home):
             raise StepError(
-                f"amp.{call} was called while a graph is captured on {home}: a step is decided by what the host reads of the "
-                "step before, and a replay would not. Leave amp.backward(loss) and amp.step() outside of the graph."
+                f"amp.{call} was called while a graph is captured on {home}: the host reads what each step found, and would "
+                "not know of a replay. Write step = amp.capture(function), which captures the function's step and replays "
+                "it, or leave amp.backward(loss) and amp.step() outside of the graph."
             )
 
-    def check(self) -> None:
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must run the next step: it is looked at, or kept in case it is bad again. Syncs: no."""
+        return self._is_due or self.guard.may_stop or self.guard.state.wants_probe
+
+    def check(self, unread: int = 0) -> None:
         """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.
+
+        Args:
+            unread: results of the last steps that need not be known yet.
 
         Raises:
             StoppedRun: see `Stepper.step`.
 
-        Syncs: with the last step.
+        Syncs: with the last step, or the last that must be known.
         """
-        stop = self._stop()
+        stop = self._stop(unread)
         if stop is not None:
             raise self.recovery.explained(stop, self.consensus)
 
@@ -182,8 +196,8 @@ class Engine:
             self.gradients.zero(set_to_none=True)
             raise self.recovery.explained(stop, self.consensus)
 
-    def _stop(self) -> StoppedRun | None:
-        state = self.guard.take()
+    def _stop(self, unread: int = 0) -> StoppedRun | None:
+        state = self.guard.take(unread)
         if not state.is_quiet:
             return self.recovery.stop(state, self.consensus)
         if not self.replay.is_idle:
@@ -254,7 +268,7 @@ class Engine:
         flags, result = self.check_grads(grads, clip.max_norm)
         by_host = bool(self.callbacks) or not all([self._stepped[one.index].decides_on_device() for one in grads])
         skipped = result.flags().skipped if by_host or flags.is_known else None
-        before = look(grads) if self._is_due() else None
+        before = look(grads) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_norm = None  # the norm of the step is that of all ranks
         with self.stepping():
@@ -262,14 +276,14 @@ class Engine:
         self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)
         if before is not None:
             self.check()
-            self._invariants.check(before, grads, result.flags(), self._num_steps, self.report)
+            self._invariants.check(before, grads, result.flags(), self.num_steps, self.report)
         return result
 
+    @property
     def _is_due(self) -> bool:
-        """Whether the invariants of this step are looked at. Syncs: no."""
-        self._num_steps += 1
-        every = self.policy.guard.check_every
-        return every > 0 and (self._num_steps <= ALWAYS or self._num_steps % every == 0)
+        """Whether the invariants of the next step are looked at. Syncs: no."""
+        number, every = self.num_steps + 1, self.policy.guard.check_every
+        return every > 0 and (number <= ALWAYS or number % every == 0)
 
     def grad_norm(self, optimizer: Optimizer | None) -> Tensor:
         """Return the norm of the gradients that are there; see `Stepper.grad_norm`. Syncs: as `check_grads`."""
@@ -288,7 +302,7 @@ class Engine:
         flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers), max_norm)
         guard = self.guard
         stats = GradStats.of(grads, self.names, self.gradients.stamps, count=guard.state.is_troubled)
-        return flags, StepResult(flags, stats, guard.last)
+        return flags, StepResult(flags, stats, guard.last, is_captured=self.is_captured)
 
     def finish_step(
         self,
@@ -313,7 +327,9 @@ class Engine:
 
         Writes: buffers of a skipped step, the loss scale. Syncs: no.
         """
-        self.guard.add(result)
+        self.num_steps, self.result = self.num_steps + 1, result
+        if not self.is_captured:
+            self.guard.add(result)
         if self.buffers.slots:
             void = flags.void if skipped is None else any(skipped)
             self.buffers.settle(void if self.policy.guard.restore_buffers else False)

@@ -282,21 +282,22 @@ class Guard:
         """Take note of a step. Syncs: no."""
         self._unread.append(result)
 
-    def read(self, *, wait: bool = True) -> GuardState:
+    def read(self, *, wait: bool = True, unread: int = 0) -> GuardState:
         """Bring the state up to the last step.
 
         Args:
             wait: for results that are still on their way; else up to the last one that has arrived.
+            unread: of so many last steps that are left for later.
 
-        Syncs: with the last step; no without `wait`.
+        Syncs: with the last step that is read; no without `wait`.
         """
-        while self._unread and (wait or self._unread[0].has_arrived):
+        while len(self._unread) > unread and (wait or self._unread[0].has_arrived):
             self._read(self._unread.pop(0))
         return self.state
 
-    def take(self) -> GuardState:
-        """Return the state after the last step; what it says of a skip is said once. Syncs: with the last step."""
-        state = self.read()
+    def take(self, unread: int = 0) -> GuardState:
+        """Return the state after the last step; what it says of a skip is said once. Syncs: as `read`."""
+        state = self.read(unread=unread)
         if state.skip is not None or state.stop is not None:
             self.become(replace(state, skip=None, stop=None))
         return state

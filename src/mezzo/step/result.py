@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import RankConsensus
+from ..errors import StepError
 from ..kernels import any_dtensor, decision_slots, kernel, local, norm_and_finite, num_decided, pack_decision
 from ..stamp import Stamp
 from .accumulation import (
@@ -232,6 +233,10 @@ class GradStats:
             stamps=stamps,
         )
 
+    def replayed(self) -> GradStats:
+        """Return those of a replay that was just queued; the next one overwrites them. Syncs: no."""
+        return replace(self, norms=[norms.clone() for norms in self.norms], counts=None, stamps={})
+
     def nonfinite(self) -> dict[str, int | None]:
         """Return the parameters whose gradients are not finite, and how many elements are not.
 
@@ -248,9 +253,9 @@ class GradStats:
         }
 
     def _count(self, param: Tensor) -> int | None:
-        stamp = self.stamps[id(param)]
-        grad = stamp.tensor()
-        if grad is None or not stamp.is_current(grad):
+        stamp = self.stamps.get(id(param))
+        grad = None if stamp is None else stamp.tensor()
+        if stamp is None or grad is None or not stamp.is_current(grad):
             return None
         # Of a sharded gradient the part here: one rank may ask alone, so nobody waits for the others.
         values = grad.coalesce().values() if grad.is_sparse else local(grad)
@@ -268,24 +273,28 @@ class StepResult:
         flags: of the step, on the device, or known.
         stats: the gradients behind them.
         before: the result of the step before, or how many were skipped in a row before this one.
+        is_captured: the step went into a graph, and was not taken.
 
     Attributes:
         stats: as given.
         undo: for each optimizer what is called when the flags are read, if it skipped.
     """
 
-    __slots__ = ("_before", "_event", "_flags", "_row", "_vector", "stats", "undo")
+    __slots__ = ("_before", "_captured", "_event", "_flags", "_row", "_vector", "stats", "undo")
 
-    def __init__(self, flags: StepFlags[Any], stats: GradStats, before: StepResult | int = 0) -> None:
+    def __init__(
+        self, flags: StepFlags[Any], stats: GradStats, before: StepResult | int = 0, *, is_captured: bool = False
+    ) -> None:
         self._vector: Tensor | None = None
         self._event: torch.Event | None = None
         self._flags: StepFlags[float] | None = None
         self._row, self._before = 0, before
         self.stats = stats
         self.undo: Sequence[Callable[[], None] | None] = ()
+        self._captured: StepFlags[Tensor] | None = flags if is_captured else None
         if flags.is_known:
             self._take(flags)
-        else:
+        elif not is_captured:
             assert flags.vector is not None
             self._vector, self._event = _to_host(flags.vector)
 
@@ -299,6 +308,11 @@ class StepResult:
         self.undo = ()
         return flags
 
+    def replayed(self, before: StepResult | int) -> StepResult:
+        """Return the result of a replay of this captured step that was just queued. Syncs: no."""
+        assert self._captured is not None
+        return StepResult(self._captured, self.stats.replayed(), before)
+
     @property
     def is_read(self) -> bool:
         """Whether the host knows the flags already, as it does at once where nothing has to be waited for. Syncs: no."""
@@ -311,6 +325,10 @@ class StepResult:
 
     def flags(self) -> StepFlags[float]:
         """Return the flags as numbers. Syncs: yes, with the end of the step they are about, once."""
+        if self._captured is not None:
+            raise StepError(
+                "the result of a step was read while the step is captured, and nothing has happened yet. Return it from the function."
+            )
         if self._flags is None:
             if self._event is not None:
                 self._event.synchronize()

@@ -20,6 +20,8 @@ from ..optim import stepped_optimizer
 from ..policy import Policy
 from . import state_dict as checkpoint
 from .accumulation import Skip
+from .capture import CapturedStep, P, R
+from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
 from .engine import Engine
 from .forward_hook import ForwardHook, weakly
@@ -98,7 +100,7 @@ class Stepper:
 
         Raises:
             StepError: a loss without graph or in a narrow dtype, gradients of the last step not dropped, gradients that
-                somebody else changed since the last `backward`, or a CUDA graph that is being captured.
+                somebody else changed since the last `backward`, or a graph that somebody else captures.
             DistributedError: a rank ended or did not answer while gradients were averaged.
 
         Writes: gradients. Syncs: no.
@@ -238,12 +240,30 @@ class Stepper:
         for observer in self._observers:
             observer.before_step()
         engine, clip = self._engine, Clip(max_norm=max_norm, value=clip_value)
+        if engine.is_captured:
+            refuse_in_graph(closure=closure, optimizer=optimizer, observers=self._observers)
         engine.check_before_step()
         take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)
         result = take(optimizer and stepped_optimizer(optimizer, self.optimizers), clip)
         for observer in self._observers:
             observer.after_step(result)
         return result
+
+    def capture(self, function: Callable[P, R]) -> CapturedStep[P, R]:
+        """Return a function that does one whole step as this one does, captured as a graph of the device and replayed.
+
+        In the loop `loss = step(x, y)`, for `step = amp.capture(function)`: the first calls run the function, one captures it, the
+        others replay it in one launch. The function runs too where the host must look: in steps that `guard.check_every`
+        chooses, and after a skipped one. What a step found is read one call later.
+
+        Args:
+            function: calls `amp.zero_grad()`, the model, `amp.backward(loss)` and, once, `amp.step(...)`; reads nothing from the
+                device, and finds what changes between calls in its arguments.
+
+        Raises:
+            StepError: the model lies on the CPU or on several devices, ranks take part, or the policy needs the host in each step.
+        """
+        return CapturedStep(function, self._engine, lambda: bool(self._observers))
 
     def on_applied(self, function: Callable[[], object], optimizer: Optimizer | None = None) -> Callable[[], object]:
         """Have a function called after each step that was taken: a scheduler's step, an EMA update, a counter.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...._torch import is_capturing
 from ....errors import ConfigError
+from ...device_numbers import has_graph_tables, kept_on_device, on_device
 from ...operands import FORMATS, MODES, Operands
 from ...ops.gradients.scaled import ScaledGradients
 
@@ -23,19 +24,13 @@ WARPS = 8
 """Of a program: 4 elements a thread, so that no variant spills or holds more than 64 registers."""
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return whole numbers as int64 on a device. Syncs: no."""
-    held = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
-
-
-@functools.lru_cache(maxsize=64)
+@kept_on_device
 def table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """Return addresses on the device. From step to step they stay the same, or alternate between a few sets. Syncs: no."""
     return on_device(addresses, device)
 
 
-@functools.lru_cache(maxsize=64)
+@kept_on_device
 def blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return, for each block of each tensor, the tensor and the first element: shape (2, blocks), int64. Syncs: no."""
     pairs = [(index, start) for index, size in enumerate(sizes) for start in range(0, size, BLOCK)]
@@ -108,16 +103,16 @@ def launch(
         constants: by name, beside those that every step has.
 
     Raises:
-        ConfigError: a graph is captured on the device.
+        ConfigError: somebody else than `amp.capture` captures a graph on the device.
 
     Writes: weights, their aux state, moments; none of them if `found_inf` is set. Syncs: no.
     """
     device, weights, grads = step.device, operands.weights, operands.grads
-    if is_capturing(device):
+    if is_capturing(device) and not has_graph_tables():
         raise ConfigError(
             f"an optimizer of mezzo's was stepped while a graph is captured on {device}: its kernel reads tables of addresses "
-            "that the host fills, which a replay would not. Take the step outside of the graph, or give the optimizer "
-            "backend='reference'."
+            "that the host fills, and nobody would keep them for the replays. Write step = amp.capture(function), take the "
+            "step outside of the graph, or give the optimizer backend='reference'."
         )
     held = tables(operands, device)
     if held is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import registry
+from ...device_numbers import kept_on_device, on_device
 from ...dtensor import local_tensors
 from . import reference
 
@@ -118,11 +118,9 @@ def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
     return torch.cat(found).index_select(0, _indices_of(tuple(i for indices in kinds.values() for i in indices), home))
 
 
-@functools.lru_cache(maxsize=64)
+@kept_on_device
 def _indices_of(order: tuple[int, ...], device: torch.device) -> Tensor:
     """Return where each number stands in an order, on a device; from step to step it is the same."""
-    from ...backends.triton.launch import on_device
-
     return on_device(sorted(range(len(order)), key=order.__getitem__), device)
 
 

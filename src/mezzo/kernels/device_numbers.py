@@ -1,0 +1,82 @@
+"""Numbers that the host puts on a device: kept there from step to step, or held by the graph that reads them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+_open: GraphTables | None = None
+
+
+class GraphTables:
+    """What the host fills of a captured graph, for as long as the graph lives.
+
+    While a graph is captured nothing reaches the device, so a table is allocated then, in the graph's memory, and filled
+    behind it. What was on the device before the capture may be dropped any time, so none of it is taken.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Take the tables that are asked for inside the block. Host only."""
+        global _open  # noqa: PLW0603  # torch captures one graph at a time too
+        _open = self
+        try:
+            yield
+        finally:
+            _open = None
+
+    def add(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """Return a table on the device that will hold numbers of the host. Syncs: no."""
+        table = torch.empty_like(numbers, device=device)
+        self._tables.append((table, numbers))
+        return table
+
+    def fill(self) -> None:
+        """Fill the tables, once, before the first replay. Syncs: yes."""
+        for table, numbers in self._tables:
+            table.copy_(numbers)
+
+
+def has_graph_tables() -> bool:
+    """Whether a graph is captured that holds its tables. Host only."""
+    return _open is not None
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return whole numbers as int64 on a device. Syncs: no."""
+    held = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    if device.type == "cpu":
+        return held
+    return held.pin_memory().to(device, non_blocking=True) if _open is None else _open.add(held, device)
+
+
+def kept_on_device(make: Callable[[T, torch.device], Tensor]) -> Callable[[T, torch.device], Tensor]:
+    """Make a function of numbers and a device, which puts the numbers there, keep what it returned lately.
+
+    For each stream by itself, since what one fills another may read too early; and never for a graph that is captured.
+    Syncs: no.
+    """
+
+    @functools.lru_cache(maxsize=64)
+    def known(numbers: T, device: torch.device, stream: int) -> Tensor:
+        return make(numbers, device)
+
+    @functools.wraps(make)
+    def get(numbers: T, device: torch.device) -> Tensor:
+        return make(numbers, device) if _open is not None else known(numbers, device, _stream(device))
+
+    return get
+
+
+def _stream(device: torch.device) -> int:
+    """Return the number of the stream that a device's work goes to."""
+    return 0 if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
