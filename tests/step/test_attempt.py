@@ -67,7 +67,8 @@ def test_a_step_is_undone_where_it_must_be(kind: str, steps: int, is_skipped: bo
     optimizer.step()
     undo = attempt.settle()
     if is_skipped:
-        undo()
+        if undo is not None:
+            undo()
         assert same(everything(optimizer, params), before)
         optimizer.step()
     twin.step()

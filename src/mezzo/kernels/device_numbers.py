@@ -51,9 +51,9 @@ def has_graph_tables() -> bool:
     return _open is not None
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+def on_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     """Return whole numbers as int64 on a device. Syncs: no."""
-    held = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    held = torch.as_tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type == "cpu":
         return held
     return held.pin_memory().to(device, non_blocking=True) if _open is None else _open.add(held, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,13 +116,20 @@ def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
     for index, grad in enumerate(dense):
         kinds.setdefault((grad.device, grad.dtype), []).append(index)
     found = [_norms([dense[i] for i in indices], *kind).to(home) for kind, indices in kinds.items()]
-    return torch.cat(found).index_select(0, _indices_of(tuple(i for indices in kinds.values() for i in indices), home))
+    order = tuple(i for indices in kinds.values() for i in indices)
+    return torch.cat(found).index_select(0, _indices_of(order) if home.type == "cpu" else _indices_on(order, home))
+
+
+@functools.lru_cache(maxsize=64)
+def _indices_of(order: tuple[int, ...]) -> Tensor:
+    """Return where each number stands in an order; from step to step it is the same."""
+    return torch.tensor(sorted(range(len(order)), key=order.__getitem__), device="cpu")
 
 
 @kept_on_device
-def _indices_of(order: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where each number stands in an order, on a device; from step to step it is the same."""
-    return on_device(sorted(range(len(order)), key=order.__getitem__), device)
+def _indices_on(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the same on a device."""
+    return on_device(_indices_of(order), device)
 
 
 def _norms(grads: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
