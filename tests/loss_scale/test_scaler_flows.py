@@ -239,12 +239,12 @@ def test_a_scaler_holds_no_model_and_leaves_no_guard() -> None:
     assert not scaler._tracker._entries
     for _ in range(3):
         train(scaler)  # parameters that may sit where the old ones sat
-    assert scaler._tracker in ledger._guarding
-    number = len(ledger._guarding)
+    assert scaler._tracker in ledger._asked
+    number = len(ledger._asked)
     del scaler
     gc.collect()
-    assert len(ledger._guarding) < number
-    assert list(_global_optimizer_pre_hooks.values()).count(ledger._ask_trackers) == 1
+    assert len(ledger._asked) < number
+    assert list(_global_optimizer_pre_hooks.values()).count(ledger._ask) == 1
 
 
 def test_a_scaler_may_end_while_torch_runs_its_hooks() -> None:

@@ -123,6 +123,21 @@ def loss_as_number(amp: mezzo.Stepper) -> None:
     amp.backward(loss_of(amp).item())  # type: ignore[arg-type]
 
 
+def loss_of_counts(amp: mezzo.Stepper) -> None:
+    amp.backward((loss_of(amp) > 0).sum())
+
+
+def loss_of_another_model(amp: mezzo.Stepper) -> None:
+    x, y = batch()
+    amp.backward(mse(Net()(x), y))
+    amp.step()
+
+
+def another_optimizer(amp: mezzo.Stepper) -> None:
+    amp.backward(loss_of(amp))
+    torch.optim.SGD(amp.model.outer.parameters(), lr=0.1).step()
+
+
 def two_clippings(amp: mezzo.Stepper) -> None:
     amp.step(max_norm=1.0, clip_value=1.0)
 
@@ -186,15 +201,31 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
         "computed under torch.no_grad(), or every parameter is frozen. Hand over the loss as the model made it."
     ),
     loss_of_many: "backward(loss) takes one floating number with its graph, not fp32[3]. Write loss.mean().",
-    loss_as_number: "backward(loss) takes one floating number with its graph, not float. Write loss.mean().",
+    loss_as_number: (
+        "backward(loss) takes one floating number with its graph, not float. Hand over the tensor that the loss function "
+        "returned, before .item() or float()."
+    ),
+    loss_of_counts: (
+        "backward(loss) takes one floating number with its graph, not int64[]. Counts and other whole or complex numbers "
+        "have no gradient: write a loss of real numbers."
+    ),
+    loss_of_another_model: (
+        "step() found no gradients: backward(loss) reached none of the optimizer's 8 trainable parameters: the loss was "
+        "made by another model, or behind a detach(). Hand over a loss that this model made."
+    ),
     two_clippings: "step(max_norm=1.0, clip_value=1.0): clip by norm or by value, not both.",
     clipped_to_nothing: "step(max_norm=0.0) would leave no gradient; write a positive number, or None.",
+    another_optimizer: (
+        "SGD.step() was called on the gradients of outer.weight, outer.bias, which carry the loss scale, and this "
+        "optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), and write "
+        "amp.step(optimizer=...) for one of them."
+    ),
     unknown_optimizer: "step(optimizer=...) was given an optimizer that prepare(model, optimizer) was not given.",
 }
 
 
 SCALED = "fp16, scaling.init_scale=256"
-EDITS = (plain_backward_after, clipped_by_hand, edited_between_micro_batches)
+EDITS = (plain_backward_after, clipped_by_hand, edited_between_micro_batches, another_optimizer)
 """Mistakes only while gradients carry a loss scale: without one they are what torch would have applied."""
 MISTAKES = [(m, p) for m in SENTENCES for p in ((SCALED,) if m in EDITS else ("fp32", "bf16", SCALED))]
 

@@ -3,6 +3,7 @@
 from .fused import StepScaling as StepScaling
 from .fused import handing as handing
 from .fused import parameters as parameters
+from .grad_tracker import ask_before_steps as ask_before_steps
 from .grad_versions import GradVersions as GradVersions
 from .grad_versions import grads_by_id as grads_by_id
 from .grad_versions import stamps_of as stamps_of

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -205,30 +205,39 @@ class GradTracker:
         self.passes += 1
         if not touched:
             self.has_loose_ends = True
-        elif self not in _guarding:
-            _guard(self)
+        elif self not in _asked:
+            ask_before_steps(self)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Judge the step that any optimizer is about to take. Host only."""
+        self.on_step(self, optimizer)
 
 
-_guarding: weakref.WeakSet[GradTracker] = weakref.WeakSet()
-"""Trackers of living scalers that have seen a scaled gradient."""
+class StepWatcher(Protocol):
+    """Who is asked before any optimizer of the process steps, and may raise."""
+
+    def before_step(self, optimizer: Optimizer, /) -> None: ...
 
 
-def _guard(tracker: GradTracker) -> None:
-    """Have a tracker asked before any optimizer steps.
+_asked: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+"""Living scalers' trackers that have seen a scaled gradient, and prepared models that have a loss scale."""
 
-    An optimizer that the scaler never met can be met only in torch's global hook. It is registered with the first
-    scaled gradient of the process and then stays: the end of a scaler may come in the middle of a step, while torch
-    iterates over its hooks.
+
+def ask_before_steps(watcher: StepWatcher) -> None:
+    """Have somebody asked before any optimizer steps, for as long as it lives.
+
+    An optimizer that nobody was told of can be met only in torch's global hook. It is registered once in a process and
+    then stays: the end of a scaler may come in the middle of a step, while torch iterates over its hooks.
     """
-    if _ask_trackers not in global_pre_hooks.values():
-        register_optimizer_step_pre_hook(_ask_trackers)
-    _guarding.add(tracker)
+    if _ask not in global_pre_hooks.values():
+        register_optimizer_step_pre_hook(_ask)
+    _asked.add(watcher)
 
 
-def _ask_trackers(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _ask(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if not torch.compiler.is_compiling():
-        for tracker in list(_guarding):
-            tracker.on_step(tracker, optimizer)
+        for watcher in list(_asked):
+            watcher.before_step(optimizer)
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -133,6 +133,14 @@ def measure_flush(
         pending.flushed = torch.stack(lost).sum() / sum(grad.numel() for _, grad in dense)
 
 
+def _instead(loss: object) -> str:
+    if not isinstance(loss, Tensor):
+        return "Hand over the tensor that the loss function returned, before .item() or float()."
+    if not loss.dtype.is_floating_point:
+        return "Counts and other whole or complex numbers have no gradient: write a loss of real numbers."
+    return "Write loss.mean()."
+
+
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -146,7 +154,7 @@ def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
         what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise StepError(f"backward(loss) takes one floating number with its graph, not {what}. Write loss.mean().")
+        raise StepError(f"backward(loss) takes one floating number with its graph, not {what}. {_instead(loss)}")
     if loss.is_meta:
         raise StepError(
             "backward(loss) was given a loss on the meta device, where nothing has values: the model was moved there after "

@@ -16,11 +16,12 @@ from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
-from ..loss_scale import LossScale, NoScaling
+from ..loss_scale import LossScale, NoScaling, ask_before_steps
 from ..optim import parameters
 from ..policy import Policy
 from .accumulation import OptimizerGrads, Skip, is_bad
 from .buffers import Buffers
+from .foreign_scaler import refuse_stranger
 from .gradients import Gradients
 from .invariants import ALWAYS, Invariants, look
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
@@ -93,6 +94,8 @@ class Engine:
         self.num_steps = 0
         self.result: StepResult | None = None
         self._invariants = Invariants(names, self.buffers.nonfinite)
+        if policy.scaling is not None:
+            ask_before_steps(self)
 
     @property
     def policy(self) -> Policy:
@@ -353,6 +356,11 @@ class Engine:
                 "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
             }
             self.consensus.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)})
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse the step of a stranger on gradients that carry the loss scale. Host only."""
+        if not self.is_stepping:
+            refuse_stranger(optimizer, self.optimizers, self.gradients.stamps, self.names)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

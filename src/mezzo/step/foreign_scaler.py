@@ -1,19 +1,22 @@
-"""A GradScaler left beside a stepper: found by the loss that it multiplied."""
+"""Who scales or steps beside a stepper: a GradScaler, found by the loss that it multiplied, and optimizers that were not prepared."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .._torch import constant_factor
-from ..errors import StepError
-from ..loss_scale import GradScaler
+from ..errors import StepError, listed
+from ..loss_scale import GradScaler, parameters
+from ..optim import wrapped_optimizer
+from ..stamp import Stamp
 
 NO_SCALER = (
     "After mezzo.prepare there is no GradScaler: the stepper scales where the policy says so. Write amp.backward(loss), then "
@@ -29,6 +32,32 @@ def is_called_by_scaler() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def refuse_stranger(
+    optimizer: Optimizer, prepared: Sequence[Optimizer], stamps: Mapping[int, Stamp], names: Mapping[Tensor, str]
+) -> None:
+    """Refuse the step of an optimizer that was not prepared, on gradients that carry the loss scale. Host only.
+
+    Args:
+        optimizer: about to step.
+        prepared: the optimizers of the model.
+        stamps: of the gradients that backward left, by the parameters' ids.
+        names: of parameters.
+
+    Raises:
+        StepError: see above; nothing was changed.
+    """
+    if any(optimizer in (known, wrapped_optimizer(known)) for known in prepared):
+        return
+    held = [(p, p.grad, stamps.get(id(p))) for p in parameters(optimizer)]
+    scaled = [p for p, grad, stamp in held if grad is not None and stamp is not None and stamp.is_current(grad)]
+    if scaled:
+        raise StepError(
+            f"{type(optimizer).__name__}.step() was called on the gradients of {listed([names.get(p, 'a parameter') for p in scaled])}, "
+            "which carry the loss scale, and this optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), "
+            "and write amp.step(optimizer=...) for one of them."
+        )
 
 
 def refuse_scaled(loss: Tensor) -> None:

@@ -247,7 +247,8 @@ class Gradients:
         chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
         if not found:
-            raise StepError(_why_no_gradients(self._model, list(chosen.values()), self._names))
+            was_reached = not self._versions.stamps.keys().isdisjoint(map(id, self.parameters()))
+            raise StepError(_why_no_gradients(self._model, list(chosen.values()), self._names, was_reached=was_reached))
         if pending.stale:
             self._leftovers.refuse_stale(pending, [p for one in found for p in one.params])
         return found
@@ -355,7 +356,9 @@ def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.floa
     param.grad = grad
 
 
-def _why_no_gradients(model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> str:
+def _why_no_gradients(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], *, was_reached: bool
+) -> str:
     """Return the sentence that says which of the causes it is: nothing trainable, strangers, or out of reach."""
     params = [p for optimizer in optimizers for p in parameters(optimizer)]
     known = set(model.parameters())
@@ -378,6 +381,11 @@ def _why_no_gradients(model: nn.Module, optimizers: Sequence[Optimizer], names: 
             f"step() found no gradients: the loss reaches {len(reached)} parameters of the model, but none of the "
             f"optimizer's {len(trainable)} ({listed([names[p] for p in trainable])}). "
             "Step the optimizer whose parameters this loss trains, or check where the graph is cut."
+        )
+    if not was_reached:
+        return (
+            f"step() found no gradients: backward(loss) reached none of the optimizer's {len(trainable)} trainable parameters: "
+            "the loss was made by another model, or behind a detach(). Hand over a loss that this model made."
         )
     return (
         f"step() found no gradients: those that backward(loss) left on the optimizer's {len(trainable)} parameters were "
