@@ -10,12 +10,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.errors import CastError
 
-pytestmark = pytest.mark.filterwarnings("ignore:index_reduce", "ignore:Sparse CSR")  # torch calls them beta
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:index_reduce", "ignore:Sparse", "ignore:.*torch.ao.quantization is deprecated"
+)  # torch calls them beta, and old
 ROWS, MASK = torch.tensor([2, 0]), torch.tensor([True, False, True, False])
 WIDE_ROWS = ROWS[:, None].expand(2, 4).contiguous()
 Op = Callable[[Tensor, Tensor], Tensor]
@@ -147,6 +150,77 @@ def test_fp64_integers_and_other_dtypes_are_torchs() -> None:
                 op(torch.zeros(4, 4, dtype=torch.float64), torch.ones(2, 4).bfloat16())
             with pytest.raises(RuntimeError, match=r"dtype|type"):
                 op(torch.zeros(4, 4, dtype=torch.long), torch.ones(2, 4))
+
+
+def bag(h: Tensor) -> Tensor:
+    table = torch.linspace(-1, 1, 40).reshape(10, 4)
+    return F.embedding_bag(torch.arange(8).reshape(2, 4), table, mode="sum", per_sample_weights=h)
+
+
+def observed(h: Tensor) -> Tensor:
+    quantise = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
+    return quantise(h)
+
+
+FITTED: dict[str, Op] = {
+    "a weighted bag": lambda _, x: bag(x),
+    "quantisation in training": lambda _, x: observed(x),
+}
+
+
+FULL = torch.linspace(0.5, 2, 8).reshape(2, 4)
+PROMOTED: dict[str, Op] = {
+    "lerp": lambda _, x: torch.lerp(FULL, x, torch.sigmoid(x)),
+    "lerp by a number": lambda _, x: torch.lerp(x, FULL, 0.3),
+    "dot": lambda _, x: torch.dot(x[0], FULL[0]),
+    "vdot": lambda _, x: torch.vdot(FULL[0], x[0]),
+    "inner": lambda _, x: torch.inner(x, FULL[0]),
+    "tensordot": lambda _, x: torch.tensordot(x, FULL, dims=([1], [1])),
+    "mv": lambda _, x: torch.mv(x, FULL[0]),
+    "addmv": lambda _, x: torch.addmv(x[:, 0], FULL, x[0], beta=0.5),
+    "bilinear": lambda _, x: F.bilinear(x, FULL, FULL.reshape(1, 2, 4).expand(2, 2, 4).reshape(1, 4, 4)),
+    "cross": lambda _, x: torch.cross(x[:, :3], FULL[:, :3], dim=1),
+    "linalg.cross": lambda _, x: torch.linalg.cross(FULL[:, :3], x[:, :3]),
+    "lerp_ into fp32": lambda _, x: torch.zeros(2, 4).lerp_(x, 0.1),
+    "lerp_ into fp32 by a tensor": lambda _, x: torch.zeros(2, 4).lerp_(x, torch.sigmoid(x)),
+    "addmm_ into fp32": lambda _, x: torch.ones(4, 4).addmm_(x.t(), x, beta=0.9),
+    "addmv_ into fp32": lambda _, x: torch.ones(2).addmv_(x, x[0]),
+    "addbmm_ into fp32": lambda _, x: torch.ones(2, 2).addbmm_(x[None], x.t()[None]),
+    "baddbmm_ into fp32": lambda _, x: torch.ones(1, 2, 2).baddbmm_(x[None], x.t()[None]),
+}
+
+
+@LOW
+@pytest.mark.parametrize("name", PROMOTED)
+def test_two_dtypes_are_taken_in_the_wider_one(name: str, low: torch.dtype) -> None:
+    out, grad = in_region(PROMOTED[name], torch.float32, low, low, "torch")
+    want, want_grad = plain(PROMOTED[name], torch.float32, torch.linspace(-1, 1, 8).reshape(2, 4).to(low))
+    eps = torch.finfo(low).eps if "sigmoid" in name or "by a tensor" in name or name == "lerp" else 0.0
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out, want, rtol=eps, atol=eps)
+    torch.testing.assert_close(grad.float(), want_grad, rtol=8 * torch.finfo(low).eps, atol=8 * torch.finfo(low).eps)
+
+
+def test_comparisons_of_two_dtypes_answer() -> None:
+    with mezzo.autocast("cpu"):
+        assert torch.allclose(FULL, FULL.bfloat16(), rtol=1e-2)
+        assert bool(torch.isclose(FULL.bfloat16(), FULL, rtol=1e-2).all())
+
+
+def test_one_dtype_is_left_as_it_is() -> None:
+    x = FULL.bfloat16()
+    with mezzo.autocast("cpu"):
+        assert torch.lerp(x, x, 0.5).dtype is torch.dot(x[0], x[0]).dtype is torch.bfloat16
+
+
+@LOW
+@OPS
+@pytest.mark.parametrize("name", FITTED)
+def test_what_has_no_kernel_for_it_runs_in_fp32(name: str, low: torch.dtype, ops: str) -> None:
+    out, grad = in_region(FITTED[name], torch.float32, low, low, ops)
+    want, want_grad = plain(FITTED[name], torch.float32, torch.linspace(-1, 1, 8).reshape(2, 4).to(low))
+    assert out.dtype is torch.float32 and torch.equal(out, want)
+    assert grad.dtype is low and torch.equal(grad, want_grad.to(low))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

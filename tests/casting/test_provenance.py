@@ -110,5 +110,17 @@ def test_user_code_may_catch_it_inside() -> None:
 
 
 def test_a_missing_kernel_asks_for_fp32() -> None:
-    with autocast("cpu", policy=TORCHS), pytest.raises(CastError, match=r"Write op:matmul=fp32 in the policy"):
-        torch.eye(4).to_sparse_csr() @ torch.ones(4, 4)
+    x = torch.full((4,), 0.5, dtype=BF16)
+    with autocast("cpu", policy=TORCHS), pytest.raises(CastError, match=r"Write op:special_ndtri=fp32 in the policy"):
+        torch.special.ndtri(x)
+    with autocast("cpu", policy="bf16, op:special_ndtri=fp32"):
+        assert torch.special.ndtri(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("region", [{"dtype": BF16}, {"policy": TORCHS}])
+def test_a_product_of_a_sparse_layout_without_a_16_bit_kernel_names_one_that_runs(region: dict[str, object]) -> None:
+    rows = torch.eye(4).to_sparse_csr()
+    with pytest.raises(CastError, match=r"write torch\.sparse\.mm\(matrix, x\)"), autocast("cpu", **region):
+        rows @ torch.ones(4, 4)
+    with autocast("cpu", **region):
+        assert torch.sparse.mm(rows, torch.ones(4, 4)).dtype is torch.float32

@@ -1,4 +1,4 @@
-"""Programs that write and sum at indices: buffers made in fp32, weights written into what layers gave."""
+"""Programs that write and sum at indices, and others whose ops refuse two dtypes: sparse matrices, weighted bags, quantisation."""
 
 from __future__ import annotations
 
@@ -104,6 +104,82 @@ def masked(prepare: Prepare, steps: int) -> list[float]:
         x = torch.randn(8, 1, 8) + 0.1 * torch.randn(8, 6, 8)
         optimizer.zero_grad()
         loss = F.mse_loss(model(x, torch.rand(8, 6) < 0.3), x)
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Convolutions(nn.Module):
+    """A graph convolution: products with a sparse matrix of edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.sparse.mm(edges, self.second(F.relu(torch.sparse.mm(edges, self.first(x)))))
+
+
+@program
+def sparse_graph(prepare: Prepare, steps: int) -> list[float]:
+    """One graph, its normalised edges in fp32, a loss over its nodes."""
+    model = Convolutions()
+    optimizer = adam(model, lr=1e-2)
+    amp = prepare(model, optimizer)
+    x, pairs = torch.randn(12, 6), torch.randint(0, 12, (2, 40))
+    edges = torch.sparse_coo_tensor(pairs, torch.full((40,), 1 / 3), (12, 12)).coalesce()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, edges), torch.arange(12) % 3)
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Bag(nn.Module):
+    """Words weighed by a layer, and summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.weigh, self.head = nn.EmbeddingBag(30, 16, mode="sum"), nn.Linear(1, 1), nn.Linear(16, 3)
+
+    def forward(self, words: Tensor, counts: Tensor) -> Tensor:
+        return self.head(self.table(words, per_sample_weights=self.weigh(counts[..., None])[..., 0]))
+
+
+@program
+def weighted_words(prepare: Prepare, steps: int) -> list[float]:
+    """A bag of embeddings whose weights a layer computes."""
+    model = Bag()
+    optimizer = adam(model, lr=1e-2)
+    amp = prepare(model, optimizer)
+    losses = []
+    for _ in range(steps):
+        words = torch.randint(0, 30, (16, 5))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(words, torch.rand(16, 5)), words[:, 0] % 3)
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.item())
+    return losses
+
+
+@program
+def quantised_in_training(prepare: Prepare, steps: int) -> list[float]:
+    """Weights and activations rounded to 8 bits in forward, ranges observed in buffers."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.prepare_qat(model, inplace=True)
+    optimizer = adam(model, lr=1e-2)
+    amp = prepare(model, optimizer)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(32, 8)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x.roll(1, dims=1))
         amp.backward(loss)
         amp.step()
         losses.append(loss.item())

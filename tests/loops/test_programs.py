@@ -13,7 +13,11 @@ import mezzo
 
 for part in ("agents", "indices", "sequences", "vision"):
     import_module(f"tests.loops.{part}")
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # in fp32, by torch itself
+pytestmark = [  # in fp32, by torch itself
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated"),
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
+]
 EPS = torch.finfo(torch.bfloat16).eps
 
 

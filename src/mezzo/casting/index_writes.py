@@ -1,7 +1,8 @@
 """What is written or summed at indices takes the dtype of what it is written into: `buffer[index] = layer(x)` runs.
 
-torch refuses two floating dtypes there, in a region too; in products of a sparse matrix, which sum at indices, only backward does. Its dispatcher asks the kernels of this file, at the keys of
-autocast where torch has none of its own, from the first region on: what torch answers by itself is not changed by them.
+torch refuses two floating dtypes there, in a region too, and in some ops more that have no rule: products of vectors, `lerp`,
+weighted bags of embeddings, products of sparse matrices, quantisation in training. Its dispatcher asks the kernels of this file, at the
+keys of autocast where torch has none of its own, from the first region on: what torch answers by itself is not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from ..policy import DISPATCH_KEYS, registered
 
 _WRITES = ("index_copy.default", "masked_scatter.default", "put.default", "index_put.default", "scatter.src")
 _SUMS = ("index_add.default", "index_reduce.default", "scatter_add.default", "scatter_reduce.two")
-_PRODUCTS = ("_sparse_mm.default", "_sparse_mm.reduce", "_sparse_addmm.default")
 _SOURCE = {"masked_scatter": 2, "put": 2, "index_put": 2}
 """Where an op has what is written, if not behind dimension and index."""
 _CASTS = (torch.float32, *LOW_DTYPES)
@@ -49,14 +49,52 @@ def _kernel(op: Any, at: int, *, in_place: bool, sums: bool) -> Callable[..., An
     return run
 
 
-def _product(op: Any) -> Callable[..., Any]:
+def _weights_as_table(table: Tensor, *given: Any) -> tuple[Any, ...]:
+    """Return the arguments of a bag of embeddings, its weights of samples in the dtype of the table. Syncs: no."""
+    weights = given[5] if len(given) > 5 else None
+    if isinstance(weights, Tensor) and table.dtype in _CASTS and weights.dtype in _CASTS:
+        given = (*given[:5], weights.to(table.dtype), *given[6:])
+    return table, *given
+
+
+def _widened(*given: Any) -> tuple[Any, ...]:
+    """Return arguments with 16-bit tensors in fp32. Syncs: no."""
+    return tuple(t.float() if isinstance(t, Tensor) and t.dtype in LOW_DTYPES else t for t in given)
+
+
+def _promoted(*given: Any) -> tuple[Any, ...]:
+    """Return arguments in the widest of their dtypes, where 16 bit meets fp32 or the other 16 bit. Syncs: no."""
+    dtypes = {t.dtype for t in given if isinstance(t, Tensor) and t.dtype in _CASTS}
+    return _widened(*given) if len(dtypes) > 1 else given
+
+
+def _as_target(target: Tensor, *given: Any) -> tuple[Any, ...]:
+    """Return the arguments of an op that writes its first one, the others in fp32 where that is. Syncs: no."""
+    return (target, *_widened(*given)) if target.dtype is torch.float32 else (target, *given)
+
+
+_FITTED: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "embedding_bag.padding_idx": _weights_as_table,
+    "fused_moving_avg_obs_fake_quant.default": _widened,
+    **dict.fromkeys(
+        (
+            "lerp.Tensor", "lerp.Scalar", "dot.default", "vdot.default", "inner.default", "tensordot.default", "mv.default",
+            "addmv.default", "bilinear.default", "_sparse_mm.default", "_sparse_mm.reduce", "_sparse_addmm.default", "cross.default", "linalg_cross.default", "isclose.default", "allclose.default",
+        ),
+        _promoted,
+    ),
+    **dict.fromkeys(
+        ("lerp_.Tensor", "lerp_.Scalar", "addmm_.default", "addmv_.default", "addbmm_.default", "baddbmm_.default"), _as_target
+    ),
+}  # fmt: skip
+"""Ops without a rule that two dtypes, or 16 bit, end in an error, and how their arguments are made to fit."""
+
+
+def _fitting_kernel(op: Any, fit: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
     @dynamo_skip_frame
     def run(*given: Any, **named: Any) -> Any:
         with without_autocast():
-            dtypes = {value.dtype for value in given if isinstance(value, Tensor)}
-            if len(dtypes) > 1 and dtypes.issubset(_CASTS) and _is_here_to_stay():
-                given = tuple(value.float() if isinstance(value, Tensor) else value for value in given)
-            return op(*given, **named)
+            return op(*(fit(*given) if _is_here_to_stay() else given), **named)
 
     return run
 
@@ -71,8 +109,9 @@ def take_index_writes(device_type: str) -> None:
     """Have regions on a device take what is written or summed at indices in another floating dtype.
 
     Exactly where the target is the wider one. A narrower target takes what is written, rounded, as `copy_` does, and
-    refuses sums, as torch does; out of place both are widened, as torch's own rule for such ops has it. A product of a
-    sparse matrix and one of another dtype, `torch.sparse.mm(adjacency, layer(x))`, is computed in fp32.
+    refuses sums, as torch does; out of place both are widened, as torch's own rule for such ops has it. Weights of samples
+    take the dtype of their table of embeddings; products of sparse matrices and quantisation in training run in fp32. Products of
+    vectors, `lerp` and comparisons take the widest of their dtypes, and in place that of an fp32 target.
 
     Writes: torch's dispatcher, at its keys of autocast, once for a device. Host only.
     """
@@ -85,7 +124,8 @@ def take_index_writes(device_type: str) -> None:
                 op = getattr(getattr(torch.ops.aten, called), overload)
                 run = _kernel(op, _SOURCE.get(name, 3), in_place=called.endswith("_"), sums=written in _SUMS)
                 _library.impl(op, run, key)
-    for product in _PRODUCTS if key is not None else ():
-        name, overload = product.split(".")
-        op = getattr(getattr(torch.ops.aten, name), overload)
-        _library.impl(op, _product(op), key)
+    for called, fit in _FITTED.items() if key is not None else ():
+        name, overload = called.split(".")
+        if name not in torchs:
+            op = getattr(getattr(torch.ops.aten, name), overload)
+            _library.impl(op, _fitting_kernel(op, fit), key)

@@ -12,11 +12,12 @@ from types import FrameType, ModuleType, TracebackType
 from typing import TypeGuard
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Module
 
 from .._torch import own_buffers, own_parameters
 from ..formats import describe
-from ..policy import OpRow, known_ops
+from ..policy import OpRow, Rule, known_ops, op_table
 from . import index_writes
 
 _MISMATCH = re.compile(
@@ -30,6 +31,22 @@ _NO_KERNEL = re.compile(
     r"|could not create a primitive|but got (Half|BFloat16)\b|tensor with .* dimensions of float"
 )
 _TOO_LARGE = re.compile(r"cannot be converted to type .*Half.* without overflow")
+_LOW = re.compile(r"\b(Half|BFloat16)\b")
+_ADVICE = (
+    (
+        _TOO_LARGE,
+        "The number does not fit fp16, which holds at most 65504: write torch.finfo(x.dtype).min or .max, or x.float().",
+    ),
+    (
+        re.compile(r"\bDouble\b"),
+        "fp64 is never cast: write x.float() for inputs in fp64, as from numpy, and model.float() for such weights.",
+    ),
+    (
+        re.compile(r"sparse_csr"),
+        "torch has no 16-bit product for this layout here: write torch.sparse.mm(matrix, x), which runs in fp32.",
+    ),
+)
+"""What to write instead, whatever op it was."""
 _DTYPE = re.compile(r"dtype|data type|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
 _INTEGER = re.compile(r"\b(Long|Int|Byte|Bool)\b")  # an index or a class that is no integer, whatever a region casts
 _OPERATORS = {
@@ -48,8 +65,9 @@ def is_mismatch(error: BaseException) -> TypeGuard[RuntimeError]:
 
 def _fix(error: RuntimeError, op: str | None) -> str:
     """Return what to write instead."""
-    if _TOO_LARGE.search(str(error)):
-        return "The number does not fit fp16, which holds at most 65504: write torch.finfo(x.dtype).min or .max, or x.float()."
+    for words, advice in _ADVICE:
+        if words.search(str(error)):
+            return advice
     if op is not None and (op.endswith("_") or op == "__setitem__"):
         return "An op in place keeps the dtype of what it writes into: cast what is written, source.to(target.dtype)."
     is_missing = _NO_KERNEL.search(str(error)) is not None
@@ -59,6 +77,12 @@ def _fix(error: RuntimeError, op: str | None) -> str:
         return f"Cast its inputs{' to fp32, x.float()' if is_missing else ' to one dtype, x.to(other.dtype)'}."
     if is_missing:
         return f"Write op:{op}=fp32 in the policy: it has no 16-bit kernel here."
+    row = op_table("torch", "cpu").get(op)
+    if row is not None and row.rule is Rule.LOW and _LOW.search(str(error)):
+        return (
+            f"A region casts {op} always, so none was on around this call: cast there too, x.to(weight.dtype), or keep the weights of "
+            "the module that is called there in fp32 by a rule of the policy, module:NAME=fp32."
+        )
     return f"Write op:{op}=promote (or =low, =fp32) in the policy so that its inputs agree."
 
 
@@ -177,15 +201,35 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
     if not is_mismatch(error) or traceback is None:
         return None
     frames = _frames_of(traceback)
-    frame, line, instruction = frames[-1]
+    frame, _, instruction = frames[-1]
     path = module_path([f for f, _, _ in frames])
-    where = f"{frame.f_code.co_filename}:{line}"
+    return _sentence(error, frames, f"in module {path}" if path else "", _fix(error, _op_at(frame, instruction)))
+
+
+def backward_message(error: BaseException) -> str | None:
+    """Return the sentence for a mismatch that the backward of a user's autograd.Function met, None for other errors.
+
+    Syncs: no.
+    """
+    if not is_mismatch(error):
+        return None
+    frames = _frames_of(error.__traceback__)
+    contexts = [
+        value for frame, _, _ in frames for value in frame.f_locals.values() if isinstance(value, BackwardCFunction)
+    ]
+    if not contexts:
+        return None
+    name = type(contexts[-1]).__name__.removesuffix("Backward")
+    fix = f"Decorate {name}.forward with mezzo.custom_fwd and {name}.backward with mezzo.custom_bwd: it then runs in the region of forward."
+    return _sentence(error, frames, f"in the backward of {name}", fix)
+
+
+def _sentence(error: BaseException, frames: Sequence[tuple[FrameType, int, int]], owner: str, fix: str) -> str:
+    frame, line, _ = frames[-1]
     source = linecache.getline(frame.f_code.co_filename, line).strip()
     got = ", ".join(f"{name} {describe(t)}" for name, t in _tensors_on_line(frame, line)) or "tensors of several dtypes"
-    return (
-        f"`{source}` ({where}){f' in module {path}' if path else ''} got {got}. "
-        f"torch says: {_first_line(error)}\n  {_fix(error, _op_at(frame, instruction))}"
-    )
+    where = f"({frame.f_code.co_filename}:{line}){' ' * bool(owner)}{owner}"
+    return f"`{source}` {where} got {got}. torch says: {_first_line(error)}\n  {fix}"
 
 
 def _op_at(frame: FrameType, instruction: int) -> str | None:

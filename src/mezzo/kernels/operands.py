@@ -24,7 +24,7 @@ _FLOATS = (*FORMATS, torch.float64)
 _KNOWN = 1 << 16
 _ADVICE = {
     "gradient": "Call zero_grad() and backward() again after a weight was replaced.",
-    "weight": "Give the optimizer parameters that own their memory.",
+    "weight": "Give the optimizer parameters that own their memory, and keep them in the dtype that they had then.",
 }
 _STATE_ADVICE = "Load the state dict of these parameters in their order, or delete optimizer.state[parameter]."
 

@@ -213,17 +213,17 @@ class GradTracker:
         self.on_step(self, optimizer)
 
 
-class StepWatcher(Protocol):
+class _StepWatcher(Protocol):
     """Who is asked before any optimizer of the process steps, and may raise."""
 
     def before_step(self, optimizer: Optimizer, /) -> None: ...
 
 
-_asked: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+_asked: weakref.WeakSet[_StepWatcher] = weakref.WeakSet()
 """Living scalers' trackers that have seen a scaled gradient, and prepared models that have a loss scale."""
 
 
-def ask_before_steps(watcher: StepWatcher) -> None:
+def ask_before_steps(watcher: _StepWatcher) -> None:
     """Have somebody asked before any optimizer steps, for as long as it lives.
 
     An optimizer that nobody was told of can be met only in torch's global hook. It is registered once in a process and

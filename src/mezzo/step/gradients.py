@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import is_pipeline_dry_run
+from ..casting import backward_message
 from ..distributed import is_summed_apart
-from ..errors import StepError, listed
+from ..errors import CastError, StepError, listed
 from ..kernels import norm_and_finite
 from ..loss_scale import GradVersions, parameters
 from ..stamp import Stamp
@@ -94,9 +95,14 @@ class Gradients:
         scaled = pending.scaled(loss)
         pending.broken = _HALF_A_SUM
         with nullcontext() if probing is None else measure_flush(pending, scaled, params, probing):
-            scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
-                retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-            )
+            try:
+                scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
+                    retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+                )
+            except RuntimeError as error:
+                if (message := backward_message(error)) is None:
+                    raise
+                raise CastError(message) from error
         pending.broken = ""
         self._versions.note(params)
 

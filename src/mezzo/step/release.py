@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -58,10 +58,16 @@ def remember_weights(model: nn.Module, optimizers: Sequence[Optimizer]) -> Calla
             model,
             {p: value for p, value in values.items() if p.data_ptr() != value.data_ptr() or p.dtype != value.dtype},
         )
-        for p, dtype in dtypes.items():
-            p.grad_dtype = dtype
+        _give_grad_dtypes_back(dtypes)
 
     return put_back
+
+
+def _give_grad_dtypes_back(dtypes: Mapping[Tensor, torch.dtype | None]) -> None:
+    """Write down only what differs: what is written once follows `model.float()` no more."""
+    for p, dtype in dtypes.items():
+        if p.grad_dtype is not dtype:
+            p.grad_dtype = dtype
 
 
 @torch.no_grad()
@@ -74,7 +80,8 @@ def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -
     Writes: classes and storage of the model; state and hooks of the optimizers. Syncs: no.
     """
     owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
-    values = {}
+    values: dict[Tensor, Tensor] = {}
+    grad_dtypes = {}
     for p in {**was.dtypes, **owners}:
         p.grad, owner = None, owners.get(p)
         dtype, grad_dtype = was.dtypes.get(p, (p.dtype, p.grad_dtype))
@@ -82,9 +89,10 @@ def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -
             values[p] = owner.master(p).clone()
         elif p.dtype is not dtype:
             values[p] = p.detach().to(dtype)
-        p.grad_dtype = values[p].dtype if p in values else grad_dtype
+        grad_dtypes[p] = values[p].dtype if p in values else grad_dtype
     inner = innermost(model)
     store_(inner, values)
+    _give_grad_dtypes_back(grad_dtypes)
     for optimizer, given in zip(optimizers, was.optimizers, strict=True):
         let_go(optimizer, given)
     unbind(inner)

@@ -102,6 +102,7 @@ class Stepper:
             StepError: a loss without graph or in a narrow dtype, gradients of the last step not dropped, gradients that
                 somebody else changed since the last `backward`, or a graph that somebody else captures.
             DistributedError: a rank ended or did not answer while gradients were averaged.
+            CastError: the backward of a `torch.autograd.Function` of the caller's met two dtypes.
 
         Writes: gradients. Syncs: no.
         """

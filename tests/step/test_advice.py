@@ -1,0 +1,191 @@
+"""What a refusal says to write instead is written instead, and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mezzo
+from mezzo.errors import CastError, MasterError, MezzoError, PolicyError, StepError
+
+POLICIES = pytest.mark.parametrize("policy", ["bf16", "fp16, scaling.init_scale=16", "bf16-master"])
+X = torch.linspace(-1, 1, 64).reshape(8, 8)
+
+
+def net(**kind: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16, **kind), nn.Tanh(), nn.Linear(16, 8, **kind))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(amp: mezzo.Stepper, x: Tensor = X, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """Take steps on one batch, and look at the loss."""
+    losses = []
+    for _ in range(3):
+        amp.zero_grad()
+        loss = F.mse_loss(amp.model(x), X.flip(1))
+        amp.backward(loss)
+        assert amp.step(optimizer=optimizer)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return losses
+
+
+def refused(run: Callable[[], object], kind: type[MezzoError], *words: str) -> None:
+    with pytest.raises(kind) as error:
+        run()
+    assert all(part in str(error.value) for part in words), str(error.value)
+
+
+def test_a_policy_may_be_a_dtype_or_a_dict_and_what_is_none_says_what_is() -> None:
+    losses = []
+    for policy in ("bf16", torch.bfloat16, {"preset": "bf16"}, mezzo.Policy.parse("bf16").to_dict()):
+        model = net()
+        losses.append(train(mezzo.prepare(model, adamw(model), policy)))
+    assert all(one == losses[0] for one in losses)
+    model = net()
+    refused(lambda: mezzo.prepare(model, adamw(model), {"preset": "bf61"}), PolicyError, "bf16")
+    refused(lambda: mezzo.prepare(model, adamw(model), 16), PolicyError, "a text such as 'bf16, output=fp32'")  # type: ignore[arg-type]
+    train(mezzo.prepare(model, adamw(model), "bf16, output=fp32"))
+
+
+def test_weights_in_fp64() -> None:
+    model = net(dtype=torch.float64)
+    refused(
+        lambda: mezzo.prepare(model, adamw(model), "bf16"),
+        PolicyError,
+        "Write model.float() before prepare, or policy='fp32'",
+    )
+    train(mezzo.prepare(model.float(), adamw(model), "bf16"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("follow", ["preset", "float"])
+def test_weights_in_16_bit_without_masters(follow: str, dtype: torch.dtype) -> None:
+    model = net(dtype=dtype)
+    words = "policy='bf16-master'", "model.float() before mezzo.prepare"
+    refused(lambda: mezzo.prepare(model, adamw(model), "bf16"), MasterError, *words)
+    if follow == "preset":
+        train(mezzo.prepare(model, adamw(model), "bf16-master"))
+    else:
+        train(mezzo.prepare(model.float(), adamw(model), "bf16"))
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master"])
+def test_gradients_follow_a_released_model_to_another_dtype(policy: str) -> None:
+    model = net()
+    mezzo.prepare(model, adamw(model), policy).release()
+    model.double()(X.double()).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in model.parameters())
+
+
+@POLICIES
+def test_inputs_in_fp64(policy: str) -> None:
+    model = net()
+    amp = mezzo.prepare(model, adamw(model), policy)
+    refused(lambda: model(X.double()), CastError, "fp64 is never cast: write x.float()")
+    train(amp, X.double().float())
+
+
+def test_an_optimizer_that_was_not_prepared() -> None:
+    model = net()
+    policy = "fp16, scaling.init_scale=16"
+    amp = mezzo.prepare(model[0], adamw(model[0]), policy)
+    amp.backward(amp.model(X).square().mean())
+    stranger = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    before = model[0].weight.clone()
+    refused(stranger.step, StepError, "mezzo.prepare(model, [...])", "amp.step(optimizer=...)")
+    assert torch.equal(model[0].weight, before)
+    amp.release()
+    train(mezzo.prepare(model, [adamw(model), stranger], policy), optimizer=stranger)
+
+
+def test_true_gradients_may_be_stepped_by_anybody() -> None:
+    model = net()
+    amp = mezzo.prepare(model, adamw(model), "bf16")
+    amp.backward(F.mse_loss(model(X), X))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Partly(nn.Module):
+    """A region switched off inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = net(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(h.float())
+
+
+class PartlyCast(Partly):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(h.to(self.head.weight.dtype))
+
+
+def test_weights_in_16_bit_where_a_region_is_switched_off() -> None:
+    model = Partly()
+    amp = mezzo.prepare(model, adamw(model), "bf16-master")
+    refused(lambda: model(X), CastError, "x.to(weight.dtype)", "module:NAME=fp32")
+    amp.release()
+    train(mezzo.prepare(model, adamw(model), "bf16-master, module:head=fp32"))
+    cast = PartlyCast()
+    train(mezzo.prepare(cast, adamw(cast), "bf16-master"))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Decorated(Product):
+    forward = staticmethod(mezzo.custom_fwd(Product.forward))
+    backward = staticmethod(mezzo.custom_bwd(Product.backward))
+
+
+class Own(nn.Module):
+    def __init__(self, function: type[Product]) -> None:
+        super().__init__()
+        self.function, self.weight = function, net()[0].weight
+        self.head = net()[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function.apply(x, self.weight).tanh())
+
+
+@POLICIES
+def test_an_autograd_function_whose_backward_multiplies(policy: str) -> None:
+    model = Own(Product)
+    amp = mezzo.prepare(model, adamw(model), policy)
+    loss = model(X).square().mean()
+    where = "`return grad @ weight, grad.t() @ x`"
+    refused(
+        lambda: amp.backward(loss),
+        CastError,
+        where,
+        "in the backward of Product",
+        "mezzo.custom_fwd",
+        "mezzo.custom_bwd",
+    )
+    amp.release()
+    model.function = Decorated
+    train(mezzo.prepare(model, adamw(model), policy))
