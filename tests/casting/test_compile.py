@@ -90,6 +90,21 @@ def test_a_function_that_contains_the_region(
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@traces_regions
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_weight_that_was_written_is_cast_anew(name: str, backend: str) -> None:
+    """The "eager" backend runs the graph as it was traced, so that torch would cast by itself, and keep what it cast."""
+    net, x = Net(), torch.randn(4, 8)
+    forward = contains(net, REGIONS[name])
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    for _ in range(3):
+        check(step(net, compiled, x), step(net, forward, x))
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1.5)
+
+
 @pytest.mark.parametrize("name", AROUND)
 def test_a_compiled_function_called_inside_the_region(name: str) -> None:
     net, x = Net(), torch.randn(4, 8)

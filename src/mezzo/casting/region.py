@@ -152,7 +152,9 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         plan = self._plan
         mode = _new_mode(plan)
         if torch.compiler.is_compiling():
-            frame = _Frame(_saved(plan), mode)
+            # A graph that is run as it was traced would fill torch's cache, and nothing would empty it.
+            frame = _Frame(_saved(plan), mode, cache_enabled=torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
         else:
             frame = self._tracked_frame(mode)
         if torch.compiler.is_compiling() or num_function_modes():  # an exporter is a mode
@@ -187,7 +189,9 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if torch.compiler.is_compiling():
-            _restore(self._frames.pop())
+            frame = self._frames.pop()
+            _restore(frame)
+            torch.set_autocast_cache_enabled(frame.cache_enabled)
             return
         frame = self._pop()
         is_innermost = _is_innermost(frame)
