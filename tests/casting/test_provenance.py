@@ -15,7 +15,7 @@ from mezzo.errors import CastError
 from mezzo.policy import OpRules
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
 class Mixing(nn.Module):
