@@ -25,7 +25,7 @@ class Mixing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low = self.proj(x)
-        return torch.dot(low[0], x[0])
+        return torch.heaviside(low[0], x[0])
 
 
 class Net(nn.Module):
@@ -46,9 +46,9 @@ def test_the_function_mode_names_op_module_and_arguments() -> None:
     with autocast("cpu", policy=TORCHS), pytest.raises(CastError) as caught:
         Net()(torch.randn(2, 4))
     assert str(caught.value) == (
-        "dot got bf16[4] cpu, fp32[4] cpu in module blocks.1 (Mixing); it has no rule, so its inputs came as they were. "
-        "torch says: dot : expected both vectors to have same dtype, but found BFloat16 and Float\n"
-        "  Write op:dot=promote (or =low, =fp32) in the policy so that its inputs agree."
+        "heaviside got bf16[4] cpu, fp32[4] cpu in module blocks.1 (Mixing); it has no rule, so its inputs came as they were. "
+        "torch says: heaviside is not yet implemented for tensors with different dtypes.\n"
+        "  Write op:heaviside=promote (or =low, =fp32) in the policy so that its inputs agree."
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -67,9 +67,9 @@ def test_the_dispatcher_engine_reads_them_from_the_traceback() -> None:
     with pytest.raises(CastError) as caught, autocast("cpu", dtype=BF16):
         Net()(torch.randn(2, 4))
     message = str(caught.value)
-    assert message.startswith("`return torch.dot(low[0], x[0])` (")
+    assert message.startswith("`return torch.heaviside(low[0], x[0])` (")
     assert "in module blocks.1 (Mixing) got low bf16[2,4] cpu, x fp32[2,4] cpu." in message
-    assert ("op:dot=promote" if sys.version_info >= (3, 11) else "x.to(other.dtype)") in message
+    assert ("op:heaviside=promote" if sys.version_info >= (3, 11) else "x.to(other.dtype)") in message
 
 
 @pytest.mark.parametrize("ops", ["", ", ops=mezzo"])
@@ -87,7 +87,7 @@ def test_a_number_that_fp16_cannot_hold_names_what_to_write(ops: str) -> None:
 
 
 def test_the_suggested_rule_mends_it() -> None:
-    mended = Policy(compute=BF16, ops=OpRules(edits=(("dot", Rule.PROMOTE),)))
+    mended = Policy(compute=BF16, ops=OpRules(edits=(("heaviside", Rule.PROMOTE),)))
     with autocast("cpu", policy=mended):
         assert Net()(torch.randn(2, 4)).dtype is torch.float32
 

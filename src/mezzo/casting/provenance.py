@@ -39,7 +39,7 @@ _ADVICE = (
     ),
     (
         re.compile(r"\bDouble\b"),
-        "fp64 is never cast: write x.float() for inputs in fp64, as from numpy, and model.float() for such weights.",
+        "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights.",
     ),
     (
         re.compile(r"sparse_csr"),
@@ -71,8 +71,6 @@ def _fix(error: RuntimeError, op: str | None) -> str:
     if op is not None and (op.endswith("_") or op == "__setitem__"):
         return "An op in place keeps the dtype of what it writes into: cast what is written, source.to(target.dtype)."
     is_missing = _NO_KERNEL.search(str(error)) is not None
-    if "Double" in str(error):
-        return "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch."
     if op not in known_ops():
         return f"Cast its inputs{' to fp32, x.float()' if is_missing else ' to one dtype, x.to(other.dtype)'}."
     if is_missing:
