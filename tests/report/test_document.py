@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.zoo import faulty_forward
 
@@ -122,6 +123,35 @@ def test_a_table_of_nothing_is_its_head() -> None:
 def test_json_is_strict_and_whole() -> None:
     data = json.loads(sample().to_json(), parse_constant=lambda word: (_ for _ in ()).throw(ValueError(word)))
     assert data == {"report": "Sample", "values": [1.5, "inf", "nan"], "names": ["a", "b"], "dtype": "bf16"}
+
+
+@pytest.mark.parametrize("kind", ["lines", "bars"])
+@pytest.mark.parametrize(
+    "values",
+    [(1e308, -1e308), (1e308, 1e308), (5e-324, 0.0), (1e-310, 2e-310), (math.inf, -math.inf), (math.nan, 1.0), ()],
+)
+def test_any_numbers_are_drawn(values: tuple[float, ...], kind: Any) -> None:
+    labels = tuple("x" for _ in values)
+    chart = Chart(title="c", kind=kind, labels=labels, unit="u", series=(Series(name="s", values=values),))
+    document = Document(title="t", verdict="v", is_good=True, blocks=(chart,))
+    assert "nan" not in re.sub("<title>.*?</title>", "", draw(chart)) and "c" in render_text(document)
+
+
+@pytest.mark.parametrize("text", ["\x1b[31mred", "\x1b]0;title\x07", "a\x00b", "half of \ud83d", "[/]", "\x9b1m"])
+def test_what_a_terminal_obeys_or_no_file_can_hold_is_spelled(text: str) -> None:
+    blocks = (
+        Heading(text=text, tone="bad"),
+        Pairs(pairs=((text, text),)),
+        Note(text=text),
+        Table(title=text, columns=(text, text), rows=((text, 1),)),
+        Source(file=text, lines=((1, text, text, True),)),
+        Heat(title=text, labels=(text,), rows=((text, (1.0,)),), unit=text, bands=((text, 0.0, 1.0),)),
+    )
+    document = Document(title=text, verdict=text, is_good=False, blocks=blocks)
+    for form in (render_text(document), render_page(document)):
+        form.encode("utf-8")
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", form)
+        assert text != "[/]" or form.count("[/]") > 8
 
 
 def test_a_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:

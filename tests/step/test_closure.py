@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -177,6 +178,20 @@ class TestRetry:
         amp, closure = self.too_large(self.RETRY + ", scaling.min_scale=256", "adamw")
         with pytest.raises(LossScaleExhausted, match="floor 256"):
             amp.step(closure)
+
+    def test_without_the_guard_it_ends_after_patience_tries(self) -> None:
+        amp, _ = self.too_large(self.RETRY + ", guard.enabled=false, guard.patience=4", "adamw")
+        calls = []
+
+        def closure() -> Tensor:
+            calls.append(1)
+            amp.zero_grad()
+            loss = amp.model(torch.ones(1, 4)).sum()
+            loss.register_hook(lambda grad: grad * math.nan)
+            amp.backward(loss)
+            return loss
+
+        assert not amp.step(closure).applied and len(calls) == 4
 
     def test_a_bad_loss_is_not_tried_again(self) -> None:
         amp, _ = self.too_large(self.RETRY, "adamw")

@@ -13,6 +13,7 @@ _LEFT, _RIGHT, _TOP = 56, 12, 30
 _BAND_HEIGHT, _ROW_HEIGHT, _NAME_WIDTH = 12, 15, 210
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 _LABELS, _LONGEST = 16, 20
+_NEAREST = 1e-300
 _FAINT = 1e-3
 """Share of a row's largest value below which nothing is drawn."""
 
@@ -23,6 +24,8 @@ def _steps(low: float, high: float) -> list[float]:
     >>> _steps(22.76, 55.8)
     [25.0, 30.0, 35.0, 40.0, 45.0, 50.0, 55.0]
     """
+    if not _NEAREST < high - low < math.inf:
+        return [low, high]  # too near, or too far apart, for steps between them
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = max(s * power for s in (1, 2, 5) if s * power <= (high - low) / 4)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
@@ -56,7 +59,9 @@ class _Plot:
         return self.left + (position + 0.5) / self.count * (WIDTH - self.left - _RIGHT)
 
     def y(self, value: float) -> float:
-        return _TOP + (self.high - value) / (self.high - self.low) * _PLOT
+        span = self.high / 2 - self.low / 2  # of halves, since fp64 ends at 1.8e308
+        share = (self.high / 2 - value / 2) / span if span else 0.5
+        return _TOP + share * _PLOT
 
 
 def _axes(chart: Chart, frame: _Plot) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+import re
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 Cell: TypeAlias = str | int | float
 
@@ -148,3 +149,17 @@ class Document:
     is_good: bool
     blocks: tuple[Block, ...]
     details: tuple[Block, ...] = ()
+
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(value: Any) -> Any:
+    """Return a document, or a part of one, in which what terminals obey, or no file can hold, is spelled out in ASCII."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], value)
+    if isinstance(value, tuple):
+        return tuple(map(printable, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: printable(getattr(value, field.name)) for field in fields(value)})
+    return value

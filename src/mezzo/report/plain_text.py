@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from .document import Block, Cell, Chart, Document, Heading, Heat, Note, Pairs, Source, Table
+from .document import Block, Cell, Chart, Document, Heading, Heat, Note, Pairs, Source, Table, printable
 
 WIDTH = 110
 _BARS = "▁▂▃▄▅▆▇█"
@@ -31,9 +31,10 @@ def sparkline(values: tuple[float, ...]) -> str:
     >>> sparkline((0.0, 1.0, 2.0, 3.0))
     '▁▃▆█'
     """
-    finite = [v for v in values if math.isfinite(v)]
+    halves = [v / 2 for v in values]  # whose differences fp64 can hold
+    finite = [v for v in halves if math.isfinite(v)]
     low, span = (min(finite), (max(finite) - min(finite)) or 1.0) if finite else (0.0, 1.0)
-    return "".join(_BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else "x" for v in values)
+    return "".join(_BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else "x" for v in halves)
 
 
 def grid(
@@ -147,6 +148,7 @@ def render_text(document: Document, *, width: int = WIDTH, colour: bool = False,
     Returns:
         The text, without trailing blanks on any line.
     """
+    document = printable(document)
     lines = [_painted(line, "plain", colour) for line in _folded(document.title, width)]
     lines += [
         _painted(line, "good" if document.is_good else "bad", colour) for line in _folded(document.verdict, width)

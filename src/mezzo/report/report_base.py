@@ -17,7 +17,7 @@ from ..extras import check_installed, is_there
 from ..formats import dtype_name
 from . import plain_text
 from .charts import draw, draw_heat
-from .document import Chart, Document, Heat
+from .document import Chart, Document, Heat, printable
 
 
 def to_plain(value: object) -> Any:
@@ -51,7 +51,7 @@ def render_page(document: Document) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(svg=svg, cell=plain_text.cell, kind=lambda block: type(block).__name__)
     template = environment.from_string(files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8"))
-    return template.render(doc=document)
+    return template.render(doc=printable(document))
 
 
 class Report:
