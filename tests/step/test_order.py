@@ -220,7 +220,10 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
         "optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), and write "
         "amp.step(optimizer=...) for one of them."
     ),
-    unknown_optimizer: "step(optimizer=...) was given an optimizer that prepare(model, optimizer) was not given.",
+    unknown_optimizer: (
+        "step(optimizer=...) was given SGD, which prepare(model, optimizer) was not given. Write one of amp.optimizers: "
+        "SGD."
+    ),
 }
 
 
