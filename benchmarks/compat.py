@@ -106,7 +106,9 @@ def row(result: dict[str, Any]) -> str:
     """Return a result as a line of the table."""
     sums = [sum(part[key] for part in result["parts"].values()) for key in ("passed", "failed", "skipped")]
     share = f"{len({*parts()} & {*result['parts']})} of {len(parts())}"
-    return f"| {result['torch']} | {result['python']} | {share} | {sums[0]} | {sums[1]} | {sums[2]} | {result['date']} |"
+    return (
+        f"| {result['torch']} | {result['python']} | {share} | {sums[0]} | {sums[1]} | {sums[2]} | {result['date']} |"
+    )
 
 
 def table() -> str:

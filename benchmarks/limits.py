@@ -1,6 +1,6 @@
 """What torch's own kernels leave to gain on a CPU: each workload beside a run of it that nothing of mezzo's is part of.
 
-Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [ROUNDS]`; all without a name. It prints a table
+Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [step] [lstm] [ROUNDS]`; all without a name. It prints a table
 and one line of JSON. The ways take turns, a step each; figures are medians.
 
 `launch` and `text`: BERT. "16 bit" keeps nothing in fp32: weights and moments in bf16, under torch.autocast, stepped by torch's
@@ -22,6 +22,12 @@ frozen weights into fresh memory. "frozen in bf16" trains adapters on layers tha
 
 `fixed`: training steps of three linear layers so small that nothing is computed: what a prepared step costs whatever the model. One
 thread, wall time, twenty times the rounds.
+
+`step`: the update alone. "same bytes" reads as many as the gradients are, twice, and changes in place as many as weights, remainders and
+moments are: nothing is computed, and no more than one array is walked at a time. All threads, wall time.
+
+`lstm`: "its kernels" are forward and backward of the LSTM layers alone, stored in bf16: no embedding, no head, no loss, no update. One
+thread, its processor time.
 """
 
 from __future__ import annotations
@@ -45,6 +51,7 @@ from mezzo.bench.workload import Setting, Workload
 from mezzo.bench.workloads.bert import BertLogits, Overhead, Text, classification_loss, review_batches
 from mezzo.bench.workloads.lora import Lora, LoraLinear
 from mezzo.bench.workloads.recipe import Recipe
+from mezzo.bench.workloads.step_alone import Step
 from mezzo.bench.workloads.zoo import Gpt2, Llama, Lstm, ModelSteps, Resnet, Vit
 
 CPU = torch.device("cpu")
@@ -271,6 +278,52 @@ def fixed(rounds: int) -> dict[str, dict[str, float]]:
     return {"fixed cost of a step": medians(ways, 20 * rounds, time.perf_counter)}
 
 
+def same_bytes(count: int) -> Way:
+    """Return the traffic of a step of 16-bit weights: gradients of 2 bytes read twice, 12 bytes a parameter changed in place."""
+    gradients, written = torch.zeros(count // 2), torch.zeros(3 * count)
+
+    def run() -> None:
+        gradients.sum()
+        gradients.sum()
+        written.neg_()
+
+    return run
+
+
+def step(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure the step alone beside its traffic."""
+    found = {}
+    for count in (10**7, 10**8):
+        size = Step(parameters=(count,), steps=1)
+        ways = {"same bytes": same_bytes(count)}
+        ways |= {name: built(size, name) for name in ("prepare-master", "prepare", "fp32", "torch-amp")}
+        found[f"step of {count:.0e} parameters"] = medians(ways, rounds, time.perf_counter)
+    return found
+
+
+def lstm_kernels(size: Lstm) -> Way:
+    """Return forward and backward of the LSTM layers of a workload, in bf16 throughout."""
+    torch.manual_seed(0)
+    layers = nn.LSTM(size.width, size.width, size.layers, batch_first=True).to(torch.bfloat16)
+    inputs = torch.randn(size.batch_size, size.tokens, size.width).to(torch.bfloat16).requires_grad_()
+    grad = torch.randn_like(inputs)
+
+    def run() -> None:
+        layers.zero_grad()
+        torch.autograd.backward(layers(inputs)[0], grad)
+
+    return run
+
+
+def lstm(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure training steps of LSTM layers beside the kernels in them."""
+    torch.set_num_threads(1)
+    size = Lstm(steps=1)
+    ways = {name: built(size, name) for name in ("torch-autocast", "prepare", "prepare-master")}
+    with keep_memory():
+        return {f"lstm {size.label}": medians({"its kernels": lstm_kernels(size)} | ways, rounds, time.thread_time)}
+
+
 PARTS = {
     "launch": launch,
     "text": text,
@@ -279,6 +332,8 @@ PARTS = {
     "memory": memory,
     "compiled": compiled,
     "fixed": fixed,
+    "step": step,
+    "lstm": lstm,
 }
 UNITS = {"memory": "MB"}
 
