@@ -178,9 +178,9 @@ class Text(Workload):
 
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return default precision, torch's and mezzo's region and scaler, and both policies of prepare."""
-        names = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp")
-        return (*those_that_run(names, device), *with_kept(("prepare", "prepare-master"), device))
+        """Return default precision, regions and scalers; torch.autocast and both policies of prepare with kept memory too."""
+        names = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
+        return (*those_that_run(names, device), *with_kept(("torch-autocast", "prepare", "prepare-master"), device))
 
     def check(self) -> None:
         """Refuse widths that do not divide into heads."""

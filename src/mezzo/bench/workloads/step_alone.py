@@ -81,7 +81,8 @@ class Step(Workload):
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the step without scaling, with either GradScaler, and prepared."""
-        return those_that_run(("fp32", "torch-amp", "mezzo-amp", "prepare", "prepare-master"), device)
+        names = ("fp32", "torch-autocast", "torch-amp", "mezzo-amp", "prepare", "prepare-master")
+        return those_that_run(names, device)
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each number of parameters."""
