@@ -21,7 +21,7 @@ from ..formats import parse_dtype
 MATMUL_WIDTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}
 # A set counts as fast as the best rate at the size below it, so the sizes lie close enough that what no cache holds is not
 # held to a cache's rate.
-STREAM_BYTES = {"cpu": (2**20, 2**23, 2**26, 2**27, 2**28), "cuda": (2**24, 2**26, 2**28, 2**30)}
+STREAM_BYTES = {"cpu": (2**20, 2**23, 2**26, 2**27, 15 * 2**24), "cuda": (2**24, 2**26, 15 * 2**24, 2**30)}
 FORMAT_NAMES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "fp16", "bf16")}
 
 
