@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
@@ -14,6 +15,12 @@ ORDER = [
 ]  # fmt: skip
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a source, read once for all tests."""
+    return ast.parse(source)
+
+
 def layer(path: Path) -> str | None:
     top = path.relative_to(SRC).parts[0].removesuffix(".py")
     return None if top.startswith("__") or top in RENAMED else top
@@ -22,7 +29,7 @@ def layer(path: Path) -> str | None:
 def imported_layers(path: Path, source: str) -> set[str]:
     package = ("mezzo", *path.relative_to(SRC).parts[:-1])
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = (*base, *(node.module or "").split(".")) if node.module else base
@@ -69,7 +76,7 @@ def _file_of(parts: tuple[str, ...]) -> Path | None:
 def imported_files(path: Path, source: str) -> set[Path]:
     """Every file of the package that a file imports, inside functions too."""
     package, found = path.relative_to(SRC).parts[:-1], set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "mezzo"):
             names = tuple(filter(None, (node.module or "").split(".")))
             base = (*package[: len(package) - node.level + 1], *names) if node.level else names[1:]
@@ -112,7 +119,7 @@ def past_the_door(path: Path, source: str) -> list[str]:
     reaches = any((KERNELS / "backends") in file.parents for file in imported_files(path, source))
     if reaches and not {KERNELS / "ops", KERNELS / "backends"} & {*path.parents} and path != KERNELS / "registry.py":
         found.append(f"{own} imports a backend")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef) and node.name == "step_" and reaches:
             first = node.args.args[0].annotation
             if first is None or ast.unparse(first) != "Operands":
@@ -154,7 +161,7 @@ def public_names() -> dict[str, set[str]]:
 def private_names(path: Path, source: str, public: dict[str, set[str]]) -> list[str]:
     """What a file of an application takes from mezzo, outside its own folder, that is not public."""
     package, found = ("mezzo", *path.relative_to(SRC).parts[:-1]), []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] == "mezzo"]
         elif isinstance(node, ast.ImportFrom):
@@ -193,7 +200,7 @@ ALLOWED_PAST = {
 def past_the_contract(path: Path, source: str) -> list[str]:
     """Imports that reach past the `__init__` of another folder."""
     package, found = path.relative_to(SRC).parts[:-1], []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom) and node.level and node.module and len(package) - node.level + 1 <= 0:
             top, *rest = node.module.split(".")
             if rest and (not package or top != package[0]) and node.module not in ALLOWED_PAST:

@@ -1,6 +1,6 @@
 """Every private name of torch that mezzo uses, once: what it is for, and what would stand still without it.
 
-All were checked on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0; what a version lacks is said where it is used. A new torch that moves one of them fails `tests/test_torch_internals.py`, which
+All were checked on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0; what a version lacks is said where it is used. A new torch that moves one of them fails `tests/test__torch.py`, which
 names it; nothing else in mezzo touches a name of torch that begins with an underscore.
 """
 

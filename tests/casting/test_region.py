@@ -16,7 +16,7 @@ from mezzo import Policy, Rule
 from mezzo.casting import autocast
 from mezzo.errors import ForbiddenOpError, PolicyError, RegionError
 from mezzo.policy import OpRules
-from mezzo.policy.engine_choice import why_engine
+from mezzo.policy.why import why_engine
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MEZZO = Policy(compute=BF16, ops="mezzo")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import itertools
 from pathlib import Path
 from types import ModuleType
 
@@ -28,9 +30,27 @@ def public(module: ModuleType) -> list[str]:
     )
 
 
-def first_line(value: object) -> str:
-    doc = inspect.getdoc(value) if inspect.isclass(value) or inspect.isfunction(value) else None
+def first_line(space: str, name: str) -> str:
+    module = importlib.import_module(space)
+    value = getattr(module, name)
+    is_code = inspect.isclass(value) or inspect.isfunction(inspect.unwrap(value))
+    doc = inspect.getdoc(value) if is_code else doc_of_value(module, name)
     return (doc or f"a value of type {type(value).__name__}").splitlines()[0]
+
+
+def doc_of_value(module: ModuleType, name: str) -> str:
+    """Return the string below an assignment, in the file that a contract takes the name from; empty if there is none."""
+    body = ast.parse(inspect.getsource(module)).body
+    for node, after in itertools.pairwise([*body, ast.Pass()]):
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname for alias in node.names]:
+            return doc_of_value(
+                importlib.import_module("." * node.level + (node.module or ""), module.__package__), name
+            )
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        is_it = any(isinstance(target, ast.Name) and target.id == name for target in targets)
+        if is_it and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            return inspect.cleandoc(str(after.value.value))
+    return ""
 
 
 def page() -> str:
@@ -41,7 +61,7 @@ def page() -> str:
     ]
     for space in SPACES:
         module = importlib.import_module(space)
-        lines += ["", f"## {space}", "", *(f"- `{n}`: {first_line(getattr(module, n))}" for n in public(module))]
+        lines += ["", f"## {space}", "", *(f"- `{n}`: {first_line(space, n)}" for n in public(module))]
     return "\n".join(lines) + "\n"
 
 

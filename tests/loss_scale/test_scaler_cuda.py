@@ -11,7 +11,7 @@ from torch import nn
 
 from mezzo.errors import LossScaleExhausted
 from mezzo.loss_scale import GradScaler, unscale_
-from mezzo.loss_scale.async_flag import AsyncFlag
+from mezzo.loss_scale.scale_state import AsyncFlag
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

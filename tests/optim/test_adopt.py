@@ -270,3 +270,14 @@ def test_the_optimizer_that_computes_is_the_one_inside_masters_and_any_other_its
     plain = torch.optim.RMSprop([torch.nn.Parameter(torch.ones(2))])
     assert wrapped_optimizer(plain) is plain
     assert wrapped_optimizer(MasterWeights(plain, "fp32")) is plain
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_errors_say_the_class_that_the_user_wrote_and_pickle_finds_ours(kind: Any) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    adopt(optimizer, Policy.parse("bf16-master"))
+    assert type(optimizer) is not kind and repr(optimizer).startswith(f"{kind.__name__} (")
+    assert type(pickle.loads(pickle.dumps(optimizer))) is type(optimizer)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ConfigError, match=f"a group of {kind.__name__} has lr=nan"):
+        optimizer.step()

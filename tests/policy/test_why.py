@@ -1,4 +1,4 @@
-"""why and diff: the rule that wins is the one that acts, and it stands where the answer says."""
+"""Why: the rule that wins is the one that acts and stands where the answer says, and so is the engine that a policy needs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.policy.policies import NO_DEFAULTS, policies
+from tests.policy.policies import policies
 
 from mezzo.errors import PolicyError
 from mezzo.formats import dtype_name
-from mezzo.policy import PRESETS, ModuleRule, OpRules, Policy, Reason, Rule
+from mezzo.policy import PRESETS, OpRules, Policy, Reason, Rule
 from mezzo.policy.spelling import write_module_rule
-from mezzo.policy.table import op_table
+from mezzo.policy.table import op_table, registered
 from mezzo.policy.text import written
 
 NAMED = Policy.parse("bf16, op:softmax=low, *.norm*=fp32, op:softmax=fp32, module:head=fp16, *.mlp=low")
@@ -180,60 +180,25 @@ def test_every_reason_stands_where_it_says(
             assert reason.written == f"{policy.op_rules.table} table, {device}"
 
 
-@given(policies(), policies())
-def test_a_diff_is_empty_only_between_equals(left: Policy, right: Policy) -> None:
-    assert not left.diff(left)
-    assert bool(left.diff(right)) == (left != right)
-    mirrored = [(change.what, change.right, change.left) for change in right.diff(left).changes]
-    forward = [(change.what, change.left, change.right) for change in left.diff(right).changes]
-    assert [row for row in forward if "rule" not in row[0]] == [row for row in mirrored if "rule" not in row[0]]
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
+def test_torchs_own_table_needs_no_mode(device: str) -> None:
+    assert Policy().why_engine(device).engine == "dispatcher"
+    assert Policy(ops="mezzo").why_engine(device).engine == "mode"
 
 
-@given(policies(), policies())
-def test_a_diff_accounts_for_every_rule(left: Policy, right: Policy) -> None:
-    """The rules of the right side, minus those a diff adds, are those of the left side, minus those it drops."""
-    changes = [change for change in left.diff(right).changes if change.what == "module rule"]
-    ours, theirs = ([write_module_rule(rule) for rule in p.modules] for p in (left, right))
-    for change in changes:
-        if change.left:
-            ours.remove(change.left)
-        if change.right:
-            theirs.remove(change.right)
-    assert sorted(ours) == sorted(theirs)
+def test_an_edit_that_changes_nothing_stays_with_the_dispatcher() -> None:
+    same = Policy(ops=OpRules(edits=(("matmul", Rule.LOW), ("tanh", Rule.AS_IS))))
+    assert same.why_engine("cpu").engine == "dispatcher"
+    assert Policy(ops=OpRules(edits=(("softmax", Rule.FP32),))).why_engine("cuda").engine == "dispatcher"
 
 
-def test_order_alone_is_a_difference() -> None:
-    rules = ModuleRule(pattern="a", precision=Rule.LOW), ModuleRule(pattern="*", precision=Rule.FP32)
-    assert Policy(modules=rules).diff(Policy(modules=rules[::-1]))
+def test_the_choice_names_the_ops_that_differ() -> None:
+    choice = Policy(ops=OpRules(edits=(("softmax", Rule.FP32),))).why_engine("cpu")
+    assert str(choice) == "mode: 1 ops have another rule than torch's on cpu: softmax"
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "printed"),
-    [
-        ("bf16", "bf16", "no difference: bf16"),
-        ("fp16, op:cumsum=low, *.norm*=fp32, scaling.init_scale=1024", "bf16, ops=mezzo, *.norm*=bf16, head.*=low", """\
-left:  fp16, op:cumsum=low, *.norm*=fp32, scaling.init_scale=1024
-right: bf16, ops=mezzo, *.norm*=bf16, head.*=low
-compute      fp16                              bf16
-ops          torch                             mezzo
-scaling      dynamic, scaling.init_scale=1024  none
-op rule      cumsum=low                        -
-module rule  *.norm*=fp32                      *.norm*=bf16
-module rule  -                                 head.*=low"""),
-        ("fp16", "fp16, scaling.init_scale=8, guard.enabled=false", """\
-left:  fp16
-right: fp16, scaling.init_scale=8, guard.enabled=false
-scaling.init_scale  65536  8
-guard.enabled       true   false"""),
-    ],
-)  # fmt: skip
-def test_a_diff_is_readable(left: str, right: str, printed: str) -> None:
-    assert str(Policy.parse(left).diff(right)) == printed
-
-
-def test_a_diff_sees_every_field() -> None:
-    changes = {change.what for change in Policy().replace(scaling=None).diff(NO_DEFAULTS).changes}
-    assert changes >= {"compute", "params", "master", "grads", "reduce", "state", "output", "loss", "ops", "scaling"}
-    assert changes >= {"op rule", "module rule", *(f"guard.{name}" for name in type(NO_DEFAULTS.guard).__slots__)}
-    dynamic = Policy.parse("fp32, scaling=dynamic").replace(ops=OpRules()).diff(NO_DEFAULTS)
-    assert {change.what for change in dynamic.changes} >= {f"scaling.{n}" for n in type(NO_DEFAULTS.scaling).__slots__}
+def test_a_row_is_there_only_if_the_installed_torch_casts_the_op() -> None:
+    for device in ("cpu", "cuda", "mps", "xpu"):
+        listed = set(op_table("torch", device))
+        assert registered(device) <= listed
+        assert listed - registered(device) <= {"linalg_multi_dot", "chain_matmul"}

@@ -72,6 +72,12 @@ class TestPacking:
         assert read[: len(_values(here))] == _values(here)
         assert len(set(read)) == len(read), "no slot is read twice"
 
+    def test_optimizers_that_skip_together_share_one_flag(self) -> None:
+        vector = torch.arange(1.0, 20.0)
+        together, apart = (StepFlags.of(vector, 2, clips=False, together=one) for one in (True, False))
+        assert together.void is together.skipped[0] is together.skipped[1]
+        assert apart.skipped[0] is not apart.skipped[1] and float(apart.void) == float(max(apart.skipped))
+
     @pytest.mark.parametrize(
         ("loss", "gradients", "buffers", "reason"),
         [

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..casting import is_attention
+from ..distributed import class_names
 from ..errors import PolicyError
 from ..policy import FP32_RULES, CacheName, Policy
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
@@ -28,12 +29,6 @@ class _Own:
 
     def __call__(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
-
-
-def class_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's class and of the classes above it, as patterns of a policy see them."""
-    classes = type(module).__mro__
-    return tuple(cls.__name__ for cls in classes if issubclass(cls, nn.Module) and "_mezzo_class" not in vars(cls))
 
 
 def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Binding:

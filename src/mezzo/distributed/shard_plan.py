@@ -80,8 +80,9 @@ class ShardPlan:
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's class and of those above it, as patterns of a policy see them."""
-    return tuple(cls.__name__ for cls in type(module).__mro__ if issubclass(cls, nn.Module))
+    """Return the names of a module's class and of those above it, as patterns of a policy see them. Host only."""
+    classes = type(module).__mro__
+    return tuple(cls.__name__ for cls in classes if issubclass(cls, nn.Module) and "_mezzo_class" not in vars(cls))
 
 
 def precision_of(policy: Policy, fqn: str, modules: Mapping[str, nn.Module]) -> Rule | torch.dtype | None:

@@ -16,11 +16,10 @@ from .._torch import ScalerStage, is_capturing, is_fused, new_optimizer_state, t
 from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError
 from ..policy import ScalingConfig
 from . import grad_checks, messages
-from .async_flag import AsyncFlag
 from .fused import StepScaling, parameters, step_scaled
 from .grad_tracker import GradTracker, Mark, gradients
 from .saved import Saved, floor_under, given_scale, pack, unpack
-from .scale_state import LastStep, ScaleSnapshot, ScaleState
+from .scale_state import AsyncFlag, LastStep, ScaleSnapshot, ScaleState
 from .state import LossScale, next_state
 from .torch_names import TorchNames
 from .unscale import divide_, has_nonfinite, is_unusable

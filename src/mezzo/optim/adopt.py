@@ -42,6 +42,8 @@ _ADOPTED: dict[type[torch.optim.Optimizer], type[MasterOptimizer]] = {
     torch.optim.Adam: AdoptedAdam,
     torch.optim.SGD: AdoptedSGD,
 }
+for _plain, _adopted in _ADOPTED.items():  # messages say the class that the user wrote; pickle goes by the other name
+    _adopted.__name__ = _plain.__name__
 _FROM_POLICY = "master_from_policy"
 """Option of a group of mezzo's whose master mode `adopt` chose."""
 _PLAIN = {adopted: plain for plain, adopted in _ADOPTED.items()}

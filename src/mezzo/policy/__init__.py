@@ -2,8 +2,6 @@
 
 from .diff import Change as Change
 from .diff import PolicyDiff as PolicyDiff
-from .engine_choice import EngineChoice as EngineChoice
-from .engine_choice import why_engine as why_engine
 from .families import is_cast_at_use as is_cast_at_use
 from .families import is_matmul_like as is_matmul_like
 from .fields import CacheName as CacheName
@@ -18,8 +16,6 @@ from .policy import PRESETS as PRESETS
 from .policy import Policy as Policy
 from .policy import PolicyLike as PolicyLike
 from .policy import as_policy as as_policy
-from .settings import rules as rules
-from .settings import settings as settings
 from .spelling import write_module_rule as write_module_rule
 from .spelling import write_op_rule as write_op_rule
 from .table import ALIASES as ALIASES
@@ -28,6 +24,10 @@ from .table import OpRow as OpRow
 from .table import known_ops as known_ops
 from .table import op_table as op_table
 from .table import registered as registered
+from .text import rules as rules
+from .text import settings as settings
 from .text import written as written
+from .why import EngineChoice as EngineChoice
 from .why import Reason as Reason
 from .why import Why as Why
+from .why import why_engine as why_engine

@@ -13,14 +13,12 @@ import torch
 from ..errors import PolicyError
 from ..formats import dtype_name
 from .diff import PolicyDiff, diff
-from .engine_choice import EngineChoice, why_engine
 from .fields import CacheName, PolicyFields
 from .presets import PRESET_FIELDS
-from .settings import to_html
 from .spelling import write_module_rule
-from .text import parse, written
+from .text import parse, to_html, written
 from .toml import from_document, load, save, to_document
-from .why import Why, why
+from .why import EngineChoice, Why, why, why_engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -131,7 +129,7 @@ class Policy(PolicyFields):
                 )
 
     def why_engine(self, device_type: str, cache: CacheName = "region") -> EngineChoice:
-        """Return which engine a region of this policy runs on, and why: see `policy.engine_choice.why_engine`. Syncs: no."""
+        """Return which engine a region of this policy runs on, and why: see `policy.why_engine`. Syncs: no."""
         return why_engine(self, device_type, cache)
 
     def why(

@@ -70,12 +70,13 @@ class StepFlags(Generic[T]):
         return not isinstance(self.grad_norm, Tensor)
 
     @staticmethod
-    def of(vector: Tensor, num: int, *, clips: bool) -> StepFlags[Tensor]:
-        """Return the flags that a decided vector has, as views of it. Host only."""
+    def of(vector: Tensor, num: int, *, clips: bool, together: bool = False) -> StepFlags[Tensor]:
+        """Return the flags that a decided vector has, as views of it: one for all who skip together. Host only."""
         each, at = vector.unbind(), decision_slots(num)
-        lists = ("norms", "skipped", *(("clip_coefs", "divisors") if clips else ()))
+        lists = ("norms", *(("clip_coefs", "divisors") if clips else ()))
         scalars = {name: each[at[name].start] for name in _SCALARS}
-        return StepFlags(**scalars, **{name: each[at[name]] for name in lists}, vector=vector)
+        skipped = each[at["skipped"]][:1] * num if together else each[at["skipped"]]
+        return StepFlags(**scalars, **{name: each[at[name]] for name in lists}, skipped=skipped, vector=vector)
 
     @staticmethod
     def unpack(vector: Tensor) -> StepFlags[float]:
@@ -88,7 +89,7 @@ class StepFlags(Generic[T]):
     @property
     def void(self) -> Flag:
         """Whether any optimizer skips. Syncs: no."""
-        return either(*[skip if isinstance(skip, Tensor) else skip != 0 for skip in self.skipped])
+        return either(*[skip if isinstance(skip, Tensor) else skip != 0 for skip in dict.fromkeys(self.skipped)])
 
     @property
     def applied(self: StepFlags[float]) -> bool:
@@ -182,10 +183,9 @@ def _decide_on_device(
     }  # fmt: skip
     there = {name: [_on_device(home, value) for value in values] for name, values in found.items()}
     vector = pack_decision(there, constant(0.0, home))
-    kernel("decision", home, torch.float32).decide_(
-        vector, num, together=skip == "together", clips=max_norm is not None
-    )
-    return StepFlags.of(vector, num, clips=max_norm is not None)
+    together, clips = skip == "together", max_norm is not None
+    kernel("decision", home, torch.float32).decide_(vector, num, together=together, clips=clips)
+    return StepFlags.of(vector, num, clips=clips, together=together)
 
 
 def _on_device(home: torch.device, value: Tensor | float) -> Tensor:

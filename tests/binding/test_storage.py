@@ -1,0 +1,68 @@
+"""What weights are stored in: a table of modules, and who is left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo import Policy
+from mezzo.binding import convert_
+from mezzo.binding.bind import bind
+from mezzo.binding.storage import storage_targets, store_
+
+MASTER = "bf16-master"
+
+
+def tied() -> nn.Module:
+    model = nn.ModuleDict({"table": nn.Embedding(4, 4), "head": nn.Linear(4, 4, bias=False)})
+    model["head"].weight = model["table"].weight  # type: ignore[union-attr]  # modules of torch
+    return model
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], str, set[str]]] = {
+    "linear": (lambda: nn.Linear(2, 2), MASTER, {"weight", "bias"}),
+    "convolution": (lambda: nn.Conv1d(2, 2, 1), MASTER, {"weight", "bias"}),
+    "embedding": (lambda: nn.Embedding(2, 2), MASTER, {"weight"}),
+    "embedding with sparse gradients": (lambda: nn.Embedding(2, 2, sparse=True), MASTER, set()),
+    "norm": (lambda: nn.LayerNorm(2), MASTER, set()),
+    "fp32 rule": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), f"{MASTER}, module:1=fp32", {"0.weight", "0.bias"}),
+    "tied to a module under an fp32 rule": (tied, f"{MASTER}, module:head=fp32", set()),
+    "tied": (tied, MASTER, {"table.weight"}),
+    "spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(2, 2)), MASTER, set()),
+    "a policy that stores fp32": (lambda: nn.Linear(2, 2), "bf16", set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_what_goes_to_16_bit(kind: str) -> None:
+    make, text, expected = MODULES[kind]
+    model, policy = make(), Policy.parse(text)
+    bind(model, policy)
+    targets = storage_targets(model, policy, [])
+    assert {name for name, p in model.named_parameters() if targets.get(p) is torch.bfloat16} == expected
+    assert set(convert_(model, [], policy)) == expected
+    assert {name for name, p in model.named_parameters() if p.dtype is torch.bfloat16} == expected
+
+
+def test_frozen_weights_stay_where_there_is_an_optimizer() -> None:
+    model, policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Policy.parse(MASTER)
+    model[0].requires_grad_(False)
+    bind(model, policy)
+    targets = storage_targets(model, policy, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert {name for name, p in model.named_parameters() if p in targets} == {"1.weight", "1.bias"}
+
+
+def test_16_bit_weights_under_an_fp32_rule_become_fp32() -> None:
+    model, policy = nn.Linear(2, 2).bfloat16(), Policy.parse("bf16, Linear=fp32")
+    bind(model, policy)
+    assert convert_(model, [], policy) == ["weight", "bias"] and model.weight.dtype is torch.float32
+
+
+def test_stored_values_are_another_tensors_in_the_same_parameter() -> None:
+    model = nn.Linear(2, 2)
+    weight, value = model.weight, torch.full((2, 2), 3.0, dtype=torch.bfloat16)
+    store_(model, {weight: value})
+    assert model.weight is weight and torch.equal(weight.data, value) and weight.dtype is torch.bfloat16

@@ -1,0 +1,69 @@
+"""The door for a saved optimizer state: what does not fit is named, what torch and mezzo save fits."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mezzo
+from mezzo.errors import CheckpointError
+from mezzo.optim import check_saved
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "mezzo.AdamW": lambda p: mezzo.optim.AdamW(p, master="split"),
+    "mezzo.SGD": lambda p: mezzo.optim.SGD(p, momentum=0.9, master="kahan"),
+    "MasterWeights": lambda p: mezzo.optim.MasterWeights(torch.optim.Adam(p), "split"),
+    "torch.SGD without momentum": lambda p: torch.optim.SGD(p),
+    "torch.NAdam": lambda p: torch.optim.NAdam(p),
+}
+
+
+def stepped(name: str, steps: int = 1) -> torch.optim.Optimizer:
+    params = [torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = MAKERS[name](params)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_was_saved_fits(name: str, steps: int) -> None:
+    check_saved("optimizer", stepped(name, steps).state_dict(), stepped(name))
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no groups": (lambda s: s.pop("param_groups"), "optimizer has no param_groups with params"),
+    "another group": (lambda s: s["param_groups"].append({"params": []}), "2 groups with [2, 0] params"),
+    "a rate of text": (lambda s: s["param_groups"][0].update(lr="fast"), "['lr'] is 'fast', and must be a number"),
+    "a rate of nan": (lambda s: s["param_groups"][0].update(lr=float("nan")), "must be a finite number"),
+    "a flag of 3": (lambda s: s["param_groups"][0].update(amsgrad=3), "['amsgrad'] is 3, and must be True or False"),
+    "one beta": (lambda s: s["param_groups"][0].update(betas=(0.9,)), "must be 2 numbers"),
+    "no state": (lambda s: s.pop("state"), "optimizer.state is NoneType, and must be a dict"),
+    "a stranger's state": (lambda s: s["state"].update({7: {}}), "state[7] belongs to none of the 2 parameters"),
+    "a count of text": (lambda s: s["state"][0].update(step="3"), "['step'] is '3', and must be a finite number"),
+    "a moment of another shape": (lambda s: s["state"][0].update(exp_avg=torch.ones(3)), "has shape [3], and [2, 3] is wanted"),
+    "a moment that is none": (lambda s: s["state"][0].update(exp_avg=None), "is None, and must be a tensor of shape [2, 3]"),
+    "a moment without values": (
+        lambda s: s["state"][0].update(exp_avg=torch.ones(2, 3, device="meta")), "must be one of torch.strided with values",
+    ),
+    "a remainder in fp32": (lambda s: s["state"][0].update(remainder=torch.ones(2, 3)), "which such state is never kept in"),
+    "a moment missing in one": (lambda s: s["state"][1].pop("exp_avg"), "state[1] has no exp_avg, which others of its group have"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_does_not_fit_is_named(change: str) -> None:
+    make, message = CHANGES[change]
+    optimizer = stepped("mezzo.AdamW")
+    saved = copy.deepcopy(optimizer.state_dict())
+    make(saved)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check_saved("optimizer", saved, optimizer)
