@@ -10,12 +10,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .._torch import apply_to_tensors_, own_parameters
+from ..distributed import class_names
 from ..errors import MasterError, PolicyError, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..optim import MasterOptimizer, MasterWeights, check_whole, keeps_masters, local_optimizer, parameters
 from ..policy import FP32_RULES, Policy, Rule, is_matmul_like
-from .bind import class_names
 from .forward import record
 
 

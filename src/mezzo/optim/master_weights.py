@@ -237,10 +237,9 @@ class MasterWeights(torch.optim.Optimizer):
         for p in params:
             if self.masters.mode_of(p) != "none":
                 self.masters.fp32_param(p)
+        inner_state = {**state_dict, "state": {i: e for i, e in rest.items() if e}, "param_groups": groups}
         with self._masters_inside():
-            self.inner.load_state_dict(
-                {**state_dict, "state": {i: e for i, e in rest.items() if e}, "param_groups": groups}
-            )
+            self.inner.load_state_dict(inner_state)
         self._rekey({fp32_param: p for p, fp32_param in self.masters.stand_ins.items()})
         self.masters.seed = state_dict["param_groups"][0].get("rounding_seed", self.masters.seed)
         clauses = []
@@ -341,9 +340,8 @@ class MasterWeights(torch.optim.Optimizer):
             if closure is None:
                 raw.update(self._hand_gradients(params))
                 return ()
-            recompute = closure
 
-            def on_masters() -> float:
+            def on_masters(recompute: Callable[[], float] = closure) -> float:
                 with torch.no_grad():
                     write_weights()
                 with self._masters_inside(False), torch.enable_grad():

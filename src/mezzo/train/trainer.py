@@ -124,6 +124,7 @@ class Trainer:
                     self._pause(progress)
 
     def _update(self, rows: list[int], progress: Progress) -> None:
+        """Make one update of rows of the data. Writes: the model and its optimizer, the position, the log. Syncs: yes."""
         each = self._num_micro_batches // self._world.size
         mine = range(self._world.rank * each, (self._world.rank + 1) * each)
         update = self._updater.step(*(partial(self._loss, rows, index) for index in mine))

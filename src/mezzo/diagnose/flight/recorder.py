@@ -35,6 +35,8 @@ def as_data(value: object, what: str) -> Any:
 
     Raises:
         DataError: something else, which could only be kept as code.
+
+    Syncs: yes, for tensors on a device.
     """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
