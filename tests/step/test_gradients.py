@@ -1,0 +1,109 @@
+"""Gradients of a step: why there may be none, and how they may be dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.step.step_models import Net, batch, mse, prepared
+from torch import nn
+
+import mezzo
+from mezzo.errors import StepError
+
+
+def loss_of(amp: mezzo.Stepper) -> torch.Tensor:
+    x, y = batch()
+    return mse(amp.model(x), y)
+
+
+class TestNoGradients:
+    """Five causes, five sentences."""
+
+    def test_all_frozen(self) -> None:
+        model, amp = prepared()
+        extra = nn.Parameter(torch.ones(()))
+        model.requires_grad_(False)
+        amp.backward(amp.model(batch()[0]).mean() * extra)
+        with pytest.raises(StepError) as error:
+            amp.step()
+        assert str(error.value) == (
+            "step() found no gradients: all 8 parameters of the optimizer are frozen (requires_grad=False). Unfreeze "
+            "some, or give the optimizer the trainable ones."
+        )
+
+    def test_parameters_of_another_model(self) -> None:
+        model, other = Net(), Net()
+        amp = mezzo.prepare(model, torch.optim.SGD(other.parameters()), "fp32")
+        amp.backward(loss_of(amp))
+        with pytest.raises(StepError) as error:
+            amp.step()
+        assert str(error.value) == (
+            "step() found no gradients: none of the optimizer's 8 trainable parameters belongs to the prepared model; the "
+            "model was copied or replaced after the optimizer was made. Make the optimizer from model.parameters() of "
+            "the prepared model."
+        )
+
+    def test_out_of_reach(self) -> None:
+        model = Net()
+        amp = mezzo.prepare(model, torch.optim.SGD(model.outer.parameters()), "fp32")
+        amp.backward(model.inner(batch()[0]).mean())
+        with pytest.raises(StepError) as error:
+            amp.step()
+        assert str(error.value) == (
+            "step() found no gradients: the loss reaches 2 parameters of the model, but none of the optimizer's 2 "
+            "(outer.weight, outer.bias). Step the optimizer whose parameters this loss trains, or check where the graph "
+            "is cut."
+        )
+
+    def test_a_loss_of_another_model(self) -> None:
+        _, amp = prepared("fp32")
+        x, y = batch()
+        amp.backward(mse(Net()(x), y))
+        with pytest.raises(StepError) as error:
+            amp.step()
+        assert str(error.value) == (
+            "step() found no gradients: backward(loss) reached none of the optimizer's 8 trainable parameters: the loss was "
+            "made by another model, or behind a detach(). Hand over a loss that this model made."
+        )
+
+
+def test_inference_has_no_step() -> None:
+    amp = mezzo.prepare(Net(), None, "bf16")
+    amp.backward(loss_of(amp))
+    with pytest.raises(StepError, match="prepared without an optimizer, for inference"):
+        amp.step()
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda amp: amp.optimizers[0].zero_grad(),
+        lambda amp: amp.model.zero_grad(),
+        lambda amp: amp.optimizers[0].zero_grad(set_to_none=False),
+        lambda amp: amp.zero_grad(set_to_none=False),
+    ],
+)
+def test_gradients_may_be_dropped_in_any_way(drop: Callable[[mezzo.Stepper], None]) -> None:
+    _, amp = prepared("fp16, scaling.init_scale=256")
+    for _ in range(3):
+        amp.backward(loss_of(amp))
+        assert amp.step()
+        drop(amp)
+
+
+def test_single_gradients_may_be_dropped() -> None:
+    model, amp = prepared("fp32")
+    before = model.inner.bias.clone()
+    amp.backward(loss_of(amp))
+    model.inner.bias.grad = None
+    assert amp.step() and torch.equal(model.inner.bias, before)
+
+
+def test_abandoned_gradients_start_a_new_step() -> None:
+    _, amp = prepared("fp32")
+    amp.backward(loss_of(amp) * float("nan"))
+    amp.optimizers[0].zero_grad()
+    amp.backward(loss_of(amp))
+    assert amp.step()
