@@ -42,7 +42,9 @@ def test_a_policy_is_tried_on_a_copy(policy: str) -> None:
 
 def test_without_a_policy_the_callers_region_counts() -> None:
     model, x = Rotary(), torch.randn(1, 4096, 8)
-    assert diagnose.lint(model, x).is_healthy
+    clean = diagnose.lint(model, x)
+    assert clean.is_healthy and clean.ops > 1
+    assert f"Clean: {clean.ops} ops of one forward and backward pass broke no lint rule." in str(clean)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         report = diagnose.lint(model, x)
     assert rules(report) == ["integers-in-16-bit"]

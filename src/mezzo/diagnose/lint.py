@@ -24,16 +24,19 @@ class LintReport(Report):
         model: class name.
         policy: the policy's text, empty where the model ran as it is.
         warnings: in the order they were seen.
+        ops: number of ops looked at.
     """
 
     model: str
     policy: str
     warnings: tuple[LintWarning, ...]
+    ops: int
 
     def document(self) -> Document:
         """Return the layout."""
         count = len(self.warnings)
-        verdict = f"{count} lint rule{'s' * (count != 1)} broken." if count else "Clean."
+        clean = f"Clean: {self.ops:,} ops of one forward and backward pass broke no lint rule."
+        verdict = f"{count} lint rule{'s' * (count != 1)} broken." if count else clean
         under_policy = f" under {self.policy}" if self.policy else ""
         blocks: list[Block] = []
         for warning in self.warnings:
@@ -97,4 +100,5 @@ def lint(
         model=type(model).__name__,
         policy="" if chosen is None else str(chosen),
         warnings=tuple(explain_lint(x) for x in lints),
+        ops=trace.record.ops,
     )

@@ -182,7 +182,7 @@ def _warnings(lints: tuple[Lint, ...]) -> list[Block]:
 def _tensors(f: Finding) -> Table:
     tensors: list[tuple[str, TensorFacts]] = [*(("in", t) for t in f.inputs), *(("out", t) for t in f.outputs)]
     return Table(
-        title=f"What went into {f.op} and what came out",
+        title=f"Inputs and outputs of {f.op}",
         columns=("", "tensor", "type", "largest finite", "NaN", "inf", "-inf", "zeros"),
         rows=tuple((way, t.name, str(t), t.amax, t.nan, t.posinf, t.neginf, t.zeros) for way, t in tensors[:12]),
     )
