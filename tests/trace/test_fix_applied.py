@@ -256,3 +256,23 @@ def test_a_weight_that_a_loop_by_hand_spoils_is_reached() -> None:
     first = t.report.findings[0]
     assert (first.verdict, first.op, t.report.answer) == ("singularity", "sqrt", "faulty")
     assert "parameter weight" in first.reached
+
+
+def test_what_a_rules_own_cast_narrows_is_undone_by_a_rule() -> None:
+    """A norm computes in fp32 and leaves in fp16: no line of the program casts there."""
+
+    def prepared(policy: str) -> mezzo.Stepper:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+        nn.init.constant_(model[1].weight, 6e4)
+        return mezzo.prepare(model, torch.optim.SGD(model.parameters()), f"{policy}, scaling=none")
+
+    x = torch.randn(32, 8)
+    amp = prepared("fp16")
+    with diagnose.trace(amp.model) as t:
+        amp.backward(amp.model(x).square().mean())
+    edit = t.report.findings[0].fix.edit
+    assert edit == "module:1=fp32, module:2=fp32"
+    amp = prepared(f"fp16, {edit}")
+    amp.backward(amp.model(x).square().mean())
+    assert amp.step()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.torch_versions import traces_regions
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -161,6 +162,7 @@ def test_s16_stock_a_compiled_backward_ignores_the_fp32_island() -> None:
     assert not torch.equal(island(torch.autocast, compiled=False), island(torch.autocast, compiled=True))
 
 
+@traces_regions
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_s16_ours_a_bound_fp32_rule_holds_in_compiled_backward() -> None:
     def gradients(compiled: bool) -> list[torch.Tensor]:

@@ -22,9 +22,9 @@ from .._torch import (
     node_number,
     storage_id,
 )
-from .frames import locate
+from .frames import Owner, caller, locate
 from .modules import ModuleStack, Place
-from .ops import has_no_values, is_custom, node_op, plain, takes_itself_apart
+from .ops import CASTS, has_no_values, is_custom, node_op, plain, takes_itself_apart
 from .records import Phase, Site
 
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
@@ -175,6 +175,7 @@ class TraceContext:
         )
 
     def _site(self, phase: Phase, place: Place, user: Any, library: Any, op: str) -> Site:
+        is_rules = self.names.current in CASTS and caller() is Owner.MEZZO
         return Site(
             phase=phase,
             root=place.root,
@@ -182,7 +183,7 @@ class TraceContext:
             classes=place.classes,
             user=user,
             library=library,
-            called=self.names.current,
+            called="" if is_rules else self.names.current,  # no line of the program's makes the cast of a rule
             op=op,
             step=self.step,
             rank=self.rank,
