@@ -205,7 +205,6 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
     ),
     two_clippings: "step(max_norm=1.0, clip_value=1.0): clip by norm or by value, not both.",
     clipped_to_nothing: "step(max_norm=0.0) would leave no gradient; write a positive number, or None.",
-<<<<<<< HEAD
     another_optimizer: (
         "SGD.step() was called on the gradients of outer.weight, outer.bias, which carry the loss scale, and this "
         "optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), and write "
@@ -214,10 +213,6 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
     unknown_optimizer: (
         "step(optimizer=...) was given SGD, which prepare(model, optimizer) was not given. Write one of amp.optimizers: "
         "SGD."
-=======
-    unknown_optimizer: (
-        "step(optimizer=...) was given SGD, which prepare(model, optimizer) was not given. Write one of amp.optimizers: SGD."
->>>>>>> 96ee6d7 (Say of a rule's own cast that a rule undoes it, and keep two sentences of tests to what is said)
     ),
 }
 

@@ -82,6 +82,19 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
+def captured(amp: mezzo.Stepper) -> Tensor:
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = amp.model(x).sum()
+        amp.backward(loss)
+        amp.step()
+        return loss.detach()
+
+    replayed: mezzo.CapturedStep[[Tensor], Tensor] = amp.capture(step)
+    loss: Tensor = replayed(torch.ones(2, 4))
+    print(replayed.result, replayed.num_replayed)
+    return loss
+
+
 def diagnosed(model: nn.Module, amp: mezzo.Stepper, x: Tensor) -> None:
     with mezzo.diagnose.watch(amp, every=10) as watch:
         print(watch.report.skipped)
