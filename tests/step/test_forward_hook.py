@@ -10,8 +10,8 @@ from torch import nn
 
 import mezzo
 from mezzo.binding import record
-from mezzo.step.engine import ParameterNames
 from mezzo.step.forward_hook import ForwardHook
+from mezzo.step.report import ParameterNames
 
 
 def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:

@@ -17,9 +17,8 @@ from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, NoScaling, ask_before_steps
-from ..optim import parameters
 from ..policy import Policy
-from .accumulation import OptimizerGrads, Skip, is_bad
+from .accumulation import GradStats, OptimizerGrads, Skip, is_bad
 from .buffers import Buffers
 from .foreign_scaler import refuse_stranger
 from .gradients import Gradients
@@ -27,8 +26,8 @@ from .invariants import ALWAYS, Invariants, look
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
-from .report import StateReport, make_report
-from .result import GradStats, StepFlags, StepResult, check_grads
+from .report import ParameterNames, StateReport, make_report
+from .result import StepFlags, StepResult, check_grads
 from .update import Clip, Stepped, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]
@@ -375,29 +374,3 @@ class Engine:
         for function, optimizer in self.callbacks:
             if all(applied.values()) if optimizer is None else applied.get(id(optimizer), False):
                 function()
-
-
-class ParameterNames(dict[Tensor, str]):
-    """The parameters of a model and its optimizers, each with its name.
-
-    Args:
-        model: its names count first.
-        optimizers: of parameters that the model does not have, which get numbers.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model = model
-        self._optimizers = optimizers
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read the names anew. Host only."""
-        self.clear()
-        self.update({p: name for name, p in self._model.named_parameters()})
-        for index, optimizer in enumerate(self._optimizers):
-            for k, p in enumerate(parameters(optimizer)):
-                self.setdefault(p, f"optimizer {index} parameter {k}")
-
-    def __missing__(self, param: Tensor) -> str:
-        self.refresh()
-        return self.get(param, "a parameter")

@@ -29,10 +29,10 @@ from ..errors import StepError
 from ..optim import adopt, parameters
 from ..policy import CacheName, PolicyLike, as_policy
 from .accumulation import Skip
-from .engine import ParameterNames
 from .loading import MastersFollow
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
+from .report import ParameterNames
 from .stepper import Stepper
 from .update import is_owned
 

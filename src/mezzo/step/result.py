@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..distributed import RankConsensus
 from ..errors import StepError
-from ..kernels import any_dtensor, decision_slots, kernel, local, norm_and_finite, num_decided, pack_decision
-from ..stamp import Stamp
+from ..kernels import any_dtensor, decision_slots, kernel, norm_and_finite, num_decided, pack_decision
 from .accumulation import (
     AccumulationState,
     Flag,
+    GradStats,
     OptimizerGrads,
     Skip,
     constant,
@@ -191,75 +191,6 @@ def _decide_on_device(
 def _on_device(home: torch.device, value: Tensor | float) -> Tensor:
     """Return a number or a flag as a tensor of shape (). Syncs: no."""
     return move(value, home).reshape(()) if isinstance(value, Tensor) else constant(float(value), home)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class GradStats:
-    """The gradients behind a result, by parameter.
-
-    Attributes:
-        params: that had gradients.
-        names: of parameters.
-        norms: of each optimizer's gradients, each of shape (number of gradients,), fp32: the norm of each.
-        counts: as `norms`, int64: inf and NaN in each, where they were counted in the step.
-        stamps: of each gradient as it was, by the parameter's id.
-    """
-
-    params: Sequence[Tensor]
-    names: Mapping[Tensor, str]
-    norms: Sequence[Tensor]
-    counts: Sequence[Tensor] | None
-    stamps: Mapping[int, Stamp]
-
-    @classmethod
-    def of(
-        cls, grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str], stamps: Mapping[int, Stamp], count: bool
-    ) -> GradStats:
-        """Return them, without reading anything.
-
-        Args:
-            grads: of each optimizer that has any.
-            names: of parameters.
-            stamps: of the gradients as they are now.
-            count: count inf and NaN in each gradient now; a second pass over the gradients.
-
-        Syncs: no.
-        """
-        return cls(
-            params=[p for one in grads for p in one.params],
-            names=names,
-            norms=[one.check.tensor_norms for one in grads],
-            counts=[one.check.count_nonfinite() for one in grads] if count else None,
-            stamps=stamps,
-        )
-
-    def replayed(self) -> GradStats:
-        """Return those of a replay that was just queued; the next one overwrites them. Syncs: no."""
-        return replace(self, norms=[norms.clone() for norms in self.norms], counts=None, stamps={})
-
-    def nonfinite(self) -> dict[str, int | None]:
-        """Return the parameters whose gradients are not finite, and how many elements are not.
-
-        None stands for at least one: the gradient was gone, or written, before anybody asked.
-
-        Syncs: yes.
-        """
-        bad = [not is_finite for norms in self.norms for is_finite in norms.isfinite().tolist()]
-        counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]
-        return {
-            self.names.get(p, "a parameter"): counts[index] if counts is not None else self._count(p)
-            for index, p in enumerate(self.params)
-            if bad[index]
-        }
-
-    def _count(self, param: Tensor) -> int | None:
-        stamp = self.stamps.get(id(param))
-        grad = None if stamp is None else stamp.tensor()
-        if stamp is None or grad is None or not stamp.is_current(grad):
-            return None
-        # Of a sharded gradient the part here: one rank may ask alone, so nobody waits for the others.
-        values = grad.coalesce().values() if grad.is_sparse else local(grad)
-        return int((~values.isfinite()).sum())
 
 
 class StepResult:

@@ -1,0 +1,184 @@
+"""A prepared model and its optimizers: what they are now, how they are saved and loaded, and given back to torch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..binding import Binding
+from ..distributed import RankConsensus
+from ..errors import StepError
+from ..policy import Policy
+from . import state_dict as checkpoint
+from .accumulation import Skip
+from .engine import Engine
+from .forward_hook import ForwardHook, weakly
+from .guard import Counters
+from .loading import MastersFollow, load_run_
+from .recovery import check_demotion
+from .release import Original, Released, release_
+from .report import StateReport, refuse_differing
+from .update import forbid_direct_steps
+
+
+class PreparedRun:
+    """What a stepper has besides its steps: state, reports, checkpoints, and the way back.
+
+    Attributes:
+        model: the bound model.
+        optimizers: that are stepped: those given to `prepare`, or the masters around them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        binding: Binding,
+        was: Original,
+        follow: MastersFollow,
+        *,
+        skip: Skip,
+    ) -> None:
+        self.model = model
+        self.optimizers = tuple(optimizers)
+        self._engine = Engine(model, self.optimizers, binding, was, skip)
+        self._was = was
+        self._masters_follow = follow
+        self._forward_hook = ForwardHook(self._engine)
+        binding.before_forward, binding.owner = weakly(self._forward_hook), weakref.ref(self)
+        for optimizer in self.optimizers:
+            forbid_direct_steps(optimizer, self._engine, self)
+
+    def __repr__(self) -> str:
+        if isinstance(self._engine, Released):
+            return "Stepper(released)"
+        names = ", ".join(type(part).__name__ for part in (self.model, *self.optimizers))
+        counters = self.counters()
+        done = f"{counters.applied} steps taken, {counters.skipped} skipped, loss scale {self.scale:g}"
+        return f"Stepper({names}, policy={str(self.policy)!r}: {done})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what was done, and what is kept."""
+        report = "" if isinstance(self._engine, Released) else self.report()._repr_html_()
+        return f"<p><code>{escape(repr(self))}</code></p>{report}"
+
+    @property
+    def agree(self) -> NoReturn:
+        """The former name of `consensus`."""
+        raise AttributeError("amp.agree is now called amp.consensus")
+
+    @property
+    def consensus(self) -> RankConsensus | None:
+        """What makes decisions equal on all ranks, found by itself for DistributedDataParallel and `fully_shard`.
+
+        None on one rank. Before a wrapper has called the model it decides nothing yet, and its `group.timeout` may be set.
+        Assign a `mezzo.distributed.RankConsensus` for ranks that nothing wraps, or to choose group and timeout.
+        """
+        return self._engine.any_consensus()
+
+    @consensus.setter
+    def consensus(self, consensus: RankConsensus | None) -> None:
+        check_demotion(self.policy, consensus)
+        self._engine.consensus = consensus
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force: with its compute dtype decided, and the rules that on_overflow=demote added."""
+        return self._engine.policy
+
+    def counters(self) -> Counters:
+        """Return how many steps were seen, applied and skipped, and what was demoted. Syncs: with the last step."""
+        return self._engine.guard.read().counters
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that the next step will use; 1.0 without scaling. Syncs: yes."""
+        return float(self._engine.loss_scale.scale)
+
+    def state_dict(self, weights: bool = True) -> dict[str, Any]:
+        """Return everything a run needs to go on: the one object to save.
+
+        Weights, optimizer states with masters and rounding counts, loss scale, counters, policy and the dtypes
+        weights were stored in. torch.load(weights_only=True) reads it back. Gradients are not part of it: save
+        between `step` and `backward`.
+
+        Args:
+            weights: False leaves out what `model.state_dict()` and `optimizer.state_dict()` hold, for those who save
+                these by themselves.
+
+        Syncs: yes.
+        """
+        run = checkpoint.save_run(self.policy, self._engine.loss_scale, self.counters())
+        return {**run, **checkpoint.save_weights(self.model, self.optimizers)} if weights else run
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Go on from a checkpoint, bit for bit where policy and optimizers are those it was made with.
+
+        Under another policy or master mode what was saved is converted, and a checkpoint of a run without mezzo, with
+        the keys "model" and "optimizer", is taken too.
+
+        Args:
+            state: from `state_dict`; without weights, those of model and optimizers stay.
+
+        Returns:
+            A sentence for everything that was converted or is missing; they are logged as well.
+
+        Raises:
+            CheckpointError: not a checkpoint, or not one of such a model and optimizers; nothing was changed then.
+
+        Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
+        """
+        return load_run_(self._engine, self._masters_follow, state)
+
+    def report(self, strict: bool = False) -> StateReport:
+        """Return what is declared beside what is: dtypes of weights, gradients, moments, masters and buffers, and bytes.
+
+        Args:
+            strict: refuse a run in which anything is not what was declared.
+
+        Raises:
+            InvariantError: with `strict`, something is not.
+
+        Syncs: no.
+        """
+        report = self._engine.report()
+        if strict:
+            refuse_differing(report)
+        return report
+
+    def export_weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Return a plain state dict of the model, its weights rounded once from their masters.
+
+        Args:
+            dtype: of floating parameters; buffers stay as they are.
+
+        Syncs: no.
+        """
+        return checkpoint.export(self.model, self.optimizers, dtype)
+
+    def release(self) -> None:
+        """Take the policy off again: a plain model and plain optimizers, which go on in torch.
+
+        Weights with masters become fp32 and take the masters' values; others go back to the dtype they had. Gradients
+        are dropped, moments stay. Every later call of this stepper raises.
+
+        Writes: classes, forward and storage of the model; state and hooks of the optimizers. Syncs: with the last step.
+        """
+        self._engine.drop(set_to_none=True)
+        self._masters_follow.remove()
+        release_(self.model, self.optimizers, self._was)
+        self.optimizers = self._was.optimizers
+        self._engine = cast(Engine, Released())
+        del self._forward_hook
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StepError(
+            "a stepper cannot be pickled or copied, since it belongs to one model in one process. Save amp.state_dict(), "
+            "and load it into the stepper that mezzo.prepare makes there."
+        )
