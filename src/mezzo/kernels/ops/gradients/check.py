@@ -123,7 +123,7 @@ def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _indices_of(order: tuple[int, ...]) -> Tensor:
     """Return where each number stands in an order; from step to step it is the same."""
-    return torch.tensor(sorted(range(len(order)), key=order.__getitem__), device="cpu")
+    return torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64, device="cpu")
 
 
 @kept_on_device
