@@ -51,12 +51,16 @@ def measure(reduce: str) -> None:
         print(f"reduce={reduce}  ranks {sent.num_ranks}  payload {payload}  ring {ring}  interface {wire:.0f}")
 
 
-def errors(dtype: torch.dtype, num_ranks: int) -> tuple[float, float]:
-    """Return the error of a mean over ranks against fp64, relative to its size: rounded at each rank, and summed in fp32."""
+def errors(dtype: torch.dtype, num_ranks: int, num_shards: int = 1) -> tuple[float, float]:
+    """Return the error of a mean over ranks against fp64, relative to its size: rounded at each rank, and summed in fp32.
+
+    With shards each rank stands for a replica, which sends on the mean over its shards, summed in fp32 and rounded.
+    """
     generator = torch.Generator().manual_seed(num_ranks)
     common = torch.randn(4096, generator=generator, dtype=torch.float64)
-    grads = common + 0.5 * torch.randn(num_ranks, 4096, generator=generator, dtype=torch.float64)
-    shares, exact = (grads.float() / num_ranks).to(dtype), grads.mean(0)
+    grads = common + 0.5 * torch.randn(num_ranks, num_shards, 4096, generator=generator, dtype=torch.float64)
+    means = grads[:, 0].float() if num_shards == 1 else grads.to(dtype).mean(1, dtype=torch.float32).to(dtype).float()
+    shares, exact = (means / num_ranks).to(dtype), grads.mean((0, 1))
     ring = shares[0]
     for share in shares[1:]:
         ring = ring + share
@@ -109,6 +113,9 @@ if __name__ == "__main__" and not dist.is_torchelastic_launched():
     for dtype, num_ranks in itertools.product((torch.bfloat16, torch.float16), (4, 64, 256, 1024)):
         ring, wide = errors(dtype, num_ranks)
         print(f"{dtype}  ranks {num_ranks:4}  ring {ring:.2g}  fp32 sums {wide:.2g}")
+    for num_ranks in (4, 16, 64):
+        ring, wide = errors(torch.bfloat16, num_ranks, 8)
+        print(f"torch.bfloat16  replicas {num_ranks:2} of 8 shards  ring {ring:.2g}  fp32 sums {wide:.2g}")
     for num_ranks, steps in itertools.product((4, 64), (1, 10, 100)):
         print(f"blocks of fp8  ranks {num_ranks:4}  mean over {steps:3} steps {errors_in_blocks(num_ranks, steps):.2g}")
     presets()

@@ -414,6 +414,18 @@ def fsdp_param_groups(module: Any) -> list[FSDPParamGroup]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
+def wrap_replicas(group: FSDPParamGroup, wrap: Callable[[ProcessGroup], ProcessGroup]) -> None:
+    """Have `fully_shard` reduce over more than two replicas of a mesh with two dimensions by another group.
+
+    Without it sums over them are rounded after each addition; the one addition of two is rounded once in any case.
+
+    Writes: the record of the mesh, which is this group's own.
+    """
+    mesh: Any = group.mesh_info
+    if hasattr(mesh, "replicate_process_group") and mesh.replicate_process_group.size() > 2:
+        mesh.replicate_process_group = wrap(mesh.replicate_process_group)
+
+
 def holds_unreduced_grad(param: Any) -> bool:
     """Whether `fully_shard` holds back a gradient of one weight, where no optimizer sees it."""
     unsharded = getattr(param, "_unsharded_param", None)  # there once it was gathered

@@ -152,6 +152,21 @@ def a_rate_on_the_host_is_not_copied() -> None:
         assert not seen.stops, seen.stops
 
 
+def a_step_that_is_looked_at_reads_once() -> None:
+    """The first ones, whose invariants are checked: one read of all that was counted, behind one wait for the flags."""
+    for policy, optimizer in itertools.product(
+        ("bf16", "fp16", "bf16-master"), ("torch.AdamW", "mezzo.AdamW", "torch.SGD")
+    ):
+        net = model().to("sim")
+        amp = mezzo.prepare(net, OPTIMIZERS[optimizer](net.parameters(), policy), declared(policy, optimizer))
+        for x in torch.randn(LOOKED_AT, 6, 8).to("sim"):
+            with sim.watching() as seen:
+                amp.zero_grad()
+                amp.backward(net(x).float().square().mean())
+                amp.step(max_norm=0.5)
+            assert (len(seen.stops), len(seen.waits)) == (1, 1), (policy, optimizer, seen.stops)
+
+
 def a_batch_does_not_wait() -> None:
     batch = Batch(ids_BT=torch.ones(2, 8).long(), mask_BT=torch.ones(2, 8).long(), labels_B=torch.ones(2).long())
     with sim.watching() as seen:

@@ -14,6 +14,7 @@ CHECKS = (
     "a_device_that_mezzo_has_no_kernel_for_takes_torchs_fused_one",
     "masters_of_16_bit_weights_are_stepped_by_torchs_fused_kernel",
     "a_rate_on_the_host_is_not_copied",
+    "a_step_that_is_looked_at_reads_once",
     "a_batch_does_not_wait",
     "a_trace_does_not_look_at_what_has_not_landed",
     "a_device_without_fp64_runs",

@@ -8,6 +8,7 @@ from tests.distributed.models import Language
 from tests.distributed.ranks import run
 from tests.tolerance import relative
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional as F
@@ -79,6 +80,38 @@ def test_16_bit_traffic_is_summed_in_fp32_and_rounded_once(world: int, reduce: s
             else:  # torch divides fp16 in two steps, of which one is rounded before the sum
                 bound = relative(dtype, 3) * sent.abs().sum(0) / world + torch.finfo(dtype).smallest_normal
                 assert bool(((grad - sent.mean(0)).abs() <= bound).all())
+
+
+def _replicated(rank: int, world: int, shape: tuple[int, int], syncs_late: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(7, 5)
+    fully_shard(model, "fp32, reduce=bf16", mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")))
+    if syncs_late:
+        model.set_requires_all_reduce(False)
+    model(torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    if syncs_late:
+        model.set_requires_all_reduce(True)
+        (model(torch.zeros(4, 7)).sum() * 0).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "syncs_late"),
+    [
+        ((3, 1), False),
+        pytest.param((2, 2), False, marks=pytest.mark.slow),
+        pytest.param((4, 1), True, marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_of_shards_are_summed_in_fp32_and_rounded_once(shape: tuple[int, int], syncs_late: bool) -> None:
+    """Each mean over shards is what is sent on, in 16 bit, to the mean over replicas."""
+    replicas, shards = shape
+    parts = [_local(rank) for rank in range(replicas * shards)]
+    for grads in run(replicas * shards, _replicated, shape, syncs_late):
+        for name, grad in grads.items():
+            sent = torch.stack([part[name].bfloat16() for part in parts]).double().view(replicas, shards, *grad.shape)
+            means = (sent.sum(1).float() / shards).bfloat16().double()
+            assert torch.equal(grad, (means.sum(0).float() / replicas).bfloat16().float()), name
 
 
 def test_a_factor_of_the_callers_own_is_refused() -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .._torch import drop_unreduced_grad_, fsdp_param_groups, fsdp_precision, holds_unreduced_grad
+from .._torch import drop_unreduced_grad_, fsdp_param_groups, fsdp_precision, holds_unreduced_grad, wrap_replicas
 from ..errors import DistributedError, PolicyError
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..policy import Policy, PolicyLike, as_policy
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
-from .wide_sum import WideReduceScatter
+from .wide_sum import WideReduceScatter, WideReplicas
 from .wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def fully_shard(
         )
         if plan.reduce in LOW_DTYPES:
             members[0].set_custom_reduce_scatter(WideReduceScatter())
+            for params in fsdp_param_groups(members[0]):
+                wrap_replicas(params, WideReplicas)
     return plan
 
 

@@ -29,7 +29,7 @@ _EVEN = "give each rank as many batches (DistributedSampler, drop_last=True)"
 
 
 # torch 2.13 has another name for it, and warns at the old one.
-_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Group:
@@ -177,7 +177,7 @@ class Group:
 
     def gather_rows(self, rows: Tensor, row: Tensor) -> dist.Work:
         """Begin to send a row to all ranks: shape (P,), into `rows`, shape (N, P). Writes: `rows`. Syncs: no."""
-        work: dist.Work = _gather_rows(rows.view(-1), row, group=self.handle, async_op=True)
+        work: dist.Work = all_gather_rows(rows.view(-1), row, group=self.handle, async_op=True)
         return work
 
     def wait(self, work: dist.Work | None, tensor: Tensor) -> None:
@@ -198,8 +198,8 @@ class Group:
         started = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
-            text = str(error).casefold()
+        except (RuntimeError, ValueError) as error:  # torch may fail again while it writes the first error down
+            text = f"{error} {error.__context__ or ''}".casefold()
             if isinstance(error, MezzoError) or not any(mark in text for mark in _LOSS_MARKS):
                 raise
             raise DistributedError(self._spell_loss(text, time.monotonic() - started)) from error

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..formats import dtype_name
-from .group import Group
+from ..formats import LOW_DTYPES, dtype_name
+from .group import Group, all_gather_rows
 
 
 def split(values: Tensor, num_ranks: int, multiple: int = 1) -> Tensor:
@@ -206,7 +207,55 @@ class WideReduceScatter:
                 f"sharded gradients in {dtype_name(input_tensor.dtype)} are summed in fp32 by mezzo, and set_gradient_divide_factor "
                 "has torch multiply before it adds. Call set_force_sum_reduction_for_comms(True) too, which has it divide behind."
             )
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        total = add_up(received.view(group.size(), -1))
-        output_tensor.copy_(total.div_(group.size()) if op == dist.ReduceOp.AVG else total)
+        output_tensor.copy_(_part_of_sum(input_tensor.view(group.size(), -1), group, op))
+
+
+class WideReplicas(dist.ProcessGroup):
+    """The ranks that hold copies of one shard, as torch's `fully_shard` reduces over them: 16-bit gradients are summed in fp32.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Add up what the ranks have: as torch's, where torch's would not round in between.
+
+        Args:
+            tensors: one, dense.
+            opts: with `reduceOp`, SUM or AVG for what is summed here.
+
+        Returns:
+            The transfer; over, as far as the host is concerned.
+
+        Writes: `tensors`. Syncs: on the CPU, with the slowest rank; else no.
+        """
+        (values,) = tensors
+        op, group = dist.ReduceOp.SUM if opts is None else opts.reduceOp, self._group
+        is_sum = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG  # noqa: PLR1714  # equal from the left alone
+        if values.dtype not in LOW_DTYPES or not is_sum:
+            return group.allreduce(tensors, opts)
+        rows = split(values.view(-1), group.size())
+        whole = torch.empty_like(rows)
+        all_gather_rows(whole.view(-1), _part_of_sum(rows, group, op).to(values.dtype), group=group)
+        values.copy_(whole.view(-1)[: values.numel()].view(values.shape))
+        return _Over()
+
+
+class _Over(dist.Work):
+    """A transfer that has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+
+def _part_of_sum(rows: Tensor, group: dist.ProcessGroup, op: object) -> Tensor:
+    """Return this rank's part of the sum or mean over ranks, fp32; each sends a row to each other."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=group)
+    total = add_up(received)
+    return total.div_(group.size()) if op == dist.ReduceOp.AVG else total

@@ -295,14 +295,13 @@ class Buffers:
         """Forget the backward passes so far; a forward whose loss is still to come stays known. Host only."""
         self._used.clear()
 
-    def nonfinite(self) -> dict[str, int]:
-        """Return how many elements of each buffer were inf or NaN before this step, where any were. Syncs: yes."""
-        counts = {
-            name: int((~slot.copy.value.isfinite()).sum())
+    def nonfinite_counts(self) -> dict[str, Tensor]:
+        """Return how many elements of each buffer were inf or NaN before this step: shape (), int64. Syncs: no."""
+        return {
+            name: (~slot.copy.value.isfinite()).sum()
             for name, slot in self.slots.items()
             if name not in self._exempt and slot.copy.value is not None
         }
-        return {name: count for name, count in counts.items() if count}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every buffer by name. Host only."""

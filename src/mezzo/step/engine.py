@@ -92,7 +92,7 @@ class Engine:
         self.is_captured = False
         self.num_steps = 0
         self.result: StepResult | None = None
-        self._invariants = Invariants(names, self.buffers.nonfinite)
+        self._invariants = Invariants(names, self.buffers.nonfinite_counts)
         if policy.scaling is not None:
             ask_before_steps(self)
 
@@ -272,7 +272,7 @@ class Engine:
         skipped = result.flags().skipped if by_host or flags.is_known else None
         before = look(grads) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
-            before.raw_norm = None  # the norm of the step is that of all ranks
+            before.raw_square = None  # the norm of the step is that of all ranks
         with self.stepping():
             result.undo = update_(grads, flags, self.gradients.require("step()"), skipped, clip, self._skip)
         self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)

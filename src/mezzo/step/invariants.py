@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,34 +35,35 @@ _NORM_ERROR = CHUNK * torch.finfo(torch.float32).eps
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
+Place = tuple[Tensor, str]
+"""A tensor of a step: a parameter and the name of its state's entry, or nothing for itself."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Before:
-    """A step as it was before it was taken: checksums, not copies.
+    """A step as it was before it was taken: checksums, not copies, where they lie.
 
     Attributes:
-        raw_norm: of the scaled gradients of all shares, in fp64; None where parts of them lie on other ranks.
-        weights: checksum of each parameter that has a gradient.
-        state: checksum of each tensor in the optimizers' state.
+        raw_square: the sum of squares of the scaled gradients of all shares, in fp64; None where parts of them lie on other ranks.
+        sums: checksum of each parameter that has a gradient, and of each tensor in the optimizers' state.
         rates: learning rate of each group.
         samples: the first elements of some parameters' masters, and whether their gradient is not 0.
     """
 
-    raw_norm: float | None
-    weights: dict[Tensor, int]
-    state: dict[tuple[Tensor, str], int]
+    raw_square: Tensor | None
+    sums: dict[Place, Tensor]
     rates: list[float]
     samples: dict[Tensor, tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
 def look(shares: Sequence[OptimizerGrads]) -> Before:
-    """Take down what a step must keep or change. Syncs: yes."""
+    """Take down what a step must keep or change. Syncs: no, but for rates that lie on a device."""
     params = {p: share.optimizer for share in shares for p in share.params}
     grads = {p: values(local(p.grad)) for p in params if p.grad is not None}
     return Before(
-        raw_norm=None if any(is_dtensor(p) for p in params) else _norm(grads.values()),
-        weights={p: int(checksum(local(p))) for p in params},
-        state=_state_sums(shares),
+        raw_square=None if any(is_dtensor(p) for p in params) else _sum_of_squares(grads.values()),
+        sums=_sums(shares),
         rates=_rates(shares),
         samples={
             p: (_sample_of_master(optimizer, p).clone(), _sample(grads[p]) != 0)
@@ -76,13 +78,13 @@ class Invariants:
 
     Args:
         names: of parameters.
-        buffers: returns how many elements of each buffer are not finite.
+        buffers: counts the elements of each buffer that are not finite, where they lie.
     """
 
-    def __init__(self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, Tensor]]) -> None:
         self._names = names
         self._buffers = buffers
-        self._still: dict[int, tuple[dict[Tensor, int], int]] = {}
+        self._still: dict[int, tuple[dict[Place, int], int]] = {}
 
     def check(
         self,
@@ -104,25 +106,42 @@ class Invariants:
         Raises:
             InvariantError: something is not as it must be; says what, and what to look at.
 
-        Syncs: yes.
+        Syncs: once for each device.
         """
-        self._check_divisor(before, facts)
-        for share, skipped in zip(shares, facts.skipped, strict=True):
-            if skipped:
-                self._check_untouched(before, share)
-            else:
-                self._check_moved(before, share, facts, step)
+        stepped = [share for share, skipped in zip(shares, facts.skipped, strict=True) if not skipped]
+        skipped = [share for share in shares if share not in stepped]
+        now = {**_sums(skipped), **_sums(stepped, beside_weights=True)}
+        square = {} if before.raw_square is None else {"": before.raw_square}
+        is_moving = facts.grad_norm != 0 and any(before.rates)  # a warm-up begins at a rate of 0
+        # A scheduler that on_applied called has moved the rates since.
+        moving = [share for share in stepped if is_moving and any(_rates([share], share.params))]
+        lost = {p: counts for share in moving for p, counts in _lost_counts(before, share).items()}
+        old, new, squares, kept, wanted, ruined = read_together(
+            before.sums,
+            now,
+            square,
+            {p: kept for p, (kept, _) in lost.items()},
+            {p: all_ for p, (_, all_) in lost.items()},
+            {**self._ruined_counts(shares), **self._buffers()},
+        )
+        if squares:
+            self._check_divisor(math.sqrt(squares[""]), facts)
+        changed = {place for place, total in new.items() if old.get(place) != total}
+        for share in skipped:
+            self._check_untouched({place for place in changed if place in old}, share)
+        for share in moving:
+            self._check_moved(share, facts, step, old, changed)
+            self._note_lost(share, kept, wanted)
         if not facts.applied and before.rates != _rates(shares):
             raise InvariantError(
                 f"a skipped step changed the learning rates from {before.rates} to {_rates(shares)}. "
                 "Register the scheduler with amp.on_applied(scheduler.step)."
             )
         refuse_differing(report())
-        self._check_finite(shares)
+        self._check_finite(ruined)
 
-    def _check_divisor(self, before: Before, facts: StepFlags[float]) -> None:
-        raw = before.raw_norm
-        if raw is None or facts.gradients_bad:
+    def _check_divisor(self, raw: float, facts: StepFlags[float]) -> None:
+        if facts.gradients_bad:
             return
         expected = raw / facts.scale
         if not _SMALLEST <= expected <= _LARGEST:  # the norm is one fp32 number
@@ -134,26 +153,24 @@ class Invariants:
                 "multiplied by. Something changed the gradients or the scale inside step()."
             )
 
-    def _check_moved(self, before: Before, share: OptimizerGrads, facts: StepFlags[float], step: int) -> None:
+    def _check_moved(
+        self, share: OptimizerGrads, facts: StepFlags[float], step: int,
+        old: Mapping[Place, float], changed: Collection[Place],
+    ) -> None:  # fmt: skip
         """Prove that an optimizer steps at all: no bit of its weights moved in a hundred steps with gradients and a rate.
 
         A single step proves nothing: fp32 may have lost its updates, or the optimizer moves at every k-th call.
         """
-        # A scheduler that on_applied called has moved the rates since; a warm-up begins at 0.
-        if facts.grad_norm == 0 or not any(_rates([share], share.params)) or not any(before.rates):
-            return
-        sums = {p: before.weights[p] for p in share.params}
-        aux = _state_sums([share], beside_weights=True)
-        if any(int(checksum(local(p))) != total for p, total in sums.items()) or any(
-            before.state.get(key) != total for key, total in aux.items()
+        if any((p, "") in changed for p in share.params) or any(
+            place in changed for place in _state_tensors(share.optimizer) if place[1] in AUX_STATE.values()
         ):
             self._still.pop(share.index, None)
-        else:
-            first, since = self._still.setdefault(share.index, (sums, step))
-            if first != sums:  # they moved in a step that was not looked at
-                self._still[share.index] = sums, step
-            self._refuse_still(share, facts, step - since + 1)
-        self._note_lost(before, share)
+            return
+        sums = {(p, ""): old[p, ""] for p in share.params}
+        first, since = self._still.setdefault(share.index, (sums, step))
+        if first != sums:  # they moved in a step that was not looked at
+            self._still[share.index] = sums, step
+        self._refuse_still(share, facts, step - since + 1)
 
     def _refuse_still(self, share: OptimizerGrads, facts: StepFlags[float], count: int) -> None:
         what = f"changed none of the {len(share.params)} parameters of {type(share.optimizer).__name__}"
@@ -168,18 +185,10 @@ class Invariants:
         if count == 1:
             _log.warning("a step with gradient norm %.6g %s: %s", facts.grad_norm, what, advice)
 
-    def _note_lost(self, before: Before, share: OptimizerGrads) -> None:
-        lost = total = 0
-        worst: list[str] = []
-        for p in share.params:
-            if p not in before.samples:
-                continue
-            old, wanted = before.samples[p]
-            kept = int(((_sample_of_master(share.optimizer, p) == old) & wanted).sum())
-            count = int(wanted.sum())
-            lost, total = lost + kept, total + count
-            if count and kept > LOST_LIMIT * count:
-                worst.append(self._names.get(p, "a parameter"))
+    def _note_lost(self, share: OptimizerGrads, kept: Mapping[Tensor, float], wanted: Mapping[Tensor, float]) -> None:
+        params = [p for p in share.params if p in kept]
+        worst = [self._name(p) for p in params if wanted[p] and kept[p] > LOST_LIMIT * wanted[p]]
+        lost, total = sum(kept[p] for p in params), sum(wanted[p] for p in params)
         if total and lost > LOST_LIMIT * total:
             _log.warning(
                 "%.0f%% of the updates looked at were smaller than the spacing of their weights and were lost (%s): "
@@ -187,31 +196,29 @@ class Invariants:
                 100 * lost / total, listed(worst),
             )  # fmt: skip
 
-    def _check_untouched(self, before: Before, share: OptimizerGrads) -> None:
-        now = _state_sums([share])
-        changed = [self._name(p) for p in share.params if int(checksum(local(p))) != before.weights[p]]
-        changed += [
-            f"{self._name(p)}.{key}" for (p, key), total in now.items() if before.state.get((p, key), total) != total
-        ]
-        if changed:
+    def _check_untouched(self, changed: Collection[Place], share: OptimizerGrads) -> None:
+        names = {(p, ""): self._name(p) for p in share.params}
+        names.update({(p, key): f"{self._name(p)}.{key}" for p, key in _state_tensors(share.optimizer)})
+        found = [name for place, name in names.items() if place in changed]
+        if found:
             raise InvariantError(
-                f"a skipped step changed {listed(changed)}. {type(share.optimizer).__name__} does not leave everything as it "
+                f"a skipped step changed {listed(found)}. {type(share.optimizer).__name__} does not leave everything as it "
                 "is when found_inf is set; take another optimizer, or mezzo.optim.MasterWeights around it."
             )
 
     @torch.no_grad()
-    def _check_finite(self, shares: Sequence[OptimizerGrads]) -> None:
-        """Prove that nothing a later step reads was ruined: weights, moments and masters, buffers.
-
-        A frozen parameter may hold inf, as masks do.
-        """
-        bad = [name for p, name in self._names.items() if count_ruined(local(p.detach()), p.requires_grad)]
+    def _ruined_counts(self, shares: Sequence[OptimizerGrads]) -> dict[str, Tensor]:
+        """Count inf and NaN in all that a later step reads: weights, moments and masters. A frozen parameter may hold inf, as masks do."""
+        counts = {name: count_ruined(local(p.detach()), p.requires_grad) for p, name in self._names.items()}
         for share in shares:
             for (p, key), tensor in _state_tensors(share.optimizer).items():
                 is_known = key in MOMENTS or key in AUX_STATE.values()
-                if is_known and tensor.is_floating_point() and count_ruined(local(tensor)):
-                    bad.append(f"{self._name(p)}.{key}")
-        bad += self._buffers()
+                if is_known and tensor.is_floating_point():
+                    counts[f"{self._name(p)}.{key}"] = count_ruined(local(tensor))
+        return counts
+
+    def _check_finite(self, ruined: Mapping[str, float]) -> None:
+        bad = [name for name, count in ruined.items() if count]
         if bad:
             raise InvariantError(
                 f"after the step {listed(bad)} hold inf or NaN. Load the last good checkpoint; "
@@ -222,18 +229,54 @@ class Invariants:
         return self._names.get(param, "a parameter")
 
 
-def _norm(grads: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(_sum_of_squares(grad)) for grad in grads))
+def read_together(*groups: Mapping[Any, Tensor]) -> list[dict[Any, float]]:
+    """Return the numbers of groups of tensors of one element, on the host; whole ones are exact. Syncs: once for each device."""
+    every = [tensor for group in groups for tensor in group.values()]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(every):
+        by_device.setdefault(tensor.device, []).append(index)
+    numbers: dict[int, float] = {}
+    for indices in by_device.values():
+        bits = torch.stack([_as_whole(every[index]) for index in indices]).cpu()
+        for index, one in zip(indices, bits.unbind(), strict=True):
+            numbers[index] = _as_number(one, every[index].dtype)
+    each = iter(range(len(every)))
+    return [{key: numbers[next(each)] for key in group} for group in groups]
 
 
-def _sum_of_squares(grad: Tensor) -> Tensor:
-    return torch.stack([chunk.to(widest(chunk.device)).square().sum() for (chunk,) in chunks(grad)]).sum()
+def _as_whole(number: Tensor) -> Tensor:
+    """Return a whole number, or the bits of another, as int64."""
+    flat = number.detach().reshape(())
+    return (flat.view(_BITS[flat.dtype]) if flat.is_floating_point() else flat).to(torch.int64)
 
 
-def count_ruined(tensor: Tensor, is_trained: bool = True) -> int:
-    """Return how many elements are inf or NaN; of a frozen parameter, which may be a mask, NaN. Syncs: yes."""
+def _as_number(bits: Tensor, dtype: torch.dtype) -> float:
+    return bits.to(_BITS[dtype]).view(dtype).item() if dtype in _BITS else bits.item()
+
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
+    squares = [chunk.to(widest(chunk.device)).square().sum() for grad in grads for (chunk,) in chunks(grad)]
+    home = squares[0].device
+    return torch.stack([square.to(home) for square in squares]).sum()
+
+
+def count_ruined(tensor: Tensor, is_trained: bool = True) -> Tensor:
+    """Return how many elements are inf or NaN; of a frozen parameter, which may be a mask, NaN. Shape (), int64. Syncs: no."""
     pieces = [~piece.isfinite() if is_trained else piece.isnan() for (piece,) in chunks(tensor)]
-    return int(torch.stack([piece.sum() for piece in pieces]).sum())
+    return torch.stack([piece.sum() for piece in pieces]).sum()
+
+
+def _lost_counts(before: Before, share: OptimizerGrads) -> dict[Tensor, tuple[Tensor, Tensor]]:
+    """Return of the elements of each sample that have a gradient, how many kept their value, and how many there are."""
+    found = {}
+    for p in share.params:
+        if p in before.samples:
+            old, wanted = before.samples[p]
+            found[p] = ((_sample_of_master(share.optimizer, p) == old) & wanted).sum(), wanted.sum()
+    return found
 
 
 def _rates(shares: Sequence[OptimizerGrads], of: Sequence[Tensor] | None = None) -> list[float]:
@@ -260,7 +303,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten()[:_SAMPLE]
 
 
-def _state_tensors(optimizer: Optimizer) -> dict[tuple[Tensor, str], Tensor]:
+def _state_tensors(optimizer: Optimizer) -> dict[Place, Tensor]:
     return {
         (p, key): value
         for p, entry in optimizer.state.items()
@@ -269,11 +312,11 @@ def _state_tensors(optimizer: Optimizer) -> dict[tuple[Tensor, str], Tensor]:
     }
 
 
-def _state_sums(shares: Sequence[OptimizerGrads], beside_weights: bool = False) -> dict[tuple[Tensor, str], int]:
-    """Return a checksum of each tensor in the optimizers' state, or of those only that lie beside weights."""
-    return {
-        (p, key): int(checksum(local(tensor)))
-        for share in shares
-        for (p, key), tensor in _state_tensors(share.optimizer).items()
-        if not beside_weights or key in AUX_STATE.values()
-    }
+def _sums(shares: Sequence[OptimizerGrads], beside_weights: bool = False) -> dict[Place, Tensor]:
+    """Return a checksum of each parameter with a gradient, and of each tensor in the optimizers' state, or of those only that lie beside weights."""
+    sums = {(p, ""): checksum(local(p)) for share in shares for p in share.params}
+    for share in shares:
+        for place, tensor in _state_tensors(share.optimizer).items():
+            if not beside_weights or place[1] in AUX_STATE.values():
+                sums[place] = checksum(local(tensor))
+    return sums

@@ -23,7 +23,7 @@ from ..policy import Policy
 from .buffers import Buffers
 from .gradients import Gradients
 from .guard import Guard, GuardState
-from .invariants import count_ruined
+from .invariants import count_ruined, read_together
 from .ranks import waits_for_ranks
 from .replay import Replay
 from .result import StepFlags
@@ -213,7 +213,9 @@ class Recovery:
 def _nonfinite_weights(names: Mapping[Tensor, str], buffers: Buffers) -> tuple[Mapping[str, int], Mapping[str, int]]:
     # Of a sharded weight the part here: one rank may ask alone, so nobody waits for the others.
     counts = {name: count_ruined(local(p.detach()), p.requires_grad) for p, name in names.items()}
-    return {name: count for name, count in counts.items() if count}, buffers.nonfinite()
+    found = read_together(counts, buffers.nonfinite_counts())
+    weights, others = ({name: int(count) for name, count in group.items() if count} for group in found)
+    return weights, others
 
 
 def _is_second_bad_loss(state: GuardState) -> bool:
