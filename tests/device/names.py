@@ -13,6 +13,8 @@ CHECKS = (
     "one_optimizer_steps_two_devices",
     "a_device_that_mezzo_has_no_kernel_for_takes_torchs_fused_one",
     "masters_of_16_bit_weights_are_stepped_by_torchs_fused_kernel",
+    "dampened_sgd_is_stepped_by_torchs_fused_kernel",
+    "bf16_moments_without_a_kernel_say_what_they_cost",
     "a_rate_on_the_host_is_not_copied",
     "a_step_that_is_looked_at_reads_once",
     "a_batch_does_not_wait",

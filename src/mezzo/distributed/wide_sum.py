@@ -218,10 +218,10 @@ class WideReplicas(dist.ProcessGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # torch lists another form alone
         self._group = group
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # as all_reduce calls it
         """Add up what the ranks have: as torch's, where torch's would not round in between.
 
         Args:

@@ -84,7 +84,7 @@ class Invariants:
     def __init__(self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, Tensor]]) -> None:
         self._names = names
         self._buffers = buffers
-        self._still: dict[int, tuple[dict[Place, int], int]] = {}
+        self._still: dict[int, tuple[dict[Place, float], int]] = {}
 
     def check(
         self,
