@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from tests.device import sim
-from tests.device.checks import Whitening, run_by_name
+from tests.device.checks import run_by_name
 from tests.device.names import GRAPH_CHECKS
 from tests.device.program import OPTIMIZERS, declared
+from tests.device.undone_steps import Whitening
 from torch import Tensor, nn
 
 import mezzo
