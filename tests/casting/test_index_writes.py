@@ -165,6 +165,7 @@ def observed(h: Tensor) -> Tensor:
 FITTED: dict[str, Op] = {
     "a weighted bag": lambda _, x: bag(x),
     "quantisation in training": lambda _, x: observed(x),
+    "complex beside fp32": lambda _, x: torch.complex(x, torch.ones(2, 4)).abs(),
 }
 
 
@@ -205,6 +206,15 @@ def test_comparisons_of_two_dtypes_answer() -> None:
     with mezzo.autocast("cpu"):
         assert torch.allclose(FULL, FULL.bfloat16(), rtol=1e-2)
         assert bool(torch.isclose(FULL.bfloat16(), FULL, rtol=1e-2).all())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_bf16_which_has_no_complex_numbers_gives_those_of_fp32() -> None:
+    x = FULL.bfloat16()
+    with mezzo.autocast("cpu"):
+        assert torch.equal(torch.complex(x, x), torch.complex(x.float(), x.float()))
+    with mezzo.autocast("cpu", torch.float16):
+        assert torch.complex(FULL.half(), FULL.half()).dtype is torch.complex32  # as in torch
 
 
 def test_one_dtype_is_left_as_it_is() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 import mezzo
 from mezzo import Policy, Rule
 from mezzo.casting import autocast
+from mezzo.casting.provenance import mismatch_message
 from mezzo.errors import CastError
 from mezzo.policy import OpRules
 
@@ -61,6 +62,11 @@ def test_inputs_of_fp64_are_to_be_cast_by_hand(policy: str) -> None:
     with pytest.raises(CastError, match=r"Cast what is fp64 to fp32, x\.float\(\): no rule casts fp64"):
         model(x)
     assert model(x.float()).dtype is torch.float32
+
+
+def test_fp64_that_a_kernel_would_have_taken_is_no_matter_of_fp64() -> None:
+    text = "Expected both inputs to be Half, Float or Double tensors but got BFloat16 and BFloat16"
+    assert "op:complex=fp32" in str(mismatch_message(RuntimeError(text), "complex", None, ()))
 
 
 def test_the_dispatcher_engine_reads_them_from_the_traceback() -> None:

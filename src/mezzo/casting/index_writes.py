@@ -73,9 +73,15 @@ def _as_target(target: Tensor, *given: Any) -> tuple[Any, ...]:
     return (target, *_widened(*given)) if target.dtype is torch.float32 else (target, *given)
 
 
+def _parts(*given: Any) -> tuple[Any, ...]:
+    """Return the parts of complex numbers in fp32; two of fp16, which torch has complex numbers of, as they are. Syncs: no."""
+    return given if all(t.dtype is torch.float16 for t in given) else _widened(*given)
+
+
 _FITTED: dict[str, Callable[..., tuple[Any, ...]]] = {
     "embedding_bag.padding_idx": _weights_as_table,
     "fused_moving_avg_obs_fake_quant.default": _widened,
+    "complex.default": _parts,
     **dict.fromkeys(
         (
             "lerp.Tensor", "lerp.Scalar", "dot.default", "vdot.default", "inner.default", "tensordot.default", "mv.default",

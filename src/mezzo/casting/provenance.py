@@ -38,7 +38,7 @@ _ADVICE = (
         "The number does not fit fp16, which holds at most 65504: write torch.finfo(x.dtype).min or .max, or x.float().",
     ),
     (
-        re.compile(r"\bDouble\b"),
+        re.compile(r"(got|found|scalar type|!=)[^.]*\b[Dd]ouble\b"),  # not among what a kernel would have taken
         "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights.",
     ),
     (
