@@ -91,7 +91,7 @@ def test_a_function_that_contains_the_region(
 
 
 @traces_regions
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_weight_that_was_written_is_cast_anew(name: str, backend: str) -> None:
     """The "eager" backend runs the graph as it was traced, so that torch would cast by itself, and keep what it cast."""
