@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.bench.machine import describe_machine
 
-STEPS, EVERY, TWICE = 10, 100, 10
+STEPS, EVERY, TWICE, WATCHED, WARM_UP = 20, 100, 10, 10, 2
 Seconds = tuple[float, float]
 """Of the wall and of the processor."""
 FIRST = """
@@ -59,33 +60,59 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def _steps(amp: mezzo.Stepper, batches: Iterable[Tensor]) -> Seconds:
+def _step(amp: mezzo.Stepper, batches: Iterator[Tensor]) -> tuple[Seconds, Seconds]:
+    """Return the seconds in which a batch is handed out, and those of its step."""
     start = _now()
-    for x in batches:
-        amp.backward(_loss(amp.model, x))
-        amp.step()
-        amp.zero_grad()
-    return _since(start, STEPS)
+    x = next(batches)
+    handed, start = _since(start), _now()
+    amp.backward(_loss(amp.model, x))
+    amp.step()
+    amp.zero_grad()
+    return handed, _since(start)
 
 
-def _recorded(amp: mezzo.Stepper, x: Tensor, twice: int) -> Seconds:
-    """Return the seconds of a step, with its share of the snapshot that is taken once in `EVERY` of them."""
-    also = {"twice_every": twice, "loss_fn": _loss} if twice else {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mezzo.record(amp, Path(folder) / "run", every=EVERY, **also) as recorder,
-    ):
-        start = _now()
-        batches = recorder.batches([x] * STEPS)
-        first = next(batches)
-        snapshot = _since(start, EVERY)
-        steps = _steps(amp, itertools.chain([first], batches))
-        return snapshot[0] + steps[0], snapshot[1] + steps[1]
+def _paired(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return what a step costs plain, recorded and watched: each way has a stepper of its own, and each step is taken in all ways in turn.
+
+    A record takes its snapshot with the first batch of each round; `1 / EVERY` of it counts for a step, as in a record as it is by default.
+    """
+    with ExitStack() as open_:
+        folder = open_.enter_context(tempfile.TemporaryDirectory())
+        ways: dict[str, tuple[mezzo.Stepper, Iterator[Tensor]]] = {}
+        for name, twice in (("plain", 0), ("record", 0), (f"record, every {TWICE}th step twice", TWICE)):
+            amp, x = _encoder()
+            batches: Iterator[Tensor] = itertools.repeat(x)
+            if name != "plain":
+                also = {"twice_every": twice, "loss_fn": _loss} if twice else {}
+                recorder = open_.enter_context(mezzo.record(amp, Path(folder) / str(twice), every=STEPS, **also))
+                batches = recorder.batches(batches)
+            ways[name] = amp, batches
+        amp, x = _encoder()
+        open_.enter_context(mezzo.diagnose.watch(amp, every=WATCHED))
+        ways[f"watch, every {WATCHED}th step"] = amp, itertools.repeat(x)
+        times: dict[str, list[list[tuple[Seconds, Seconds]]]] = {name: [[] for _ in range(STEPS)] for name in ways}
+        for i in range(WARM_UP + rounds):
+            for step in range(STEPS):
+                for name in list(ways) if (i + step) % 2 else reversed(ways):
+                    times[name][step].append(_step(*ways[name]))
+    per_step = {name: tuple(_mean(found, clock) for clock in (0, 1)) for name, found in times.items()}
+    plain = per_step["plain"]
+    return {
+        name: {clock: {"ratio": t[c] / plain[c], "ms": 1e3 * t[c]} for c, clock in enumerate(("wall", "processor"))}
+        for name, t in per_step.items()
+    }
 
 
-def _watched(amp: mezzo.Stepper, x: Tensor) -> Seconds:
-    with mezzo.diagnose.watch(amp, every=STEPS):
-        return _steps(amp, [x] * STEPS)
+def _mean(times: list[list[tuple[Seconds, Seconds]]], clock: int) -> float:
+    """Return the seconds of a step by one clock: those of each place in a round, trimmed, and of the first batch its share."""
+    handed, steps = ([_trimmed([t[what][clock] for t in place[WARM_UP:]]) for place in times] for what in (0, 1))
+    return statistics.fmean(steps) + statistics.fmean(handed[1:]) + (handed[0] - handed[1]) / EVERY
+
+
+def _trimmed(times: list[float]) -> float:
+    """Return the mean without the smallest and the largest fifth."""
+    cut = len(times) // 5
+    return statistics.fmean(sorted(times)[cut : len(times) - cut])
 
 
 def _gpt2(*, bf16: bool) -> Callable[[], Seconds]:
@@ -132,24 +159,19 @@ def _ratios(ways: dict[str, Callable[[], Seconds]], rounds: int) -> dict[str, di
     }
 
 
+def _spread(row: dict[str, float]) -> str:
+    return f" ({row['low']:.3f} to {row['high']:.3f})" if "low" in row else ""
+
+
 def main() -> None:
     """Measure, print what was found."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 11
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     torch.manual_seed(0)
     torch.set_num_threads(1)
     first = json.loads(subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True).stdout)
-    amp, x = _encoder()
     fp32, bf16 = _gpt2(bf16=False), _gpt2(bf16=True)
     found = {
-        "encoder, 4 layers, 512 wide": _ratios(
-            {
-                "plain": lambda: _steps(amp, [x] * STEPS),
-                "record": lambda: _recorded(amp, x, 0),
-                f"record, every {TWICE}th step twice": lambda: _recorded(amp, x, TWICE),
-                f"watch, every {STEPS}th step": lambda: _watched(amp, x),
-            },
-            rounds,
-        ),
+        "encoder, 4 layers, 512 wide": _paired(rounds),
         "GPT-2, 6 layers, 256 wide, fp32": _ratios(
             {"plain": fp32, "trace": lambda: _traced(fp32)}, max(3, rounds // 2)
         ),
@@ -158,7 +180,7 @@ def main() -> None:
     for model, rows in found.items():
         print(model)
         for name, clocks in rows.items():
-            cells = [f"{c:9} x{r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for c, r in clocks.items()]
+            cells = [f"{c:9} x{r['ratio']:.3f}{_spread(r)}" for c, r in clocks.items()]
             print(f"  {name:30} {clocks['wall']['ms']:9.1f} ms  {'  '.join(cells)}")
     print(
         f"the first trace of a process: {first['seconds']:.3f} s, {first['MB']:.1f} MB, compiler imported: {first['compiler']}"

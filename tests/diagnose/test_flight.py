@@ -199,9 +199,11 @@ def test_what_a_kill_leaves_runs_again(tmp_path: Path, monkeypatch: pytest.Monke
 
     whole = train(tmp_path / "whole", data)
     if (child := os.fork()) == 0:
-        monkeypatch.setitem(globals(), "loss_fn", killing)
-        train(tmp_path / "run", data)
-        os._exit(0)
+        try:
+            monkeypatch.setitem(globals(), "loss_fn", killing)
+            train(tmp_path / "run", data)
+        finally:
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     again = mezzo.replay(tmp_path / "run", 9, build)
     assert (again.grad_norm, again.scale) == (whole[9].grad_norm, whole[9].scale)

@@ -7,7 +7,7 @@ import torch
 
 from mezzo import formats
 from mezzo.trace.context import public_name
-from mezzo.trace.ops import Call, arguments, floating, node_op, op_facts, plain_name
+from mezzo.trace.ops import Call, arguments, floating, flops_of, is_product, node_op, op_facts, plain_name
 
 aten = torch.ops.aten
 
@@ -120,3 +120,12 @@ def test_the_wide_dtype_of_a_call_is_that_of_its_results_device(monkeypatch: pyt
         call = Call(aten.neg.default, op_facts(aten.neg.default), (torch.ones(2),), {})
         call.out = [torch.ones(2, device=device)]
         assert call.wide_dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("func", "shapes"), [("mv", ((3, 5), (5,))), ("addmv", ((3,), (3, 5), (5,))), ("dot", ((5,), (5,)))]
+)
+def test_products_with_vectors_count(func: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    op = getattr(torch.ops.aten, func).default
+    given = tuple(torch.randn(s) for s in shapes)
+    assert is_product(op) and flops_of(op, given, {}, op(*given)) == 2 * max(t.numel() for t in given)

@@ -222,7 +222,7 @@ def divergence_of_a_wide_posterior(dtype: torch.dtype) -> Run:
             with amp(dtype):
                 recon, q = model(x)
                 kl = kl_divergence(q, Normal(torch.zeros_like(q.loc), torch.ones_like(q.loc)))  # FAULT
-                loss = F.mse_loss(recon.float(), x) + 1e-3 * kl.float().sum(-1).mean()
+                loss = F.mse_loss(torch.tanh(recon).float(), x) + 1e-3 * kl.float().sum(-1).mean()
             opt.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(opt)

@@ -9,7 +9,7 @@ import torch
 from tests.zoo import strangers
 from tests.zoo.case import Case
 from tests.zoo.faulty_forward import BF16, FP16
-from tests.zoo.test_zoo import STRANGERS, diagnosis, is_large, name
+from tests.zoo.test_zoo import QUICK, STRANGERS, diagnosis, is_large, name
 from torch import nn
 
 import mezzo
@@ -20,7 +20,7 @@ PRESETS = {FP16: "fp16", BF16: "bf16"}
 
 def is_twin(case: Case) -> bool:
     """Whether a program is left to the slow tests; those of one field each are run in every suite."""
-    return not case.build.__module__.startswith("tests.zoo.domain_")
+    return not case.build.__module__.startswith("tests.zoo.domain_") and case.build not in QUICK
 
 
 ROWS = [

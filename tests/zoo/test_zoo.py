@@ -22,6 +22,9 @@ from tests.zoo import (
     faulty_state,
     healthy,
     lint_cases,
+    practice_faulty,
+    practice_scripts,
+    practice_sound,
     public_faulty,
     public_healthy,
     public_loops,
@@ -53,15 +56,18 @@ STRANGERS = (
     stranger_healthy, stranger_losses, stranger_loops, stranger_models, stranger_sound, stranger_steps,
     domain_healthy, domain_losses, domain_means, domain_mechanics, domain_models, domain_scripts, domain_sound,
     recipe_control, recipe_generative, recipe_habits, recipe_loops, recipe_science, recipe_signals, recipe_sound, recipe_well,
+    practice_faulty, practice_scripts, practice_sound,
 )  # fmt: skip
 """Loaded for the programs that they put into `strangers`."""
 QUICK = {
     recipe_control.positions_beyond_the_half_range, recipe_generative.signal_to_noise_of_a_halved_schedule,
     recipe_loops.loss_made_finite_by_force, recipe_loops.schedule_that_divides_zero_by_zero,
     recipe_signals.class_that_was_never_seen, recipe_signals.transducer_lattice_by_hand,
-    recipe_sound.bandit_that_tries_each_arm_first, recipe_well.attention_over_segments,
+    practice_scripts.positions_of_a_single_token, practice_scripts.exponential_gate_without_a_stabiliser,
+    practice_sound.exponential_gate_with_a_stabiliser,
+    recipe_science.transport_plan_by_plain_kernels, recipe_control.importance_weights_of_a_whole_trajectory, recipe_well.attention_over_segments,
 }  # fmt: skip
-"""Of the recipes those that run in every suite."""
+"""Of the last two batches those that run in every suite."""
 LARGE = (healthy.vision_transformer, healthy.causal_language_model)
 """Healthy models that are quick in one dtype only."""
 PUBLIC = [*public_faulty.CASES, *public_loops.CASES, *strangers.CASES]
@@ -120,7 +126,9 @@ def is_large(build) -> bool:
 
 def is_slow(build) -> bool:
     """Whether a program is left to the slow tests in each dtype."""
-    return is_large(build) or (build.__module__.startswith("tests.zoo.recipe_") and build not in QUICK)
+    return is_large(build) or (
+        build.__module__.startswith(("tests.zoo.recipe_", "tests.zoo.practice_")) and build not in QUICK
+    )
 
 
 def row(case: Case, dtype: torch.dtype) -> object:

@@ -14,7 +14,6 @@ from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
 from .context import OpMode, TraceContext
 from .evidence import HostReads, asks_of_gradients, leads_somewhere
 from .exponents import LineWatch
-from .fix import OpInputs, fused_with, replacement_for, saved_operands
 from .frames import Owner, caller, is_called_from
 from .lint_rules import LintWatch
 from .lost_updates import FlushWatch, UpdateWatch
@@ -35,6 +34,7 @@ from .measure import (
 from .ops import Call, op_facts, plain
 from .records import Event, EventKind, Sink, SinkKind, Site
 from .reference_path import Fp64Reference, ReferencePath
+from .replacement import OpInputs, fused_with, replacement_for, saved_operands
 from .wide_values import StorageNotes
 
 Causes = frozenset[int]

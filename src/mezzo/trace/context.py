@@ -179,7 +179,7 @@ class TraceContext:
         return Site(
             phase=phase,
             root=place.root,
-            module=place.module,
+            module=place.held_by,
             classes=place.classes,
             user=user,
             library=library,

@@ -1,20 +1,16 @@
-"""What to change: a policy edit where precision is the cause, else arithmetic that was tried on the values that failed."""
+"""What to change: a policy edit where precision is the cause, else other arithmetic."""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .ops import CASTS, plain, plain_name
+from .ops import CASTS, plain_name
 from .records import Event, Site
+from .replacement import bound
 from .verdict import Verdict, narrow_dtype, number
 
 _LOW_NAMES = tuple(dtype_name(d) for d in LOW_DTYPES)
@@ -37,7 +33,7 @@ class Fix:
 
 def edit_of(site: Site) -> str:
     """Return the smallest fp32 rule that covers what ran at a place."""
-    if site.module and "<" not in site.module:
+    if site.module:
         return write_module_rule(ModuleRule(pattern=site.module, precision=Rule.FP32))
     known = next((name for name in (site.called, site.op) if name in known_ops()), None)
     return "" if known is None else f"op:{write_op_rule(known, Rule.FP32)}"
@@ -118,8 +114,12 @@ def _fix_overflow(event: Event) -> Fix:
                     f"leave {event.leaf or 'the value'} in fp32 there, or use bf16, whose range is that of fp32.")  # fmt: skip
     widest = next((w for w in event.wide if w.is_finite), None)
     if event.outputs[0].dtype in _LOW_NAMES and (widest is None or widest.dtype == "fp32"):
+        edit = _edits([event.site, *event.followers])
+        if widest is not None and edit.startswith("op:") and _is_slope_too_large(event, widest.amax):
+            return Fix(edit="compute=bf16", advice=f"{edit} makes the forward finite alone: the gradient of {event.site.op} is as large as its "
+                        f"result, {number(widest.amax)}, which {event.outputs[0].dtype} does not hold; or bound the argument.")  # fmt: skip
         return Fix(
-            edit=_edits([event.site, *event.followers]),
+            edit=edit,
             advice="what reads values this large needs fp32 too, up to the next normalisation; or use bf16, whose range "
             "is that of fp32, or scale the inputs down.",
             tried=""
@@ -133,6 +133,16 @@ def _fix_overflow(event: Event) -> Fix:
                 "lower the learning rate.")  # fmt: skip
 
 
+_OWN_SLOPE = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
+"""Functions whose derivative is as large as their value."""
+
+
+def _is_slope_too_large(event: Event, top: float) -> bool:
+    """Say whether the gradient of a function overflows where it was 16 bit, also of a mean over all its values."""
+    limit = format_of(narrow_dtype(event)).max
+    return event.tracked and event.site.op in _OWN_SLOPE and top > limit * math.prod(event.outputs[0].shape)
+
+
 def _fix_underflow(event: Event) -> Fix:
     """Fix a loss of precision where it happened, and in the op that failed on it."""
     flush = event.flush
@@ -140,7 +150,7 @@ def _fix_underflow(event: Event) -> Fix:
     if flush is not None and cast is not None:
         return Fix(edit="", advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
                     f"value in fp32 there, or bound the result of {flush.site.op} away from 0.")  # fmt: skip
-    sites = [event.site] if flush is None else [*flush.made_by, flush.site, event.site]
+    sites = [event.site] if flush is None else [*flush.made_by, flush.site, *flush.carried, event.site]
     edit = _edits(sites)
     advice = f"or bound the argument of {event.site.op} away from where it has no value."
     if flush is not None and flush.constant is not None:
@@ -213,187 +223,3 @@ def _inherited_advice(event: Event) -> str:
         "batch": "check the data: clean or drop such samples in the Dataset, before they are batched.",
         "optimizer": "clear the optimizer's state, or load an older checkpoint.",
     }.get(kind, "check where this tensor was made.")
-
-
-Run = Callable[..., Tensor]
-_LARGEST = 1e12
-"""A gradient beyond this is finite and of no use."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """An expression to write instead of an op.
-
-    Attributes:
-        text: as it is written; x and y stand for the op's arguments.
-        run: computes it.
-        count: number of tensors it takes.
-    """
-
-    text: str
-    run: Run
-    count: int = 1
-
-
-def bound(dtype: torch.dtype) -> float:
-    """Return a distance from 0 that keeps quotients and logarithms usable in a format."""
-    return 1e-4 if dtype is torch.float16 else 1e-6
-
-
-def _clamped(name: str, low: float) -> Replacement:
-    op: Run = getattr(torch, name)
-    return Replacement(f"{name}(x.clamp(min={low:g}))", lambda x: op(x.clamp(min=low)))
-
-
-def _inside(name: str, dtype: torch.dtype) -> Replacement:
-    op: Run = getattr(torch, name)
-    eps = 4 * torch.finfo(dtype).eps
-    return Replacement(f"{name}(x.clamp(-1 + {eps:.2g}, 1 - {eps:.2g}))", lambda x: op(x.clamp(-1 + eps, 1 - eps)))
-
-
-def _quotients(divisor: Tensor, low: float, is_count: bool) -> Iterator[Replacement]:
-    """Offer quotients: by a count of at least 1, by a positive divisor, by one of either sign."""
-    if bool((divisor >= 0).all()):
-        if not divisor.is_floating_point() or (is_count and bool((divisor == divisor.round()).all())):
-            yield Replacement("x / y.clamp(min=1)", lambda x, y: x / y.clamp(min=1), 2)
-        yield Replacement(f"x / y.clamp(min={low:g})", lambda x, y: x / y.clamp(min=low), 2)
-    else:
-        yield Replacement(
-            f"x / torch.where(y.abs() < {low:g}, {low:g}, y)", lambda x, y: x / torch.where(y.abs() < low, low, y), 2
-        )
-
-
-def _powers(operands: OpInputs, low: float) -> Iterator[Replacement]:
-    if len(operands.tensors) > 1:
-        yield Replacement(f"x.clamp(min={low:g}).pow(p)", lambda x, p: x.clamp(min=low).pow(p), 2)
-    elif operands.numbers:
-        p = operands.numbers[0]
-        yield Replacement(f"x.clamp(min={low:g}).pow({p:g})", lambda x: x.clamp(min=low).pow(p))
-
-
-@dataclass(frozen=True, slots=True)
-class OpInputs:
-    """What an op that failed was given.
-
-    Attributes:
-        tensors: in the order of its arguments, those that want a gradient marked so.
-        numbers: the Python numbers among its arguments.
-        is_count: the last tensor was counted: a sum that no gradient goes through, or whole numbers cast.
-    """
-
-    tensors: list[Tensor]
-    numbers: list[float]
-    is_count: bool = False
-
-
-def saved_operands(node: Any) -> OpInputs:
-    """Return what the forward op of an autograd node was given, from what autograd saved of it. Syncs: no."""
-    try:
-        result = getattr(node, "_saved_result", None)
-        first = getattr(node, "_saved_self", None)
-        if first is None and isinstance(result, Tensor) and node.name() == "SqrtBackward0":
-            first = result.square()
-        found = [first, getattr(node, "_saved_other", None)]
-        exponent = getattr(node, "_saved_exponent", None)
-    except RuntimeError:  # freed, or unpacked by a checkpoint
-        return OpInputs([], [])
-    tensors = [
-        own.detach().requires_grad_()
-        for t in (*found, exponent)
-        if isinstance(t, Tensor) and t.is_floating_point() and (own := plain(t)) is not None
-    ]
-    return OpInputs(tensors, [float(exponent)] if isinstance(exponent, (int, float)) else [])
-
-
-_FUSED = {
-    "SoftmaxBackward0": "log_softmax in place of the log of a softmax",
-    "SigmoidBackward0": "logsigmoid, or binary_cross_entropy_with_logits, in place of the log of a sigmoid",
-    "SumBackward1": "logsumexp in place of the log of a sum of exp",
-}
-
-
-def fused_with(op: str, argument: Tensor) -> str:
-    """Return the function that computes a logarithm without the number it is taken of; empty where none does.
-
-    Syncs: no.
-    """
-    node: Any = argument.grad_fn if op in ("log", "log2", "log10") else None
-    for _ in range(2):
-        if node is None or node.name() in _FUSED:
-            break
-        # 1 - p, p + eps, clamp
-        node = next((following for following, _ in node.next_functions if following is not None), None)
-    name = "" if node is None else node.name()
-    if name == "SumBackward1" and not any(f is not None and f.name() == "ExpBackward0" for f, _ in node.next_functions):
-        return ""
-    return _FUSED.get(name, "")
-
-
-def _offers(op: str, operands: OpInputs) -> Iterator[Replacement]:
-    inputs = operands.tensors
-    dtype = inputs[0].dtype
-    low = bound(dtype)
-    if op in ("log", "log2", "log10"):
-        yield _clamped(op, low)
-    elif op == "log1p":
-        yield Replacement(f"log1p(x.clamp(min=-1 + {low:g}))", lambda x: torch.log1p(x.clamp(min=-1 + low)))
-    elif op in ("sqrt", "rsqrt"):
-        floor = low if op == "rsqrt" or dtype is torch.float16 else low**2
-        yield Replacement(f"x.clamp(min={floor:g}).{op}()", lambda x: getattr(x.clamp(min=floor), op)())
-    elif op in ("acos", "asin", "atanh"):
-        yield _inside(op, dtype)
-    elif op == "logit":
-        yield Replacement(f"torch.logit(x, eps={low:g})", lambda x: torch.logit(x, eps=low))
-    elif op == "pow":
-        yield from _powers(operands, low)
-    elif op == "reciprocal":
-        for offer in _quotients(inputs[0], low, operands.is_count):
-            yield Replacement(offer.text.replace("x / ", "1 / ").replace("y", "x"), lambda x, o=offer: o.run(1.0, x))
-    elif op == "div" and len(inputs) > 1:
-        yield from _quotients(inputs[1], low, operands.is_count)
-
-
-def works(replacement: Replacement, inputs: list[Tensor]) -> bool:
-    """Say whether an expression is finite on these values, and the gradients of those that want one too. Syncs: yes."""
-    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs[: replacement.count]]
-    wanted = [t for t in leaves if t.requires_grad]
-    out = replacement.run(*leaves)
-    grads = torch.autograd.grad(out.float().sum(), wanted, allow_unused=True) if wanted else ()
-    finite = all(bool((g.isfinite() & (g.abs() < _LARGEST)).all()) for g in grads if g is not None)
-    return finite and bool(out.isfinite().all())
-
-
-def replacement_for(op: str, operands: OpInputs) -> str:
-    """Return an expression that was run on the operands of an op that failed and is finite there, gradients included.
-
-    Args:
-        op: plain name.
-        operands: finite.
-
-    Returns:
-        The expression; empty where none is known or none works.
-
-    Syncs: yes.
-    """
-    inputs = operands.tensors
-    # a divisor may be counted
-    floating = inputs[: {"div": 1, "reciprocal": 0}.get(op)]
-    if (
-        not inputs
-        or not all(t.is_floating_point() for t in floating)
-        or not all(bool(t.isfinite().all()) for t in inputs)
-    ):
-        return ""
-    found: list[str] = []
-
-    def run() -> None:
-        try:
-            found.extend(r.text for r in _offers(op, operands) if works(r, inputs))
-        except RuntimeError:  # shapes or formats that the expression does not take
-            pass
-
-    # inside a dispatch mode autograd records nothing; another thread has neither the mode nor that state
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0] if found else ""

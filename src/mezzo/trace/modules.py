@@ -59,6 +59,11 @@ class Place:
     module: str = ""
     classes: tuple[str, ...] = ()
 
+    @property
+    def held_by(self) -> str:
+        """Name of the innermost module that the root holds; one made in a forward, as losses of libraries are, has no name of its own."""
+        return self.module.partition("<")[0].removesuffix(".")
+
 
 OUTSIDE = Place()
 

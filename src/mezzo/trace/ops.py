@@ -255,7 +255,7 @@ Formula = Callable[..., int]
 
 @cache
 def formulas() -> Mapping[Any, Formula]:
-    """Return torch's formulas by op, and those of the CPU's fused attention, which torch leaves out."""
+    """Return torch's formulas by op, and those that torch leaves out: of products with vectors, and of the CPU's fused attention."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
     aten = torch.ops.aten
@@ -268,8 +268,12 @@ def formulas() -> Mapping[Any, Formula]:
     ) -> int:
         return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]  # torch's own
 
+    def vector(first: Tensor, second: Tensor, *more: Any, out_val: Any = None, **__: Any) -> int:
+        return 2 * max(t.numel() for t in (first, second, *more) if isinstance(t, Tensor))
+
     return {
         **flop_registry,
+        **dict.fromkeys((aten.mv, aten.addmv, aten.dot, aten.vdot), vector),
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     }

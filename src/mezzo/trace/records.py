@@ -133,6 +133,7 @@ class Flush:
         constant: the number written in the code that rounds to 0, None if it was no constant.
         is_cancellation: no op flushed it: operands that 16 bit had rounded came out equal.
         made_by: where such operands were made.
+        carried: products that the zeros went through, which would narrow the fp32 values again.
     """
 
     site: Site
@@ -143,6 +144,7 @@ class Flush:
     constant: float | None
     is_cancellation: bool = False
     made_by: tuple[Site, ...] = ()
+    carried: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -170,7 +170,8 @@ class ReferencePath:
         """Say where the zeros of a result come from: this op, one before it, or operands that rounding made equal."""
         is_here = tensor.dtype in LOW_DTYPES and bool((lost & (local != 0)).any())
         if not is_here and inherited is not None:
-            return inherited
+            is_new = is_product(call.func) and site not in inherited.carried
+            return replace(inherited, carried=(*inherited.carried, site)) if is_new else inherited
         dtype = tensor.dtype if tensor.dtype in LOW_DTYPES else self._low
         return Flush(
             site=site,
