@@ -54,7 +54,7 @@ def samples_with_nan(dtype: torch.dtype) -> Run:
             return 24
 
         def __getitem__(self, i: int) -> tuple[Tensor, int]:
-            return torch.tensor([float("nan") if i == 13 else float(i) / 24] * 8), i % 4
+            return torch.tensor([float("nan") if i == 13 else float(i) / 24] * 8), i % 4  # FAULT
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -68,7 +68,7 @@ def samples_with_nan(dtype: torch.dtype) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def run() -> None:
-        for x, y in DataLoader(Rows(), batch_size=6):  # FAULT
+        for x, y in DataLoader(Rows(), batch_size=6):
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not FP32):
                 loss = F.cross_entropy(model(x).float(), y)
             if torch.isnan(loss):

@@ -87,6 +87,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.trace.? is deprecated"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
 ]
 
 

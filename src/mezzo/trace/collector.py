@@ -14,7 +14,7 @@ from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
 from .context import OpMode, TraceContext
 from .evidence import HostReads, asks_of_gradients, leads_somewhere
 from .exponents import LineWatch
-from .frames import Owner, caller, is_called_from
+from .frames import Owner, caller, is_called_from, sample_line
 from .lint_rules import LintWatch
 from .lost_updates import FlushWatch, UpdateWatch
 from .measure import (
@@ -310,7 +310,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if self._shared.get(original):
             called = called.replace(", made outside the trace", "") + ", from a DataLoader worker,"
         elif is_called_from(_COLLATE):
-            called = f"batch of a DataLoader: its sample {name}"
+            called, site = f"batch of a DataLoader: its sample {name}", replace(site, user=sample_line() or site.user)
         causes = self._event(call, site, [tensor], "leaf", leaf=called)
         self._causes.note(original, causes)
         return causes

@@ -138,9 +138,8 @@ _OWN_SLOPE = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 
 
 def _is_slope_too_large(event: Event, top: float) -> bool:
-    """Say whether the gradient of a function overflows where it was 16 bit, also of a mean over all its values."""
-    limit = format_of(narrow_dtype(event)).max
-    return event.tracked and event.site.op in _OWN_SLOPE and top > limit * math.prod(event.outputs[0].shape)
+    """Say whether the gradient of a function overflows where it was 16 bit, also of a mean over as many values as the format goes."""
+    return event.tracked and event.site.op in _OWN_SLOPE and top > format_of(narrow_dtype(event)).max ** 2
 
 
 def _fix_underflow(event: Event) -> Fix:

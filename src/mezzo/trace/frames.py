@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import linecache
 import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 import torch.utils.checkpoint
@@ -32,6 +33,7 @@ _MEZZO = Path(__file__).parents[1]
 _TRACER = str(Path(__file__).parent)
 _STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _ENGINE = Path(torch.autograd.graph.__file__).name, "_engine_run_backward"
+_FETCH = "torch/utils/data/_utils/fetch.py"
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
 
@@ -117,6 +119,30 @@ def is_called_from(ending: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def sample_line() -> Frame | None:
+    """Return the line by which the dataset of the running DataLoader hands out a sample; None where that is not the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(_FETCH):
+        frame = frame.f_back
+    dataset = None if frame is None else getattr(frame.f_locals.get("self"), "dataset", None)
+    while dataset is not None:
+        for name in ("__getitem__", "__iter__"):
+            code = getattr(getattr(type(dataset), name, None), "__code__", None)
+            if code is not None and owner(code.co_filename) is Owner.USER:
+                return Frame(file=code.co_filename, line=_last_handed_out(code), function=name)
+        dataset = getattr(dataset, "dataset", None)  # of a subset
+    return None
+
+
+def _last_handed_out(code: CodeType) -> int:
+    """Return the line of the last yield of a function, or of its last return."""
+    lines: dict[str, int] = {}
+    for step in dis.get_instructions(code):
+        if step.positions is not None and step.positions.lineno is not None:
+            lines[step.opname.partition("_")[0]] = step.positions.lineno
+    return lines.get("YIELD", lines.get("RETURN", code.co_firstlineno))
 
 
 def caller() -> Owner:
