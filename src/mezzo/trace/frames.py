@@ -138,10 +138,11 @@ def sample_line() -> Frame | None:
 
 def _last_handed_out(code: CodeType) -> int:
     """Return the line of the last yield of a function, or of its last return."""
+    starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
     lines: dict[str, int] = {}
     for step in dis.get_instructions(code):
-        if step.positions is not None and step.positions.lineno is not None:
-            lines[step.opname.partition("_")[0]] = step.positions.lineno
+        line = starts.get(step.offset) or line
+        lines[step.opname.partition("_")[0]] = line
     return lines.get("YIELD", lines.get("RETURN", code.co_firstlineno))
 
 
