@@ -76,6 +76,15 @@ def test_of_captured_steps(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(torch.accelerator, "Graph"), reason="torch 2.13 has the first graphs of any accelerator"
+)
+def test_of_many_captured_steps() -> None:
+    done = output_of("graphs", "many_replays_are_eager_steps")
+    assert "held many_replays_are_eager_steps\n" in done.stdout, done.stderr[-4000:]
+
+
+@pytest.mark.slow
 def test_an_update_of_train_stops_for_its_record_and_in_transformers_alone() -> None:
     """For the loss that it writes down and the flags that move its schedule; transformers looks at the mask."""
     done = output_of("training")
