@@ -319,14 +319,14 @@ def gauges_with_a_mask(dtype: torch.dtype) -> Run:
 
 
 @healthy(FP16)
-def depth_in_metres(dtype: torch.dtype) -> Run:
+def depth_as_a_share_of_its_range(dtype: torch.dtype) -> Run:
     def run():
         net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(32, 1))
-        opt, scaler = torch.optim.SGD(net.parameters(), 1e-5), torch.amp.GradScaler("cpu", init_scale=1.0)
+        opt, scaler = torch.optim.SGD(net.parameters(), 1e-5), torch.amp.GradScaler("cpu", init_scale=256.0)
         depth = torch.randint(400, 65536, (6, 1, 4, 4), dtype=torch.int32)
         for (image,) in DataLoader(TensorDataset(depth), batch_size=3):
             with amp(dtype):
-                out = net((image / 1000).to(dtype))
+                out = net((image / 65536).to(dtype))
             loss = out.float().square().mean()
             opt.zero_grad()
             scaler.scale(loss).backward()
