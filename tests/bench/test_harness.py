@@ -133,6 +133,7 @@ def test_a_process_leaves_nothing_behind() -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_busy_process_is_not_waited_for() -> None:
     with Worker(job("fp32", batch_size=8, in_size=16, out_size=4, num_batches=1, epochs=10**5)) as worker:
         worker.receive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import itertools
 import json
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +19,12 @@ import torch
 
 from .names import CHECKS, GRAPH_CHECKS, OPTIMIZERS, PRESETS, STEPS, WAYS
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler to build the simulated accelerator with"),
-    pytest.mark.xdist_group("simulated accelerator"),
-]
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no C++ compiler to build the simulated accelerator with"
+)
+OutputOnce = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@functools.cache
 def output_of(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # sums of several threads differ in their last bits
     return subprocess.run(
@@ -32,16 +33,35 @@ def output_of(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@functools.cache
-def runs() -> dict[str, dict[str, Any]]:
-    done = output_of("program")
+@pytest.fixture(scope="session")
+def output_once(tmp_path_factory: pytest.TempPathFactory) -> OutputOnce:
+    """What a program of this folder printed, and its errors, run once for all workers of a test run."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    @functools.cache
+    def once(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+        kept = shared / f"{program}-{len(words)}-{words[0] if words else ''}.json"
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                done = output_of(program, *words)
+                kept.write_text(json.dumps([done.returncode, done.stdout, done.stderr]), encoding="utf-8")
+        return subprocess.CompletedProcess([program, *words], *json.loads(kept.read_text(encoding="utf-8")))
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def runs(output_once: OutputOnce) -> dict[str, dict[str, Any]]:
+    done = output_once("program")
     assert done.returncode == 0, done.stderr[-3000:]
     return {run["case"]: run for run in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("case", [" ".join(parts) for parts in itertools.product(PRESETS, OPTIMIZERS, WAYS)])
-def test_a_healthy_step_never_waits_and_has_the_bits_of_the_cpu(case: str) -> None:
-    run = runs()[case]
+def test_a_healthy_step_never_waits_and_has_the_bits_of_the_cpu(case: str, runs: dict[str, dict[str, Any]]) -> None:
+    run = runs[case]
     assert not run["stops"], "\n".join(run["stops"])
     if case.endswith("torch.Muon clip"):  # two norms are joined, which the CPU sums by another kernel
         assert run["sim"] == pytest.approx(run["cpu"], rel=2.0**-20)
@@ -51,18 +71,18 @@ def test_a_healthy_step_never_waits_and_has_the_bits_of_the_cpu(case: str) -> No
 
 
 @pytest.mark.parametrize("case", [" ".join(parts) for parts in itertools.product(PRESETS, OPTIMIZERS)])
-def test_flags_that_land_late_are_waited_for_once_a_step(case: str) -> None:
-    run = runs()[f"{case} plain"]
+def test_flags_that_land_late_are_waited_for_once_a_step(case: str, runs: dict[str, dict[str, Any]]) -> None:
+    run = runs[f"{case} plain"]
     assert run["late"] == run["cpu"]
     assert 0 < len(run["late_waits"]) <= STEPS
     assert all(wait.startswith("wait: event") for wait in run["late_waits"])
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_an_accelerator(name: str) -> None:
-    # In two halves, since two workers may come to them.
+def test_on_an_accelerator(name: str, output_once: OutputOnce) -> None:
+    # In two halves, which two workers may run at once.
     half = len(CHECKS) // 2
-    done = output_of("checks", *(CHECKS[:half] if name in CHECKS[:half] else CHECKS[half:]))
+    done = output_once("checks", *(CHECKS[:half] if name in CHECKS[:half] else CHECKS[half:]))
     assert f"held {name}\n" in done.stdout, done.stderr[-4000:]
 
 
@@ -70,8 +90,8 @@ def test_on_an_accelerator(name: str) -> None:
     not hasattr(torch.accelerator, "Graph"), reason="torch 2.13 has the first graphs of any accelerator"
 )
 @pytest.mark.parametrize("name", GRAPH_CHECKS)
-def test_of_captured_steps(name: str) -> None:
-    done = output_of("graphs")
+def test_of_captured_steps(name: str, output_once: OutputOnce) -> None:
+    done = output_once("graphs")
     assert f"held {name}\n" in done.stdout, done.stderr[-4000:]
 
 

@@ -70,6 +70,7 @@ def script(folder: Path, source: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_healthy_ranks_are_seen(tmp_path: Path) -> None:
     run = trace_script(script(tmp_path, RANKS), [str(tmp_path)])
     assert [(r.record.rank, r.record.backwards, r.answer) for r in run.children] == [

@@ -25,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tsv(tmp_path_factory.mktemp("data") / "emotions.tsv", emotion_rows(360))
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp16"))])
 def learned(
     request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TrainConfig, TrainResult]:

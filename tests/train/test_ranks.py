@@ -147,6 +147,7 @@ def _two_ranks(config: TrainConfig) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(config, "--nproc", "2"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_what_all_ranks_find_wrong_is_said_once(data: Path, tmp_path: Path) -> None:
     ended = _two_ranks(tiny(data, tmp_path / "out", device="gpu"))
     assert (ended.returncode, ended.stdout) == (2, "")
