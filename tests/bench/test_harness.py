@@ -114,6 +114,7 @@ def test_an_error_in_a_variant_is_one_sentence_with_its_log() -> None:
     log.unlink()
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_told_from_an_error() -> None:
     with Worker(job("fp32")) as worker:
         worker.receive()

@@ -185,7 +185,9 @@ def _converts(rank: int, world: int, policy: str, folder: str) -> State:
     return found
 
 
-@pytest.mark.parametrize("saved", ["fp32", "bf16-master", "bf16-master, master=kahan"])
+@pytest.mark.parametrize(
+    "saved", ["fp32", "bf16-master", pytest.param("bf16-master, master=kahan", marks=pytest.mark.slow)]
+)
 def test_another_policy_takes_the_masters_over_in_shards_too(saved: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "c")
     run(2, _saves, "sharded", saved, "adamw", folder)

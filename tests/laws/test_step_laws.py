@@ -215,7 +215,9 @@ TestSteps = Steps.TestCase
     "name",
     [pytest.param(name, marks=() if name == "mezzo adamw" else pytest.mark.slow) for name in sorted(OPTIMIZERS)],
 )
-@pytest.mark.parametrize("policy", ["bf16, output=fp32", "fp16, output=fp32, scaling.init_scale=64"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("bf16, output=fp32", marks=pytest.mark.slow), "fp16, output=fp32, scaling.init_scale=64"]
+)
 def test_200_overflows_in_a_row_leave_every_bit(name: str, policy: str) -> None:
     torch.manual_seed(0)
     model = network()

@@ -83,6 +83,7 @@ def undisturbed(reviews: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
     return config
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_with_the_same_bits(reviews: Path, undisturbed: TrainConfig, tmp_path: Path) -> None:
     killed = long_run(reviews, tmp_path / "killed")
     scales = {record["scale"] for record in metrics(undisturbed.out) if record["kind"] == "update"}
