@@ -28,10 +28,10 @@ demo: setup
 	$(BIN)/mezzo demo --out runs/demo
 
 test: setup
-	$(BIN)/pytest -q -n 4 --dist worksteal
+	$(BIN)/pytest -q -n 3 --dist worksteal
 
 test-all: setup
-	$(BIN)/pytest -q -n 4 --dist worksteal -m "not cuda"
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not cuda"
 
 format: setup
 	$(BIN)/ruff format src tests
