@@ -49,6 +49,10 @@ class StepError(MezzoError, RuntimeError):
     """A prepared step used in the wrong order; names the right call."""
 
 
+class StepTypeError(StepError, TypeError):
+    """A prepared step called with arguments it does not have, or unpacked; Python raises TypeError there."""
+
+
 class StoppedRun(MezzoError, RuntimeError):
     """A run that cannot go on; base of the errors that `step()` raises about inf, NaN and underflow.
 

@@ -108,3 +108,62 @@ def test_a_model_with_scripted_parts_trains(compute: str) -> None:
     amp.zero_grad()
     amp.backward(model(torch.randn(3, 4)).square().mean())
     assert amp.step()
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def trains(amp: mezzo.Stepper, model: nn.Module) -> bool:
+    x, y = batch()
+    amp.backward(mse(model(x), y))
+    return bool(amp.step())
+
+
+@pytest.mark.parametrize("name", ["precision", "mixed_precision", "dtype", "amp_dtype"])
+@pytest.mark.parametrize("value", ["bf16-mixed", "bf16", torch.bfloat16], ids=str)
+def test_a_precision_by_another_name_is_called_policy(name: str, value: object) -> None:
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(StepError, match=rf"has no argument '{name}'.* policy={value!r}") as caught:
+        mezzo.prepare(model, optimizer, **{name: value})
+    assert isinstance(caught.value, TypeError)
+    assert trains(mezzo.prepare(model, optimizer, policy=value), model)
+
+
+@pytest.mark.parametrize(
+    ("more", "given", "words"),
+    [
+        ((), {"precision": 16}, r"'precision'.* policy='bf16-master'"),
+        ((), {"opt_level": "O2"}, r"'opt_level'.* policy='bf16-master'"),
+        ((), {"chache": "region"}, r"'chache'\. Did you mean 'cache'\?"),
+        ((), {"models": 1}, r"'models'\. Did you mean 'model'\?"),
+        (("bf16", "loader", "scheduler"), {}, r"model, optimizer and policy by position, got 5.*on_applied"),
+        ((), {"optimizer": None}, r"multiple values for argument 'optimizer'"),
+    ],
+)
+def test_a_call_that_fits_no_argument_is_answered(
+    more: tuple[object, ...], given: dict[str, object], words: str
+) -> None:
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(StepError, match=words):
+        mezzo.prepare(model, optimizer, *more, **given)
+    assert trains(mezzo.prepare(model, optimizer, "bf16"), model)
+
+
+def test_what_prepare_returns_is_one_stepper() -> None:
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(StepError, match=r"model and optimizer stay .*amp = mezzo\.prepare\("):
+        model, optimizer = mezzo.prepare(model, optimizer, "bf16")
+    amp = mezzo.prepare(model, optimizer, "bf16")
+    with pytest.raises(TypeError):
+        iter(amp)
+    assert trains(amp, model)
+
+
+def test_a_loader_in_the_place_of_the_policy_is_named() -> None:
+    model, optimizer = model_and_optimizer()
+    loader = torch.utils.data.DataLoader([1])
+    with pytest.raises(mezzo.errors.PolicyError, match=r"a policy is .*DataLoader"):
+        mezzo.prepare(model, optimizer, loader)
+    assert trains(mezzo.prepare(model, optimizer, "bf16"), model)

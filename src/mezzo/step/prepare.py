@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import wraps
+from inspect import signature
+from typing import cast
 
 import torch
 from torch import nn
@@ -25,10 +28,11 @@ from ..binding import (
     with_missing_kernels,
 )
 from ..binding.bind import bind
-from ..errors import StepError
+from ..errors import PolicyError, StepError, StepTypeError, did_you_mean
 from ..optim import adopt, parameters
 from ..policy import CacheName, PolicyLike, as_policy
 from .accumulation import Skip
+from .capture import P, R
 from .loading import MastersFollow
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
@@ -37,8 +41,52 @@ from .stepper import Stepper
 from .update import is_owned
 
 _log = logging.getLogger("mezzo.step")
+_PRECISION = {"precision", "mixed_precision", "dtype", "amp_dtype", "compute_dtype", "opt_level"}
+"""What other libraries call the argument that is `policy` here."""
 
 
+def _answers_misfits(function: Callable[P, R]) -> Callable[P, R]:
+    """Have calls that do not fit a function's arguments told what to write, in place of Python's TypeError."""
+    takes = signature(function)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            takes.bind(*args, **kwargs)
+        except TypeError as misfit:
+            raise StepTypeError(f"mezzo.prepare(model, optimizer, policy) {_answer(args, kwargs, misfit)}") from None
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _answer(args: Sequence[object], kwargs: Mapping[str, object], misfit: TypeError) -> str:
+    known = signature(prepare).parameters
+    for name in kwargs.keys() - known.keys():
+        advice = (
+            f": write policy={_policy_meant(kwargs[name])!r}."
+            if name in _PRECISION
+            else f".{did_you_mean(name, known)}"
+        )
+        return f"has no argument '{name}'{advice}"
+    if len(args) > 3:
+        return (
+            f"takes model, optimizer and policy by position, got {len(args)} arguments. Loaders stay as they are; a scheduler's "
+            "step is called after steps that were applied: amp.on_applied(scheduler.step)."
+        )
+    return f"cannot be called so: {misfit}."
+
+
+def _policy_meant(value: object) -> object:
+    """Return a value given as a precision where it says a policy, else a policy to begin with."""
+    try:
+        as_policy(cast(PolicyLike, value))
+    except PolicyError:
+        return "bf16-master"
+    return value
+
+
+@_answers_misfits
 def prepare(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,

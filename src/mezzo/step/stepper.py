@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import StepTypeError
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
@@ -31,6 +33,12 @@ class Stepper(PreparedRun):
     """
 
     _observers: tuple[StepObserver, ...] = ()
+
+    def __iter__(self) -> NoReturn:
+        raise StepTypeError(
+            "mezzo.prepare returns one stepper, which cannot be unpacked or looped over: model and optimizer stay the objects "
+            "they are. Write amp = mezzo.prepare(model, optimizer, policy)."
+        )
 
     def backward(
         self,
