@@ -104,9 +104,13 @@ def main() -> None:
         "config": json.loads(json.dumps(dataclasses.asdict(workload))),
         "plan": {"threads": asked.threads},
     }
+    known = [point.label for point in workload.points()]
+    for point in asked.points or ():
+        if point not in known:
+            parser.error(f"--points {point}: {asked.workload} has no such point, but {', '.join(map(repr, known))}.")
     found = []
     with source_of(asked.before) as before, source_of(asked.after) as after:
-        for point in asked.points or [point.label for point in workload.points()]:
+        for point in asked.points or known:
             for variant in asked.variants:
                 seconds = paired((before, after), {**job, "variant": variant}, point, asked.rounds)
                 row = summary(seconds)

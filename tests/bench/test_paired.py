@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,15 +28,31 @@ def test_a_checkout_beside_itself() -> None:
     assert found[0]["low"] <= found[0]["ratio"] <= found[0]["high"]
 
 
-def test_a_checkouts_own_name_of_a_variant(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def paired() -> Any:
     spec = importlib.util.spec_from_file_location("paired", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
-    paired = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(paired)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_checkouts_own_name_of_a_variant(paired: Any, tmp_path: Path) -> None:
     old = tmp_path / "mezzo" / "bench"
     old.mkdir(parents=True)
     (old / "variant.py").write_text('Variant(name="mezzo-prepared")')
     assert paired.name_there(tmp_path, "prepare-master") == "mezzo-prepared"
     assert paired.name_there(ROOT / "src", "prepare-master") == "prepare-master"
     assert paired.name_there(tmp_path, "prepare") == "prepare"
+
+
+def test_a_point_that_does_not_exist_is_told_before_anything_starts(
+    paired: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paired.py", ".", ".", "step", "--points", "1e+07"])
+    with pytest.raises(SystemExit):
+        paired.main()
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith("--points 1e+07: step has no such point, but '1e+07 parameters', '1e+08 parameters'.\n")

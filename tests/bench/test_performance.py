@@ -118,6 +118,17 @@ def test_sizes_stand_beside_each_other(tmp_path: Path) -> None:
     assert load(paths[0]) == again and load(paths[1]) == large
 
 
+def test_compiled_variants_measured_apart_stand_beside_the_others(tmp_path: Path) -> None:
+    """A result of compiled variants alone takes no other's place, so that a workload can be measured in two parts."""
+    eager = result()
+    compiled = dataclasses.replace(
+        eager, measurements=(measured("prepare+compile", 1.0),), date="2026-11-21T11:00:00+00:00"
+    )
+    assert newest([compiled, eager]) == [eager, compiled]
+    paths = [save(one, tmp_path)[0] for one in (eager, compiled)]
+    assert [load(path) for path in paths] == [eager, compiled]
+
+
 def test_a_page(tmp_path: Path) -> None:
     stored, place = tmp_path / "results", tmp_path / "docs" / "performance.md"
     stored.mkdir()

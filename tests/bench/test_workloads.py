@@ -141,6 +141,12 @@ def test_parameters_are_as_many_as_asked(count: int) -> None:
     assert sum(p.numel() for p in model.parameters()) == count
 
 
+def test_many_parameters_are_stepped_a_few_times() -> None:
+    points = Step(parameters=(10**6, 10**8, 10**9)).points()
+    assert [point.workload.steps for point in points] == [20, 5, 2]
+    assert [point.workload.steps for point in Step(parameters=(10**9,), steps=1).points()] == [1]
+
+
 def test_given_gradients_are_handed_over_without_a_copy() -> None:
     model = GivenGradients(2 * MATRIX * MATRIX)
     for _ in range(2):

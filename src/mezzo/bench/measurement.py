@@ -103,6 +103,11 @@ class Result:
     rooflines: dict[str, PointRoofline]
     measurements: tuple[Measurement, ...]
 
+    @property
+    def kind(self) -> tuple[bool, tuple[str, ...]]:
+        """What a later result must share to take this one's place, beside workload and machine: all compiled or not, and points."""
+        return all(m.variant.endswith("+compile") for m in self.measurements), tuple(self.rooflines)
+
     def at(self, point: str) -> dict[str, Measurement]:
         """Return the measurements of a point by variant, in the order they were planned."""
         return {m.variant: m for m in self.measurements if m.point == point}

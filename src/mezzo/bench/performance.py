@@ -37,11 +37,11 @@ Any row can be measured again with `mezzo bench WORKLOAD`; `mezzo bench` lists t
 
 
 def newest(results: Sequence[Result]) -> list[Result]:
-    """Return the latest result of each workload at its sizes on each machine, in the order of the workloads."""
-    found: dict[tuple[int, str, tuple[str, ...]], Result] = {}
+    """Return the latest result of each workload and kind on each machine, in the order of the workloads."""
+    found: dict[tuple[int, str, tuple[bool, tuple[str, ...]]], Result] = {}
     for result in sorted(results, key=lambda r: r.date):
         place = list(WORKLOADS).index(result.workload)
-        found[place, short_name(result.machine), tuple(result.rooflines)] = result
+        found[place, short_name(result.machine), result.kind] = result
     return [found[key] for key in sorted(found)]
 
 

@@ -126,20 +126,17 @@ def measured(workload: Workload, plan: Plan, tests: str) -> Result:
 def save(result: Result, folder: Path) -> tuple[Path, Path]:
     """Write a result's JSON and picture into a folder and return their paths.
 
-    Writes: both files, over those of the same day, machine and sizes; other sizes get a number.
+    Writes: both files, over those of the same day, machine and kind; other sizes, and results of compiled variants alone, get
+    a number.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{result.workload}_{short_name(result.machine)}_{result.date[:10]}"
     names = (f"{stem}{suffix}.json" for suffix in itertools.chain([""], (f"_{n}" for n in itertools.count(2))))
-    data = next(path for path in map(folder.joinpath, names) if not path.exists() or _is_of_same_sizes(path, result))
+    data = next(path for path in map(folder.joinpath, names) if not path.exists() or load(path).kind == result.kind)
     picture = data.with_suffix(".svg")
     data.write_text(result.to_json(), encoding="utf-8")
     save_chart(result, picture)
     return data, picture
-
-
-def _is_of_same_sizes(path: Path, result: Result) -> bool:
-    return list(load(path).rooflines) == list(result.rooflines)
 
 
 @functools.cache

@@ -16,6 +16,8 @@ from ..variant import Variant, those_that_run
 from ..workload import Point, Session, Setting, Workload
 
 MATRIX = 1024
+FEW_STEPS = 5 * 10**8
+"""Parameters stepped in a round: a step of a billion takes seconds, and a mean of two of them says as much as of twenty small ones."""
 # At scale 1 and a norm below this one, unscaling and clipping multiply every gradient by exactly 1: all their work is
 # done, and the same gradients serve every step.
 NEVER_CLIPPED = 1e6
@@ -45,14 +47,18 @@ class GivenGradients(nn.Module):
         super().__init__()
         square = MATRIX * MATRIX
         shapes = [(MATRIX, MATRIX)] * (count // square) + [(count % square, 1)] * (count % square > 0)
-        self.layers = nn.ModuleList(nn.Linear(wide, out, bias=False) for wide, out in shapes)
+        drawn = torch.randn(square) * MATRIX**-0.5  # once, for every layer: a billion would take longer than a round
+        self.layers = nn.ModuleList(nn.Linear(wide, out, bias=False, device="meta") for wide, out in shapes)
+        with torch.no_grad():
+            for weight in self.layers.to_empty(device="cpu").parameters():
+                weight.copy_(drawn[: weight.numel()].view_as(weight))
         self._gradients: list[Tensor] = []
 
     def forward(self) -> Tensor:
         """Return a loss of 0 with its gradients, in the dtype the weights are stored in; shape (), fp32. Syncs: no."""
         weights = list(self.parameters())
         if not self._gradients:
-            self._gradients = [(torch.randn_like(w, dtype=torch.float32) * 1e-3).to(w.dtype) for w in weights]
+            self._gradients = [(w.detach().flip(0) * 1e-2).to(w.dtype) for w in weights]
         loss: Tensor = _Given.apply(self._gradients, *weights)  # type: ignore[no-untyped-call]  # torch's own
         return loss
 
@@ -63,13 +69,13 @@ class Step(Workload):
 
     Attributes:
         parameters: numbers of parameters, one point each.
-        steps: steps in a round.
+        steps: steps in a round, at most; fewer where there are many parameters.
     """
 
     resident: ClassVar[bool] = False
     tests: ClassVar[tuple[str, ...]] = (
-        "tests/loss_scale/test_scaler.py", "tests/loss_scale/test_unscale.py", "tests/kernels",
-        "tests/optim/test_trajectory.py", "tests/step/test_stepper.py",
+        "tests/loss_scale/test_scaler.py", "tests/loss_scale/test_unscale.py", "tests/kernels/test_cpu_kernels.py",
+        "tests/kernels/test_gradients.py", "tests/optim/test_trajectory.py", "tests/step/test_stepper.py",
     )  # fmt: skip
 
     on_cpu: ClassVar = {"parameters": (10**7, 10**8)}
@@ -89,7 +95,7 @@ class Step(Workload):
         return tuple(
             Point(
                 label=f"{n:.0e} parameters",
-                workload=dataclasses.replace(self, parameters=(n,)),
+                workload=dataclasses.replace(self, parameters=(n,), steps=min(self.steps, max(2, FEW_STEPS // n))),
                 axis="parameters",
                 value=n,
             )
