@@ -266,9 +266,9 @@ def test_without_a_compiler_the_reference_says_why(monkeypatch: pytest.MonkeyPat
         "adamw on cpu bf16: reference, not cpu: no C++ compiler (g++, clang++, or the one that CXX names); "
         "not triton: it is for CUDA; not fused: torch has none for CPU"
     )
-    assert registry.kernel("adamw", cpu, torch.bfloat16) is adamw_reference
+    assert registry.choose("adamw", cpu, torch.bfloat16).module is adamw_reference
     with pytest.raises(ConfigError) as refused:
-        registry.kernel("adamw", cpu, torch.bfloat16, "cpu")
+        registry.choose("adamw", cpu, torch.bfloat16, "cpu")
     assert str(refused.value) == (
         "backend='cpu' was asked for adamw on cpu bf16: no C++ compiler (g++, clang++, or the one that CXX names). "
         "Write backend='auto'."

@@ -27,7 +27,7 @@ def test_steps_equal_the_reference_under_the_interpreter(cases: str) -> None:
 
 def test_without_a_gpu_triton_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as refused:
-        registry.kernel("sgd", torch.device("cpu"), torch.bfloat16, "triton")
+        registry.choose("sgd", torch.device("cpu"), torch.bfloat16, "triton")
     assert str(refused.value) == (
         "backend='triton' was asked for sgd on cpu bf16: it is for CUDA. Write backend='auto'."
     )

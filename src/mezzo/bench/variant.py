@@ -145,8 +145,3 @@ def find_variant(name: str, device: torch.device) -> Variant:
 def those_that_run(names: tuple[str, ...], device: torch.device) -> tuple[str, ...]:
     """Return the names whose variants can run on a device here, in order."""
     return tuple(name for name in names if not VARIANTS[name].missing(device))
-
-
-def with_kept(names: tuple[str, ...], device: torch.device) -> tuple[str, ...]:
-    """Return the names whose variants can run on a device here, then those of them whose freed memory is kept."""
-    return those_that_run((*names, *(f"{name}+keep" for name in names)), device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import BenchError, did_you_mean
 from ..formats import LOW_DTYPES, parse_dtype
 from .roofline import Phase
-from .variant import Variant, find_variant
+from .variant import Variant, find_variant, those_that_run
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -140,6 +140,10 @@ class Workload(abc.ABC):
     """The numbers that differ elsewhere."""
     when_quick: ClassVar[Mapping[str, object]] = MappingProxyType({})
     """The numbers of `--quick`: every line of the workload runs, and no figure of it means anything."""
+    variants: ClassVar[tuple[str, ...]] = ()
+    """Measured when none are named, where they run."""
+    variants_kept: ClassVar[tuple[str, ...]] = ()
+    """Likewise, each without and with kept memory."""
 
     @classmethod
     def for_device(cls, device: torch.device) -> Self:
@@ -151,9 +155,11 @@ class Workload(abc.ABC):
         return dataclasses.replace(self, **self.when_quick)
 
     @classmethod
-    @abc.abstractmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the names of the variants measured when none are named."""
+        return those_that_run(
+            (*cls.variants, *cls.variants_kept, *(f"{name}+keep" for name in cls.variants_kept)), device
+        )
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, object]) -> Workload:

@@ -31,7 +31,7 @@ from .ops.rounding import mix as mix
 from .ops.rounding import random_key as random_key
 from .ops.sgd import SGDRule as SGDRule
 from .registry import Backend as Backend
-from .registry import kernel as kernel
+from .registry import choose as choose
 from .weights import AUX_STATE as AUX_STATE
 from .weights import WEIGHT_STREAM as WEIGHT_STREAM
 from .weights import Weights as Weights

@@ -114,6 +114,8 @@ def _triton_fails(device_type: str) -> str:
 def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> Choice:
     """Return which implementation of an op runs for a device and dtype; decided once.
 
+    While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
+
     Args:
         op: "gradients", "adamw", "sgd", "linear" or "decision".
         device: where the tensors lie.
@@ -139,14 +141,6 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
     raise ConfigError(
         f"backend={backend!r} was asked for {op} on {device.type} {dtype_name(dtype)}: {obstacle}. Write backend='auto'."
     )
-
-
-def kernel(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> ModuleType:
-    """Return the module that holds the chosen implementation; arguments and errors are those of `choose`.
-
-    While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
-    """
-    return choose(op, device, dtype, backend).module
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> str:

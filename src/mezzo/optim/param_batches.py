@@ -199,7 +199,8 @@ def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tens
 
     Of sharded tensors the parts that lie on this rank. Syncs: no.
     """
-    tensors = local_tensors(tensors)
+    if any([type(t) not in PLAIN for t in tensors]):
+        tensors = local_tensors(tensors)
     if any(orders):
         tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]
     return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else tensors

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed import RankConsensus
 from ..errors import StepError
-from ..kernels import any_dtensor, decision_slots, kernel, norm_and_finite, num_decided, pack_decision
+from ..kernels import choose, decision_slots, norm_and_finite, num_decided, pack_decision
 from .accumulation import (
     AccumulationState,
     Flag,
@@ -141,7 +141,7 @@ def check_grads(
         buffers=is_bad(norm_and_finite(written).norm, home) if written else False,
         optimizers=[is_bad(one.check.norm, home) for one in grads],
     )
-    if consensus is None and len(grads) == 1 and not any_dtensor(grads[0].params):
+    if consensus is None and len(grads) == 1 and grads[0].check.is_plain:
         bad, norms = own, [move(grads[0].check.norm, home)]
     else:
         bad, norms = combine(own, grads, home, consensus, num_optimizers)
@@ -184,7 +184,7 @@ def _decide_on_device(
     there = {name: [_on_device(home, value) for value in values] for name, values in found.items()}
     vector = pack_decision(there, constant(0.0, home))
     together, clips = skip == "together", max_norm is not None
-    kernel("decision", home, torch.float32).decide_(vector, num, together=together, clips=clips)
+    choose("decision", home, torch.float32).module.decide_(vector, num, together=together, clips=clips)
     return StepFlags.of(vector, num, clips=clips, together=together)
 
 

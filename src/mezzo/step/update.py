@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
 from ..errors import StepError, listed
-from ..kernels import CLIP_EPS, kernel
+from ..kernels import CLIP_EPS, choose
 from ..loss_scale import LossScale, NoScaling, StepScaling, can_move_in_place, handing, move_, next_state
 from ..optim import keeps_masters, wrapped_optimizer
 from ..policy import ScalingConfig
@@ -285,7 +285,7 @@ def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: Sca
     if config is None or isinstance(state, NoScaling):
         return
     vector = flags.vector
-    in_one_launch = None if vector is None else kernel("decision", vector.device, torch.float32).move_scale_
+    in_one_launch = None if vector is None else choose("decision", vector.device, torch.float32).module.move_scale_
     if in_one_launch is not None:
         ceiling = math.inf if config.max_scale is None else config.max_scale
         numbers = (config.growth_factor, config.backoff_factor, config.min_scale, ceiling)

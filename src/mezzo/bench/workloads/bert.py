@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..roofline import Phase
 from ..training import WARM_UP_STEPS, Training, forward, training_session
-from ..variant import Variant, those_that_run, with_kept
+from ..variant import Variant
 from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
 
 IMPORTS = ("transformers.models.bert.modeling_bert",)
@@ -176,11 +176,8 @@ class Text(Workload):
     lr: float = 3e-5
     max_norm: float = 1.0
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return default precision, regions and scalers; torch.autocast and both policies of prepare with kept memory too."""
-        names = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
-        return (*those_that_run(names, device), *with_kept(("torch-autocast", "prepare", "prepare-master"), device))
+    variants: ClassVar[tuple[str, ...]] = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
+    variants_kept: ClassVar[tuple[str, ...]] = ("torch-autocast", "prepare", "prepare-master")
 
     def check(self) -> None:
         """Refuse widths that do not divide into heads."""
@@ -258,11 +255,15 @@ class Overhead(Workload):
     steps: int = 100
     modes: tuple[str, ...] = MODES
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return the regions and steps whose overhead counts."""
-        names = ("fp32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp", "prepare", "prepare-master")
-        return those_that_run(names, device)
+    variants: ClassVar[tuple[str, ...]] = (
+        "fp32",
+        "torch-autocast",
+        "torch-amp",
+        "mezzo-autocast",
+        "mezzo-amp",
+        "prepare",
+        "prepare-master",
+    )
 
     def check(self) -> None:
         """Refuse numbers that make no BERT, and modes that do not exist."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..roofline import Phase
 from ..training import forward
-from ..variant import Variant, those_that_run
+from ..variant import Variant
 from ..workload import REGION_TESTS, Point, Session, Setting, Workload
 from .bert import BERT_HEAD, IMPORTS, BertLogits, BertSize, random_tokens
 
@@ -104,13 +104,9 @@ class Inference(Workload):
     bert_tokens: int = 128
     forwards: int = 50
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return the regions, and what a model converted by hand would take."""
-        names = (
-            "fp32", "tf32", "torch-autocast", "mezzo-autocast", "mezzo-persistent", "prepare", "prepare-master", "torch-16bit",
-        )  # fmt: skip
-        return those_that_run(names, device)
+    variants: ClassVar[tuple[str, ...]] = (
+        "fp32", "tf32", "torch-autocast", "mezzo-autocast", "mezzo-persistent", "prepare", "prepare-master", "torch-16bit",
+    )  # fmt: skip
 
     def check(self) -> None:
         """Refuse models that do not exist, and widths that do not divide into heads."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..roofline import Phase
 from ..training import Training, training_session
-from ..variant import Variant, those_that_run
+from ..variant import Variant
 from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
 from .recipe import Batch, mean_squared_error
 
@@ -64,20 +64,9 @@ class Lora(Workload):
     steps: int = 20
     lr: float = 1e-4
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return the regions with and without copies that last."""
-        names = (
-            "fp32",
-            "tf32",
-            "torch-autocast",
-            "torch-amp",
-            "mezzo-amp",
-            "mezzo-persistent",
-            "prepare",
-            "prepare-master",
-        )
-        return those_that_run(names, device)
+    variants: ClassVar[tuple[str, ...]] = (
+        "fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-amp", "mezzo-persistent", "prepare", "prepare-master",
+    )  # fmt: skip
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each batch size."""

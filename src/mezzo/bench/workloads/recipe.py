@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..roofline import Phase
 from ..training import Training, training_session
-from ..variant import Variant, those_that_run, with_kept
+from ..variant import Variant
 from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
 
 SMALL_BATCH = 8
@@ -63,11 +63,8 @@ class Recipe(Workload):
     epochs: int = 3
     lr: float = 1e-3
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return default precision, regions and scalers; torch.autocast and both policies of prepare with kept memory too."""
-        names = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
-        return (*those_that_run(names, device), *with_kept(("torch-autocast", "prepare", "prepare-master"), device))
+    variants: ClassVar[tuple[str, ...]] = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
+    variants_kept: ClassVar[tuple[str, ...]] = ("torch-autocast", "prepare", "prepare-master")
 
     @property
     def label(self) -> str:
@@ -154,12 +151,15 @@ class Scaling(Workload):
     parameter_widths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     steps: int = 20
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return default precision, torch's own, mezzo's drop-in, and both policies of prepare."""
-        return those_that_run(
-            ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-amp", "prepare", "prepare-master"), device
-        )
+    variants: ClassVar[tuple[str, ...]] = (
+        "fp32",
+        "tf32",
+        "torch-autocast",
+        "torch-amp",
+        "mezzo-amp",
+        "prepare",
+        "prepare-master",
+    )
 
     def _at(self, width: int, batch: int, depth: int) -> Scaling:
         return dataclasses.replace(self, width=width, batch=batch, depth=depth)

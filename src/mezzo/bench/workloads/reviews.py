@@ -43,10 +43,7 @@ class Reviews(Workload):
     epochs: int = demo_config(Path(), amp=True).epochs
     rows: int = 100_000
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return fp32 and mixed precision."""
-        return VARIANTS
+    variants: ClassVar[tuple[str, ...]] = VARIANTS
 
     @property
     def label(self) -> str:

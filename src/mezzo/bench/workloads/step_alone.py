@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..roofline import Phase
 from ..training import WARM_UP_STEPS, Training, training_step
-from ..variant import Variant, those_that_run
+from ..variant import Variant
 from ..workload import Point, Session, Setting, Workload
 
 MATRIX = 1024
@@ -84,11 +84,14 @@ class Step(Workload):
     parameters: tuple[int, ...] = (10**7, 10**8, 10**9)
     steps: int = 20
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return the step without scaling, with either GradScaler, and prepared."""
-        names = ("fp32", "torch-autocast", "torch-amp", "mezzo-amp", "prepare", "prepare-master")
-        return those_that_run(names, device)
+    variants: ClassVar[tuple[str, ...]] = (
+        "fp32",
+        "torch-autocast",
+        "torch-amp",
+        "mezzo-amp",
+        "prepare",
+        "prepare-master",
+    )
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each number of parameters."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..roofline import Phase, count_flops
 from ..training import Training, training_session
-from ..variant import Variant, with_kept
+from ..variant import Variant
 from ..workload import TRAINING_TESTS, Session, Setting, Workload
 from .bert import BertLogits, BertSize
 
@@ -38,10 +38,7 @@ class ModelSteps(Workload):
     steps: int = 8
     lr: float = 1e-4
 
-    @classmethod
-    def default_variants(cls, device: torch.device) -> tuple[str, ...]:
-        """Return both policies of prepare and every eager rival, each with and without kept memory."""
-        return with_kept((*RIVALS, "prepare", "prepare-master"), device)
+    variants_kept: ClassVar[tuple[str, ...]] = (*RIVALS, "prepare", "prepare-master")
 
     @abstractmethod
     def make_model(self) -> nn.Module:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...operands import FORMATS, MODES, Operands
+from .build import library
 
 
 class _BatchStruct(ctypes.Structure):
@@ -32,6 +37,29 @@ class _BatchStruct(ctypes.Structure):
 def address(numbers: array[int]) -> int:
     """Return where an array lies, which must live until C is done with it."""
     return numbers.buffer_info()[0]
+
+
+def compiled_step(
+    source: Path, name: str, reference: ModuleType, pack: Callable[[Any], ctypes.Structure]
+) -> Callable[[Operands, Any, Tensor, Tensor], None]:
+    """Return an optimizer's step as one compiled pass; arguments, writes and results are those of `reference.step_`, to the last bit.
+
+    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
+
+    Args:
+        source: compiled when the first step is taken.
+        name: of the C function.
+        reference: what defines the step.
+        pack: returns the C struct of a rule's numbers, which is kept as long as rules are equal.
+    """
+    packed, kernel = functools.lru_cache(maxsize=64)(pack), functools.cache(lambda: getattr(library(source), name))
+
+    def step_(operands: Operands, rule: Any, scalars: Tensor, step: Tensor) -> None:
+        if operands.other:
+            reference.step_(operands, rule, scalars, step, operands.other)
+        run(kernel(), operands, packed(rule), scalars, step)
+
+    return step_
 
 
 def run(kernel: Any, operands: Operands, rule: ctypes.Structure, scalars: Tensor, step: Tensor) -> None:

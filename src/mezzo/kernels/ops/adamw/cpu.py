@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from ...backends.cpp.batch import run
-from ...backends.cpp.build import library
-from ...operands import Operands
+from ...backends.cpp.batch import compiled_step
 from . import reference
 from .reference import AdamWRule
 
@@ -27,20 +21,8 @@ class _AdamWStruct(ctypes.Structure):
     )
 
 
-def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) -> None:
-    """Take one AdamW step; arguments, writes and results are those of `reference.step_`, to the last bit.
-
-    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
-
-    Writes: weights, their aux state, moments; none of them if `found_inf` is set.
-    Syncs: no.
-    """
-    if operands.other:
-        reference.step_(operands, rule, scalars, step, operands.other)
-    numbers = _AdamWStruct(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2, rule.amsgrad)
-    run(_function(), operands, numbers, scalars, step)
+def _pack(rule: AdamWRule) -> _AdamWStruct:
+    return _AdamWStruct(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2, rule.amsgrad)
 
 
-@functools.cache
-def _function() -> Any:
-    return library(SOURCE).mezzo_adamw
+step_ = compiled_step(SOURCE, "mezzo_adamw", reference, _pack)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import registry
 from ...device_numbers import kept_on_device, on_device
-from ...dtensor import local_tensors
+from ...dtensor import PLAIN, local_tensors
 from . import reference
 
 
@@ -23,11 +23,13 @@ class GradientCheck:
         norm: shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients.
         tensor_norms: shape (number of gradients,), fp32, same device: the unscaled norm of each.
         grads: the gradients that were read, not copied; of sharded ones, the parts that lie on this rank.
+        is_plain: whether each of them is a plain tensor, which lies whole on this rank.
     """
 
     norm: Tensor
     tensor_norms: Tensor
     grads: tuple[Tensor, ...]
+    is_plain: bool
 
     @property
     def found_nonfinite(self) -> Tensor:
@@ -77,7 +79,9 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     >>> check.norm.item(), check.found_nonfinite.item()
     (5.0, 0.0)
     """
-    aux = tuple([part.detach() if part.requires_grad else part for part in local_tensors(grads)])
+    is_plain = all([type(grad) in PLAIN for grad in grads])
+    parts = grads if is_plain else local_tensors(grads)
+    aux = tuple([part.detach() if part.requires_grad else part for part in parts])
     home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
     host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
     norms = _gather(aux, home)
@@ -88,7 +92,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     norm = torch.linalg.vector_norm(norms)
     if host_looks and not _SMALL < float(norm.numpy()) < _LARGE:
         norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
-    return GradientCheck(norm=norm, tensor_norms=norms, grads=aux)
+    return GradientCheck(norm=norm, tensor_norms=norms, grads=aux, is_plain=is_plain)
 
 
 _SMALL, _LARGE = 1e-12, 1e18

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from ...backends.cpp.batch import run
-from ...backends.cpp.build import library
-from ...operands import Operands
+from ...backends.cpp.batch import compiled_step
 from . import reference
 from .reference import SGDRule
 
@@ -28,20 +22,8 @@ class _SGDStruct(ctypes.Structure):
     )
 
 
-def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> None:
-    """Take one SGD step; arguments, writes and results are those of `reference.step_`, to the last bit.
-
-    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
-
-    Writes: weights, their aux state, moments; none of them if `found_inf` is set.
-    Syncs: no.
-    """
-    if operands.other:
-        reference.step_(operands, rule, scalars, step, operands.other)
-    numbers = _SGDStruct(rule.weight_decay, rule.momentum, rule.nesterov)
-    run(_function(), operands, numbers, scalars, step)
+def _pack(rule: SGDRule) -> _SGDStruct:
+    return _SGDStruct(rule.weight_decay, rule.momentum, rule.nesterov)
 
 
-@functools.cache
-def _function() -> Any:
-    return library(SOURCE).mezzo_sgd
+step_ = compiled_step(SOURCE, "mezzo_sgd", reference, _pack)
