@@ -131,7 +131,7 @@ class TestEveryWayOfCalling:
         for grad, p in zip(got, model.parameters(), strict=True):
             torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.parametrize("prepares", [True, False])
+    @pytest.mark.parametrize("prepares", [True, pytest.param(False, marks=pytest.mark.slow)])
     @traces_regions
     def test_compiled_in_a_thread_where_no_model_ran_before(self, policy: str, case: Any, prepares: bool) -> None:
         """Compiled whole, and once, where the model was prepared; elsewhere it works too."""

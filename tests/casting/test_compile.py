@@ -76,8 +76,13 @@ def check_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 
 @traces_regions
-@pytest.mark.parametrize("name", REGIONS)
-@pytest.mark.parametrize("style", [contains, decorated])
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        *((name, contains) for name in REGIONS),
+        *(pytest.param(name, decorated, marks=[] if name == "mode" else pytest.mark.slow) for name in REGIONS),
+    ],
+)
 def test_a_function_that_contains_the_region(
     name: str, style: Callable[..., Callable[..., tuple[torch.Tensor, torch.Tensor]]]
 ) -> None:
@@ -132,8 +137,16 @@ def outside(net: Net, region: dict[str, object]) -> Callable[[torch.Tensor], tup
     return torch.compile(contains(net, region), fullgraph=True)
 
 
-@pytest.mark.parametrize("name", AROUND)
-@pytest.mark.parametrize("place", [inside, pytest.param(outside, marks=traces_regions)])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("dispatcher", inside),
+        pytest.param("mode", outside, marks=traces_regions),
+        pytest.param("persistent", inside, marks=traces_regions),
+        *(pytest.param(name, place, marks=[traces_regions, pytest.mark.slow])
+          for name, place in (("dispatcher", outside), ("mode", inside), ("persistent", outside))),
+    ],
+)  # fmt: skip
 def test_inductor_gives_the_same_dtypes_and_close_values(
     name: str, place: Callable[..., Callable[..., tuple[torch.Tensor, torch.Tensor]]]
 ) -> None:
@@ -166,8 +179,16 @@ class Broken(nn.Module):
 
 
 @warns_of_breaks
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("dispatcher", "aot_eager"),
+        ("dispatcher", "inductor"),
+        pytest.param("mode", "aot_eager", marks=traces_regions),
+        pytest.param("persistent", "aot_eager", marks=traces_regions),
+        *(pytest.param(name, "inductor", marks=[traces_regions, pytest.mark.slow]) for name in ("mode", "persistent")),
+    ],
+)
 def test_a_model_that_breaks_the_graph_inside_the_region_runs_as_in_eager(name: str, backend: str) -> None:
     net, x = Broken(), torch.randn(4, 8)
     forward = contains(net, REGIONS[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -71,9 +71,6 @@ def prepared(policy: str) -> nn.Module:
     return model
 
 
-STRICT = pytest.mark.parametrize(
-    "strict", [False, pytest.param(True, marks=traces_regions)], ids=["not-strict", "strict"]
-)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: lambda region=region: WithRegion(**region) for name, region in REGIONS.items()},
     "nested": Nested,
@@ -91,22 +88,33 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+TRACED = ("dispatcher", "nested", "bf16, output=fp32", "bf16, ops=mezzo")
+"""Whose strict programs are made in the quick suite too."""
+
+
+def strict_or_not(names: Iterable[str], traced: Sequence[str]) -> list[Any]:
+    """Each name with both exporters, the strict one of most in the slow tests."""
+    cases = [pytest.param(name, False, id=f"{name}-not-strict") for name in names]
+    return cases + [
+        pytest.param(name, True, id=f"{name}-strict", marks=[traces_regions, *([] if name in traced else [pytest.mark.slow])])
+        for name in names
+    ]  # fmt: skip
+
+
 def check_program(program: ExportedProgram, model: nn.Module, x: Tensor) -> None:
     got, want = program.module()(x), model(x)
     for ours, theirs in zip(*((t,) if isinstance(t, Tensor) else t for t in (got, want)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@STRICT
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "strict"), strict_or_not(MODELS, TRACED))
 def test_the_program_casts_as_eager_does(name: str, strict: bool) -> None:
     model, x = MODELS[name](), torch.randn(4, 8)
     check_program(export(model, (x,), strict=strict), model, x)
     assert not torch.is_autocast_enabled("cpu")
 
 
-@STRICT
-@pytest.mark.parametrize("name", ["dispatcher", "nested", "bf16, output=fp32"])
+@pytest.mark.parametrize(("name", "strict"), strict_or_not(["dispatcher", "nested", "bf16, output=fp32"], ["nested"]))
 def test_core_aten_ops_cast_too(name: str, strict: bool) -> None:
     model, x = MODELS[name](), torch.randn(4, 8)
     check_program(export(model, (x,), strict=strict).run_decompositions(), model, x)

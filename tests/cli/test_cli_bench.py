@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.bench import Plan, load
+from mezzo.bench import Plan, Result, load
 from mezzo.bench.workload import WORKLOADS, find_workload
 from mezzo.bench.workloads.recipe import Recipe
 from mezzo.cli import bench as cli_bench
 from mezzo.cli import main
 from mezzo.cli.bench import parse
+from mezzo.errors import BenchError
 
 TINY = "--batch-size 8 --in-size 16 --out-size 4 --num-batches 2 --epochs 1 --rounds 1 --peak-rates-s 0.05".split()
 
@@ -21,24 +22,35 @@ TINY = "--batch-size 8 --in-size 16 --out-size 4 --num-batches 2 --epochs 1 --ro
 WORDS = ["bench", "recipe", "--device", "cpu", "--variants", "fp32", "torch-amp", "--no-check", *TINY]
 
 
-def test_table_json_and_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Result:
+    """Run the command, and return the result that it wrote, which its table shows."""
     assert main([*WORDS, "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     data, picture = (next(tmp_path.glob(f"recipe_*.{kind}")) for kind in ("json", "svg"))
     assert text.splitlines()[-2:] == [str(data), str(picture)]
     result = load(data)
-    assert [m.variant for m in result.measurements] == ["fp32", "torch-amp"]
-    assert result.tests == "not run: --no-check"
     for m in result.measurements:
         assert f"{m.loss:.6g}" in text
+    return result
 
-    monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: result)
+
+@pytest.mark.slow  # tests/bench/test_harness.py starts such processes in the quick suite
+def test_what_is_measured_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = shown(tmp_path, capsys)
+    assert [m.variant for m in result.measurements] == ["fp32", "torch-amp"]
+    assert result.tests == "not run: --no-check"
+
+
+def test_table_json_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = load(next((Path(__file__).parents[2] / "benchmarks" / "results").glob("recipe_*.json")))
+    monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: stored)
+    assert shown(tmp_path, capsys) == stored
     assert main([*WORDS, "--json", "--out", str(tmp_path / "again")]) == 0
-    out = capsys.readouterr().out
+    out, data = capsys.readouterr().out, next(tmp_path.glob("recipe_*.json"))
     assert out == data.read_text() == next((tmp_path / "again").glob("*.json")).read_text()
-    assert json.loads(out)["plan"]["variants"] == ["fp32", "torch-amp"]
+    assert json.loads(out)["plan"]["variants"] == list(stored.plan["variants"])
 
 
 def test_a_quick_look_is_one_at_a_small_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,8 +75,12 @@ def test_each_test_path_runs_once_for_all_workloads(monkeypatch: pytest.MonkeyPa
 
 
 def test_red_tests_stop_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(Recipe, "tests", ("tests/no_such_test.py",))
+    def red(paths: object) -> str:
+        raise BenchError("the tests of what would be timed do not pass")
+
+    monkeypatch.setattr("mezzo.cli.bench.run_tests", red)  # tests/bench/test_gate.py runs red ones
     monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: pytest.fail("timed on red"))
+    cli_bench._tested.cache_clear()
     assert main(["bench", "recipe", "--device", "cpu"]) == 2
     assert "the tests of what would be timed do not pass" in capsys.readouterr().err
 

@@ -79,8 +79,17 @@ def outside_the_base() -> set[str]:
 
 
 def test_the_base_alone_trains_prints_reports_and_saves_policies(tmp_path: Path) -> None:
+    """And loads the tools only when a run stops, or when they are asked for."""
     code = f"""
 import torch, mezzo
+stops = torch.nn.Linear(2, 1)
+amp = mezzo.prepare(stops, torch.optim.SGD(stops.parameters(), lr=0.1), "fp32, guard.patience=1")
+assert "mezzo.diagnose" not in sys.modules
+amp.backward(stops(torch.full((1, 2), float("inf"))).sum())
+try:
+    amp.step()
+except mezzo.errors.NonFiniteStep as error:
+    print("why:", error.report.faults[0].verdict)
 net = torch.nn.Linear(4, 2)
 amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16, output=fp32")
 with mezzo.diagnose.trace(net) as trace:
@@ -99,6 +108,7 @@ except mezzo.errors.ConfigError as error:
 """
     ended = without({*EXTRAS, *outside_the_base()}, code)
     assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "why: inherited\n" in ended.stdout
     assert "said: to_html needs the package jinja2: pip install 'mezzo[report]'." in ended.stdout
 
 

@@ -154,7 +154,11 @@ def test_what_is_no_terminal_gets_whole_lines(capsys: pytest.CaptureFixture[str]
     assert "\x1b" not in printed
 
 
-@pytest.mark.parametrize("words", [["ops", "--table", "mezzo"], ["why", "bf16"]], ids=["long", "short"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(["ops", "--table", "mezzo"], marks=pytest.mark.slow), ["why", "bf16"]],
+    ids=["long", "short"],
+)
 def test_a_pipe_that_closes_early_is_no_error(words: list[str]) -> None:
     """A short output stays in a buffer until the end; a long one does not."""
     shown = subprocess.run(

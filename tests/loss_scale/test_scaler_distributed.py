@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.distributed.ranks import run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,7 +35,7 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).pow(2).mean()
 
 
-def data_parallel(rank: int) -> None:
+def data_parallel(rank: int, _: int) -> None:
     """Buckets, no_sync and clipping are no edits; every rank takes the same decision; weights are one rank's."""
     for as_view in (False, True):
         scaler, single = GradScaler("cpu", 2.0**8, growth_interval=2), GradScaler("cpu", enabled=False)
@@ -71,7 +67,7 @@ def data_parallel(rank: int) -> None:
             scaler.step(optimizer)
 
 
-def overflow_on_one_rank(rank: int) -> None:
+def overflow_on_one_rank(rank: int, _: int) -> None:
     """DDP reduces the inf to every rank; FSDP2 keeps it in one shard, and the finding is reduced."""
     for sharded in (False, True):
         model: nn.Module = network()
@@ -97,7 +93,7 @@ def overflow_on_one_rank(rank: int) -> None:
         assert scaler.get_scale() == 32768.0
 
 
-def findings_of_shards(rank: int) -> None:
+def findings_of_shards(rank: int, _: int) -> None:
     """Also where the first gradient is replicated (torch's own check then looks at no other rank), or a shard empty."""
     mesh = init_device_mesh("cpu", (WORLD,))
     whole = torch.randn(4, 3)
@@ -116,32 +112,10 @@ def findings_of_shards(rank: int) -> None:
     assert grads[3].tolist() == [1.0, 1.0]
 
 
-CASES: list[Callable[[int], None]] = [data_parallel, overflow_on_one_rank, findings_of_shards]
-
-
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    for case in CASES:
-        try:
-            case(rank)
-            verdict = ""
-        except Exception:
-            verdict = traceback.format_exc()
-        Path(folder, f"{case.__name__}.{rank}").write_text(verdict)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, (str(folder),), WORLD)
-    return folder
+CASES: list[Callable[[int, int], None]] = [data_parallel, overflow_on_one_rank, findings_of_shards]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_ranks(verdicts: Path, case: Callable[[int], None]) -> None:
+def test_two_ranks(case: Callable[[int, int], None]) -> None:
     """B7."""
-    for rank in range(WORLD):
-        assert Path(verdicts, f"{case.__name__}.{rank}").read_text() == ""
+    run(WORLD, case)

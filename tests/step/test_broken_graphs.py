@@ -29,8 +29,17 @@ class Breaks(nn.Module):
     "ignore:The .grad attribute:UserWarning",
     "ignore::DeprecationWarning",
 )
-@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "bf16, ops=mezzo", "bf16, module:second=fp32"])
-@pytest.mark.parametrize("style", ["compiled", "in place"])
+@pytest.mark.parametrize(
+    ("policy", "style"),
+    [
+        ("bf16", "compiled"), ("bf16-master", "in place"), ("bf16, ops=mezzo", "compiled"),
+        ("bf16, module:second=fp32", "in place"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("bf16", "in place"), ("bf16-master", "compiled"), ("bf16, ops=mezzo", "in place"),
+            ("bf16, module:second=fp32", "compiled"),
+        )),
+    ],
+)  # fmt: skip
 def test_a_compiled_model_that_breaks_the_graph_runs_as_in_eager(policy: str, style: str) -> None:
     torch._dynamo.reset()
     torch.default_generator.manual_seed(0)
