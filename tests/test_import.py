@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 PROBE = """
 import os, sys, torch, torch.nn.functional as F
 def surface():
@@ -23,11 +21,12 @@ mezzo.prepare, mezzo.autocast, mezzo.GradScaler, mezzo.Policy, mezzo.optim, mezz
 os.environ.__class__ = Watched.__mro__[1]
 after = surface()
 new = {{k for k in after if before.get(k) != after[k] and k[1] != "__annotations__"}}
-assert not new, f"patched: {{sorted(new)}}"
-assert not reads, f"environment read: {{reads}}"
-assert not torch.cuda.is_initialized(), "CUDA started"
 heavy = {{"transformers", "sklearn", "matplotlib", "rich", "tyro", "snownlp", "triton", "jinja2"}} & set(sys.modules)
-assert not heavy, f"heavy imports: {{heavy}}"
+found = {{
+    "patched": sorted(new), "environment read": reads, "CUDA started": torch.cuda.is_initialized(), "heavy imports": heavy
+}}
+found = {{what: which for what, which in found.items() if which}}
+assert not found, found
 """
 
 
@@ -42,15 +41,8 @@ def test_import_is_inert() -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("plant", "complaint"),
-    [
-        ("torch.add = lambda *a: None", "patched"),
-        ("os.environ['HOME']", "environment read"),
-        ("import rich", "heavy imports"),
-    ],
-)
-def test_the_probe_sees_a_planted_fault(plant: str, complaint: str) -> None:
-    result = probe(plant)
+def test_the_probe_sees_planted_faults() -> None:
+    result = probe("torch.add = lambda *a: None\nos.environ['HOME']\nimport rich")
     assert result.returncode != 0
-    assert complaint in result.stderr
+    assert "'patched': [('torch', 'add')" in result.stderr, result.stderr
+    assert "'environment read': ['HOME']" in result.stderr and "'heavy imports': {'rich'}" in result.stderr

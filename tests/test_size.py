@@ -11,7 +11,7 @@ from statistics import median
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 KINDS = ("code", "docstring", "comment", "blank")
-FILES_AT_MOST, LINES_AT_MOST = 270, 41_900
+FILES_AT_MOST, LINES_AT_MOST = 275, 43_000
 LONGER = {"_torch.py": 500}
 """Files that may have more than 400 lines: all private names of torch stand in one."""
 _NO_CODE = {

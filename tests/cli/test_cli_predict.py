@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,18 +57,29 @@ def test_json_lines_hold_the_text(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert all(0 < record["probability"] <= 1 for record in found if record["text"])
 
 
-def test_in_a_pipe_each_line_is_answered_as_it_comes(model: Path, wanted: list[str]) -> None:
-    process = piped(model, "--batch-size", "1")
-    assert process.stdin is not None
-    assert process.stdout is not None
-    for text, line in zip(TEXTS, wanted, strict=True):
-        process.stdin.write(text + "\n")
-        process.stdin.flush()
-        label, _, probability = process.stdout.readline().rstrip("\n").partition("\t")
-        assert label == line.partition("\t")[0]
-        assert probability == "" or float(probability) == pytest.approx(float(line.partition("\t")[2]), abs=0.01)
-    assert process.communicate()[0] == ""
-    assert process.returncode == 0
+def test_in_a_pipe_each_line_is_answered_as_it_comes(
+    model: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (asked, ask), (answer, said) = os.pipe(), os.pipe()
+    codes: list[int] = []
+    command = ["predict", "--model", str(model), "--batch-size", "1"]
+    with open(asked, encoding="utf-8") as stdin, open(answer, encoding="utf-8") as answers:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with open(said, "w", encoding="utf-8") as stdout, open(ask, "w", encoding="utf-8") as questions:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            thread = threading.Thread(target=lambda: codes.append(main(command)), daemon=True)
+            thread.start()
+            for text, line in zip(TEXTS, wanted, strict=True):
+                questions.write(text + "\n")
+                questions.flush()
+                label, _, probability = answers.readline().rstrip("\n").partition("\t")
+                assert label == line.partition("\t")[0]
+                assert probability == "" or float(probability) == pytest.approx(
+                    float(line.partition("\t")[2]), abs=0.01
+                )
+            questions.close()
+            thread.join(60)
+        assert answers.read() == "" and codes == [0]
 
 
 @pytest.mark.slow

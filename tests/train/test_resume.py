@@ -42,6 +42,10 @@ def long_run(data: Path, out: Path) -> TrainConfig:
     return tiny(data, out, policy=POLICY, epochs=3, eval_every=8, vocab_size=1000, limit=300, lr=1e-3, ema=0.9)
 
 
+def short_run(data: Path, out: Path) -> TrainConfig:
+    return tiny(data, out, policy=POLICY, epochs=1, eval_every=2, vocab_size=300, limit=80, lr=1e-3, ema=0.9)
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "mezzo", "train", *arguments]
 
@@ -105,9 +109,10 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(reviews: Path, undisturbe
 
 
 def test_a_disk_that_fills_up_costs_nothing_but_time(
-    reviews: Path, undisturbed: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    filled = long_run(reviews, tmp_path / "filled")
+    undisturbed, filled = (short_run(reviews, tmp_path / name) for name in ("undisturbed", "filled"))
+    run(undisturbed)
     weights = (undisturbed.out / "best" / "model.safetensors").stat().st_size
     with full_disk(3 * weights):  # room for the first checkpoint, not for one with the optimizer's two moments as well
         assert main(["train", *words(filled)]) == 2

@@ -93,7 +93,11 @@ def same(got: list[Any], want: list[Any]) -> bool:
 
 
 def differences(
-    engines: dict[str, Callable[[torch.dtype], Region]], low: torch.dtype, given: torch.dtype, ops: list[Any] = op_db
+    engines: dict[str, Callable[[torch.dtype], Region]],
+    low: torch.dtype,
+    given: torch.dtype,
+    ops: list[Any] = op_db,
+    samples: int = SAMPLES,
 ) -> set[str]:
     """Return "op under engine" for every op whose dtypes, bits or gradients differ from torch's."""
     found = set()
@@ -102,7 +106,7 @@ def differences(
             continue
         grad = op.supports_autograd and given in op.supported_backward_dtypes("cpu")
         torch.default_generator.manual_seed(0)
-        for sample in islice(op.sample_inputs_func(op, "cpu", given, grad), SAMPLES):
+        for sample in islice(op.sample_inputs_func(op, "cpu", given, grad), samples):
             want = outcome(op, sample, torch.autocast("cpu", dtype=low))
             for name, engine in engines.items():
                 if not same(outcome(op, sample, engine(low)), want):
@@ -115,17 +119,17 @@ EXCUSED = {f"{op} under {engine}" for op, (engines, _) in EXCEPTIONS.items() for
 
 
 @pytest.mark.parametrize(
-    ("given", "low"),
+    ("given", "low", "samples"),
     [
-        ("fp32", torch.bfloat16),
-        pytest.param("fp32", torch.float16, marks=pytest.mark.slow),
-        pytest.param("low", torch.bfloat16, marks=pytest.mark.slow),
-        ("low", torch.float16),
+        ("fp32", torch.bfloat16, 2),
+        ("low", torch.float16, 2),
+        *(pytest.param(given, low, SAMPLES, marks=pytest.mark.slow)
+          for given in ("fp32", "low") for low in (torch.bfloat16, torch.float16)),
     ],
     ids=str,
-)
-def test_every_op_matches_torch_bit_for_bit(low: torch.dtype, given: str) -> None:
-    found = differences(ENGINES, low, torch.float32 if given == "fp32" else low)
+)  # fmt: skip
+def test_every_op_matches_torch_bit_for_bit(low: torch.dtype, given: str, samples: int) -> None:
+    found = differences(ENGINES, low, torch.float32 if given == "fp32" else low, samples=samples)
     assert found <= EXCUSED, sorted(found - EXCUSED)
 
 

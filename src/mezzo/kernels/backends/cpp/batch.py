@@ -51,6 +51,8 @@ def compiled_step(
         name: of the C function.
         reference: what defines the step.
         pack: returns the C struct of a rule's numbers, which is kept as long as rules are equal.
+
+    Syncs: no, nor does the step.
     """
     packed, kernel = functools.lru_cache(maxsize=64)(pack), functools.cache(lambda: getattr(library(source), name))
 
