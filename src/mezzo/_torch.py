@@ -133,6 +133,16 @@ def apply_to_tensors_(module: nn.Module, function: Callable[[Tensor], Tensor]) -
     module._apply(function)  # type: ignore[no-untyped-call]  # torch's own
 
 
+def replaces_tensors(original: type[nn.Module], before: Callable[..., None]) -> dict[str, Callable[..., Any]]:
+    """Return for a subclass the method behind `half`, `to` and their like, with something called before it with its arguments. Host only."""
+
+    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before(self, *args)
+        return original._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+
+    return {"_apply": _apply}
+
+
 # --- optimizers -----------------------------------------------------------------------------------------------------
 
 global_pre_hooks = _global_optimizer_pre_hooks

@@ -143,6 +143,59 @@ def test_a_product_of_a_sparse_matrix_is_fp32_and_has_gradients(
         assert grad.dtype is low and torch.equal(grad, wide.grad.to(low))
 
 
+COMPRESSED: dict[str, Op] = {
+    "@": lambda a, h: a @ h,
+    "mm": torch.mm,
+    "vector": lambda a, h: a @ h[:, 0],
+    "addmm": lambda a, h: torch.addmm(h, a, h, beta=0.5, alpha=2.0),
+    "linear": lambda a, h: F.linear(a, h),
+    "from the left": lambda a, h: h @ a,
+}
+
+
+@LOW
+@OPS
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+def test_a_product_of_a_compressed_matrix_is_made_in_fp32_and_rounded_once(
+    layout: torch.layout, low: torch.dtype, ops: str
+) -> None:
+    dense = torch.eye(4).roll(1, 0).add(torch.eye(4) / 3)
+    matrix, x = dense.to_sparse(layout=layout), torch.linspace(-1, 1, 16).reshape(4, 4)
+    for name, run in COMPRESSED.items():
+        h = x.to(low).requires_grad_()
+        with mezzo.autocast("cpu", policy=f"{mezzo.formats.dtype_name(low)}, ops={ops}"):
+            out = run(matrix, h)
+        wide = h.detach().float().requires_grad_()
+        expected = run(dense.to(low).float(), wide)
+        assert out.dtype is low and torch.equal(out, expected.to(low)), name
+        out.sum().backward()
+        (grad,) = torch.autograd.grad(expected.sum(), wide)
+        assert h.grad is not None
+        torch.testing.assert_close(h.grad, grad.to(low), atol=0, rtol=2 * torch.finfo(low).eps, msg=name)
+
+
+def test_products_of_a_compressed_matrix_that_torch_answers_are_its_own() -> None:
+    torchs = """
+import sys, torch
+if sys.argv[1] == "after":
+    import mezzo
+    with mezzo.autocast("cpu"):
+        pass
+matrix, x = torch.linspace(-1, 1, 16).reshape(4, 4).relu().to_sparse_csr(), torch.linspace(-1, 1, 12).reshape(4, 3)
+for kind in (torch.float32, torch.float64):
+    a, h = matrix.to(kind), x.to(kind)
+    print((a @ h).tolist(), (a @ h[:, 0]).tolist(), torch.addmm(h, a, h).tolist(), (a @ a).values().tolist())
+for a, h in ((matrix, x.bfloat16()), (matrix, x.double())):
+    try: a @ h
+    except RuntimeError as error: print(error)
+"""
+    before, after = (
+        subprocess.run([sys.executable, "-W", "ignore", "-c", torchs, when], capture_output=True, text=True, check=True)
+        for when in ("before", "after")
+    )
+    assert before.stdout and after.stdout == before.stdout
+
+
 def test_fp64_integers_and_other_dtypes_are_torchs() -> None:
     with mezzo.autocast("cpu"):
         for op in (*WRITES.values(), *SUMS.values()):

@@ -16,7 +16,6 @@ from mezzo.errors import CastError
 from mezzo.policy import OpRules
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
 class Mixing(nn.Module):
@@ -121,12 +120,3 @@ def test_a_missing_kernel_asks_for_fp32() -> None:
         torch.special.ndtri(x)
     with autocast("cpu", policy="bf16, op:special_ndtri=fp32"):
         assert torch.special.ndtri(x).dtype is torch.float32
-
-
-@pytest.mark.parametrize("region", [{"dtype": BF16}, {"policy": TORCHS}])
-def test_a_product_of_a_sparse_layout_without_a_16_bit_kernel_names_one_that_runs(region: dict[str, object]) -> None:
-    rows = torch.eye(4).to_sparse_csr()
-    with pytest.raises(CastError, match=r"write torch\.sparse\.mm\(matrix, x\)"), autocast("cpu", **region):
-        rows @ torch.ones(4, 4)
-    with autocast("cpu", **region):
-        assert torch.sparse.mm(rows, torch.ones(4, 4)).dtype is torch.float32

@@ -118,7 +118,7 @@ class Convolutions(nn.Module):
         self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        return torch.sparse.mm(edges, self.second(F.relu(torch.sparse.mm(edges, self.first(x)))))
+        return edges.to_sparse_csr() @ self.second(F.relu(torch.sparse.mm(edges, self.first(x))))
 
 
 @program

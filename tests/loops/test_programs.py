@@ -17,7 +17,7 @@ pytestmark = [  # in fp32, by torch itself
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
     pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated"),
     pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+    pytest.mark.filterwarnings("ignore:Sparse"),
 ]
 EPS = torch.finfo(torch.bfloat16).eps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,30 @@ def test_gradients_follow_a_released_model_to_another_dtype(policy: str) -> None
     mezzo.prepare(model, adamw(model), policy).release()
     model.double()(X.double()).sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in model.parameters())
+
+
+CASTS: dict[str, Callable[[nn.Module], object]] = {
+    "half": lambda model: model.half(),
+    "to": lambda model: model.to("cpu", torch.float16),
+    "double": lambda model: model.double(),
+    "a part": lambda model: nn.ModuleList([model]).to(dtype=torch.float16),
+}
+
+
+@POLICIES
+def test_a_prepared_model_that_would_be_cast(policy: str) -> None:
+    model = net()
+    amp = mezzo.prepare(model, adamw(model), policy)
+    for cast in CASTS.values():
+        dtypes = [p.dtype for p in model.parameters()]
+        refused(lambda: cast(model), StepError, "4 parameters", "Call amp.release() first", "nothing was changed")  # noqa: B023
+        assert [p.dtype for p in model.parameters()] == dtypes
+    assert model.to("cpu") is model
+    train(amp)
+    assert {p.dtype for p in copy.deepcopy(model).half().parameters()} == {torch.float16}
+    amp.release()
+    assert {p.dtype for p in model.half().parameters()} == {torch.float16}
+    train(mezzo.prepare(model.float(), adamw(model), policy))
 
 
 @POLICIES

@@ -121,7 +121,8 @@ class TestPlantedFaults:
     def test_4_observed_dtypes(self) -> None:
         """S25, S37: weights cast behind the policy's back."""
         model, amp = prepared("fp32")
-        model.norm.bfloat16()
+        for p in model.norm.parameters():
+            p.data = p.data.bfloat16()
         with pytest.raises(
             InvariantError, match=r"weights are declared fp32, and 2 are not \(norm\.weight, norm\.bias\)"
         ):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .._torch import (
@@ -21,10 +21,12 @@ from .._torch import (
     graph_task_id,
     own_modules,
     own_parameters,
+    replaces_tensors,
     saved_tensors_hooks,
 )
 from ..casting import WideAttention, autocast, bind_recompute, is_large, prefers_wide
-from ..errors import StepError
+from ..errors import StepError, listed
+from ..formats import dtype_name
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, run_ruled
 
@@ -336,10 +338,35 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {"forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
+    own |= replaces_tensors(original, _refuse_other_dtypes)
     refusals = {"__prepare_scriptable__": _refuse_script, "qconfig": property(_no_qconfig, _refuse_quantization)}
     make: Any = type(original)
     subclass: type[nn.Module] = make(original.__name__, (original,), {**kept, **own, **refusals})
     return subclass
+
+
+def _refuse_other_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: object) -> None:
+    """Refuse `half`, `to(dtype)` and their like on what a stepper owns, before anything is changed.
+
+    Raises:
+        StepError: parameters would be stored in another dtype.
+    """
+    bound = record(module)
+    if bound is None or not bound.binding.is_owned:
+        return
+    floating = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+    for kind, device in {(p.dtype, p.device) for p in floating.values()}:
+        try:
+            target = function(torch.empty(0, dtype=kind, device=device)).dtype
+        except Exception:  # what cannot be done to a tensor of no elements is no cast
+            return
+        if target is not kind:
+            names = [name for name, p in floating.items() if p.dtype is kind]
+            raise StepError(
+                f"{len(names)} parameters ({listed(names)}) of a prepared model would be stored in {dtype_name(target)} instead of "
+                f"{dtype_name(kind)}, behind the back of its policy, {bound.binding.policy!s}, and of its optimizers. Call "
+                "amp.release() first, which gives the plain model back, to be cast and prepared again; nothing was changed."
+            )
 
 
 def _refuse_script(module: nn.Module) -> None:

@@ -2,11 +2,13 @@
 
 torch refuses two floating dtypes there, in a region too, and in some ops more that have no rule: products of vectors, `lerp`,
 weighted bags of embeddings, products of sparse matrices, quantisation in training. Its dispatcher asks the kernels of this file, at the
-keys of autocast where torch has none of its own, from the first region on: what torch answers by itself is not changed.
+keys of autocast where torch has none of its own, from the first region on: what torch answers by itself is not changed. Nor is it
+for matrices in compressed layouts (CSR, CSC) on a CPU, whose 16-bit products, without a kernel there, are made in fp32.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -85,7 +87,7 @@ _FITTED: dict[str, Callable[..., tuple[Any, ...]]] = {
     **dict.fromkeys(
         (
             "lerp.Tensor", "lerp.Scalar", "dot.default", "vdot.default", "inner.default", "tensordot.default", "mv.default",
-            "addmv.default", "bilinear.default", "_sparse_mm.default", "_sparse_mm.reduce", "_sparse_addmm.default", "cross.default", "linalg_cross.default", "isclose.default", "allclose.default",
+            "addmv.default", "bilinear.default", "_sparse_mm.default", "_sparse_mm.reduce", "_sparse_addmm.default", "sparse_sampled_addmm.default", "cross.default", "linalg_cross.default", "isclose.default", "allclose.default",
         ),
         _promoted,
     ),
@@ -103,6 +105,38 @@ def _fitting_kernel(op: Any, fit: Callable[..., tuple[Any, ...]]) -> Callable[..
             return op(*(fit(*given) if _is_here_to_stay() else given), **named)
 
     return run
+
+
+_COMPRESSED = ("mm", "addmm", "addmv.out")
+"""Products of a compressed matrix that torch has on a CPU in fp32 and fp64 alone; all others, and their gradients, are made of these."""
+
+
+def _product_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
+    """Return a kernel that takes 16 bit in fp32, rounded once, and leaves the rest to torch's."""
+
+    @dynamo_skip_frame
+    def run(keys: torch.DispatchKeySet, *given: Any, out: Tensor | None = None, **named: Any) -> Any:
+        dtypes = {t.dtype for t in given if isinstance(t, Tensor)}
+        written = {} if out is None else {"out": out}
+        if len(dtypes) > 1 or not dtypes <= set(LOW_DTYPES):
+            return torchs.call_boxed(keys, *given, **named, **written)
+        if out is None:
+            return op(*_widened(*given), **named).to(dtypes.pop())
+        return out.copy_(op(*_widened(*given), **named, out=torch.empty_like(out, dtype=torch.float32)))
+
+    return run
+
+
+@lru_cache
+def _take_compressed_products() -> None:
+    """Give a CPU the 16-bit products of compressed matrices. Writes: torch's dispatcher. Host only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch's kernel is replaced: it is called for what it takes
+        for called in _COMPRESSED:
+            name, _, overload = called.partition(".")
+            op = getattr(getattr(torch.ops.aten, name), overload or "default")
+            torchs = torch.library.get_kernel(f"aten::{called}", "SparseCsrCPU")
+            _library.impl(called, _product_kernel(op, torchs), "SparseCsrCPU", with_keyset=True)
 
 
 def _is_here_to_stay() -> bool:
@@ -135,3 +169,5 @@ def take_index_writes(device_type: str) -> None:
         if name not in torchs:
             op = getattr(getattr(torch.ops.aten, name), overload)
             _library.impl(op, _fitting_kernel(op, fit), key)
+    if device_type == "cpu":
+        _take_compressed_products()

@@ -41,10 +41,6 @@ _ADVICE = (
         re.compile(r"(got|found|scalar type|!=)[^.]*\b[Dd]ouble\b"),  # not among what a kernel would have taken
         "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights.",
     ),
-    (
-        re.compile(r"sparse_csr"),
-        "torch has no 16-bit product for this layout here: write torch.sparse.mm(matrix, x), which runs in fp32.",
-    ),
 )
 """What to write instead, whatever op it was."""
 _DTYPE = re.compile(r"dtype|data type|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
