@@ -15,6 +15,25 @@ from mezzo.errors import ConfigError, StepError
 from mezzo.optim import SGD, AdamW, MasterWeights
 
 LOW = [torch.float16, torch.bfloat16]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that holds another one and steps it itself."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base, self.slow, self.count = torch.optim.Adam(params_of(self), lr), [], 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.slow = self.slow or [p.detach().clone() for p in params_of(self)]
+        self.base.step()
+        self.count += 1
+        for p, slow in zip(params_of(self), self.slow, strict=True):
+            if self.count % 3 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
 INNERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
     (torch.optim.AdamW, {"lr": 0.01, "fused": True, "amsgrad": True}),
@@ -28,6 +47,7 @@ INNERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adamax, {"lr": 0.01}),
     (torch.optim.ASGD, {"lr": 0.01}),
     (torch.optim.Rprop, {"lr": 0.01}),
+    (Lookahead, {"lr": 0.01}),
 ]
 MODES = ["fp32", "split", "kahan", "stochastic"]
 

@@ -56,7 +56,7 @@ class Binding:
     device_type: str | None
     cache: CacheName = "region"
     before_forward: BeforeForward | None = field(default=None, repr=False)
-    owner: weakref.ref[object] | None = field(default=None, repr=False)
+    owner: weakref.ref[Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
@@ -77,6 +77,12 @@ class Binding:
     def is_owned(self) -> bool:
         """Whether the stepper that was made with it lives."""
         return self.owner is not None and self.owner() is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether that stepper has optimizers, which know the weights in the dtype that they have."""
+        owner = None if self.owner is None else self.owner()
+        return owner is not None and len(owner.optimizers) > 0
 
     def region(self, precision: Precision, traced: bool) -> autocast:
         """Return the region in which a precision holds.
@@ -346,21 +352,13 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _refuse_other_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: object) -> None:
-    """Refuse `half`, `to(dtype)` and their like on what a stepper owns, before anything is changed.
-
-    Raises:
-        StepError: parameters would be stored in another dtype.
-    """
+    """Refuse `half`, `to(dtype)` and their like on what a stepper trains, before anything is changed."""
     bound = record(module)
-    if bound is None or not bound.binding.is_owned:
+    if bound is None or not bound.binding.is_trained:
         return
     floating = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     for kind, device in {(p.dtype, p.device) for p in floating.values()}:
-        try:
-            target = function(torch.empty(0, dtype=kind, device=device)).dtype
-        except Exception:  # what cannot be done to a tensor of no elements is no cast
-            return
-        if target is not kind:
+        if (target := function(torch.empty(0, dtype=kind, device=device)).dtype) is not kind:
             names = [name for name, p in floating.items() if p.dtype is kind]
             raise StepError(
                 f"{len(names)} parameters ({listed(names)}) of a prepared model would be stored in {dtype_name(target)} instead of "

@@ -18,7 +18,7 @@ from ..kernels import AUX_STATE, ScaledGradients, check_shape, give_master_, rea
 from ..policy import Master
 from .base import MasterOptimizer
 from .master_store import Masters, Mode
-from .optimizer_state import OWN_OPTIONS, label_of, report, take_master_
+from .optimizer_state import OWN_OPTIONS, and_inside, label_of, report, take_master_
 from .saved_state import check_saved
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
@@ -292,10 +292,10 @@ class MasterWeights(torch.optim.Optimizer):
         return aux
 
     def _rekey(self, keys: Mapping[Tensor, Tensor]) -> None:
-        """Let the inner optimizer's state belong to other tensors."""
-        for old, new in keys.items():
-            if old in self.state:
-                self.state[new] = self.state.pop(old)
+        """Let the inner optimizer's state, and that of those inside of it, belong to other tensors."""
+        for state in [one.state for one in and_inside(self.inner)]:
+            for old in [old for old in keys if old in state]:
+                state[keys[old]] = state.pop(old)
 
     def _refuse_a_step_alone(self, inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._stepping:
@@ -317,7 +317,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._replace(back)
 
     def _replace(self, replacements: Mapping[Tensor, Tensor]) -> None:
-        for group in self.param_groups:
+        for group in (group for one in and_inside(self.inner) for group in one.param_groups):
             # in the list itself, which LBFGS holds on to
             group["params"][:] = [replacements.get(p, p) for p in group["params"]]
 

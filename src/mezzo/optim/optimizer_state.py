@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,3 +145,11 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         for now, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     return {**state_dict, "state": sealed(state_dict["state"]), "param_groups": groups}
+
+
+def and_inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield an optimizer and those that it holds and steps itself, as Lookahead does."""
+    yield optimizer
+    for held in vars(optimizer).values():
+        if isinstance(held, torch.optim.Optimizer):
+            yield from and_inside(held)
