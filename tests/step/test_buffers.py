@@ -295,3 +295,36 @@ def test_a_mask_of_minus_infinity_that_forward_builds() -> None:
         amp.zero_grad()
         amp.backward(model(torch.randn(size, 4)).square().mean())
         assert amp.step()
+
+
+class Edges(nn.Module):
+    """A graph network whose edges are a buffer, another one after each forward."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("edges", torch.eye(4).roll(1, 0).to_sparse(layout=layout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.edges @ self.layer(x)
+        if self.training:
+            self.edges = self.edges * 0.5
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+def test_a_sparse_buffer_is_taken_back_saved_and_counted(layout: torch.layout) -> None:
+    model = Edges(layout)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    for x, factor in ((torch.ones(4, 4), 0.5), (torch.full((4, 4), INF), 0.5), (torch.ones(4, 4), 0.25)):
+        amp.zero_grad()
+        amp.backward(model(x).square().mean())
+        assert bool(amp.step()) is bool(x.isfinite().all())
+        assert torch.equal(model.edges.to_dense(), torch.eye(4).roll(1, 0) * factor)
+    saved = amp.state_dict()
+    model.edges = model.edges * 0.0
+    amp.load_state_dict(saved)
+    assert torch.equal(model.edges.to_dense(), torch.eye(4).roll(1, 0) * 0.25)
+    assert "buffers" in str(amp.report())
+    amp.release()

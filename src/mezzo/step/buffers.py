@@ -35,8 +35,8 @@ class Copy:
         return self.is_registered and _is_current(self.stamp, buffer)
 
     def is_finite(self) -> bool:
-        """Whether there was a value, and no inf or NaN in it. Syncs: yes."""
-        return self.value is not None and bool(self.value.isfinite().all())
+        """Whether there was a dense value, and no inf or NaN in it. Syncs: yes."""
+        return self.value is not None and self.value.layout is torch.strided and bool(self.value.isfinite().all())
 
 
 _FIRST_FORWARDS = 3
