@@ -36,7 +36,8 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1], "bad" in sys.argv)
     else:
-        mp.spawn(train, args=(2, sys.argv[1], "bad" in sys.argv), nprocs=2)
+        world = 1 if "alone" in sys.argv else 2
+        mp.spawn(train, args=(world, sys.argv[1], "bad" in sys.argv), nprocs=world)
 """
 WORKERS = """
 import math, sys, torch
@@ -80,9 +81,10 @@ def test_healthy_ranks_are_seen(tmp_path: Path) -> None:
     assert run.report.answer == "healthy" and run.error is None
 
 
-def test_the_fault_of_a_rank_is_the_scripts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ranks", ["alone", pytest.param("two", marks=pytest.mark.slow)])
+def test_the_fault_of_a_rank_is_the_scripts(tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: str) -> None:
     path = script(tmp_path, RANKS)
-    assert main(["doctor", path, str(tmp_path), "bad"]) == 1
+    assert main(["doctor", path, str(tmp_path), "bad", ranks]) == 1
     told = capfd.readouterr()
     line = next(n for n, text in enumerate(RANKS.splitlines(), 1) if "torch.log" in text)
     words = " ".join(told.out.split())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,24 +191,90 @@ def test_a_record_is_data_only(tmp_path: Path) -> None:
         recorder.note({"x": Path("x")})
 
 
-def test_what_a_kill_leaves_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, loss = batches(12), loss_fn
+@pytest.mark.parametrize(("place", "last"), [("forward", 9), ("update", 10)])
+def test_what_a_kill_leaves_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, last: int) -> None:
+    data, loss, save, step = batches(12), loss_fn, torch.save, mezzo.Stepper.step
 
     def killing(model: nn.Module, batch: Batch) -> Tensor:
-        if batch is data[10]:
+        if batch is data[10] and place == "forward":
             os.kill(os.getpid(), signal.SIGKILL)
         return loss(model, batch)
+
+    def killed(amp: mezzo.Stepper, **options: Any) -> mezzo.StepResult:
+        if amp.counters().seen == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(amp, **options)
+
+    def slowly(*given: Any, **how: Any) -> None:
+        time.sleep(0.02)
+        save(*given, **how)
 
     whole = train(tmp_path / "whole", data)
     if (child := os.fork()) == 0:
         try:
+            monkeypatch.setattr(torch, "save", slowly)
+            monkeypatch.setattr(mezzo.Stepper, "step", killed)
             monkeypatch.setitem(globals(), "loss_fn", killing)
             train(tmp_path / "run", data)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    again = mezzo.replay(tmp_path / "run", 9, build)
-    assert (again.grad_norm, again.scale) == (whole[9].grad_norm, whole[9].scale)
+    again = mezzo.replay(tmp_path / "run", last, build)
+    assert (again.grad_norm, again.scale) == (whole[last].grad_norm, whole[last].scale)
+
+
+def test_a_batch_is_written_while_its_forward_runs(tmp_path: Path) -> None:
+    amp = mezzo.prepare(*build()[:2], policy="fp32")
+    with mezzo.record(amp, tmp_path / "run") as recorder:
+        for batch in recorder.batches(batches(3)):
+            loss, end = loss_fn(amp.model, batch), time.monotonic() + 5
+            wanted = tmp_path / "run" / "00000000" / f"{recorder.step:08d}.0.batch"
+            while not wanted.exists() and time.monotonic() < end:
+                time.sleep(1e-3)
+            assert wanted.exists()
+            amp.backward(loss)
+            amp.step()
+            amp.zero_grad()
+
+
+def test_a_batch_that_the_loop_writes_over_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda *given, **how: (time.sleep(0.02), save(*given, **how)))
+    torch.manual_seed(7)
+    amp = mezzo.prepare(*build()[:2], policy="fp32")
+    with mezzo.record(amp, tmp_path / "run", every=4) as recorder:
+        for batch in recorder.batches(batches(4)):
+            loss = loss_fn(amp.model, batch)
+            batch["x"].fill_(float("nan"))
+            amp.backward(loss)
+            amp.step()
+            amp.zero_grad()
+    again = mezzo.replay(tmp_path / "run", 3, build)
+    assert (again.first_different, again.compared) == (None, 4)
+
+
+def test_a_file_that_cannot_be_written_is_told_by_its_step(tmp_path: Path) -> None:
+    amp = mezzo.prepare(*build()[:2], policy="fp32")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with mezzo.record(amp, tmp_path / "run") as recorder:
+        for i, batch in enumerate(batches(3)):
+            if i == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+            try:
+                recorder.note(batch)
+                amp.backward(loss_fn(amp.model, batch))
+                if i < 2:
+                    amp.step()
+                    amp.zero_grad()
+                    continue
+                with pytest.raises(DataError, match=r"keep step 2 in .*could not be written.*Close the recorder"):
+                    amp.step()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert amp.step().applied  # without it, on the gradients that are still there
+    assert mezzo.replay(tmp_path / "run", 1, build).step == 1
+    with pytest.raises(DataError, match="it holds steps 0 to 1"):
+        mezzo.replay(tmp_path / "run", 2, build)
 
 
 def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_each_tool_says_something(tool: str, make: Callable[[], tuple[nn.Module,
     assert "inf" not in document.verdict and report.to_json() and str(report)
 
 
-@pytest.mark.parametrize("make", [bert, gpt2])
+@pytest.mark.parametrize("make", [bert, pytest.param(gpt2, marks=pytest.mark.slow)])
 def test_a_stopped_run_names_the_block_and_the_edit_mends_it(
     make: Callable[[], tuple[nn.Module, dict[str, Tensor], str]],
 ) -> None:

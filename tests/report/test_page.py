@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -26,7 +27,10 @@ INK = (0x1F, 0x29, 0x37)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium")
 
 
-def look(page: Path, shot: Path) -> str:
+WIDTH, HEIGHT, COLUMNS = 1000, 3000, 4
+
+
+def look(page: Path, shot: Path, size: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
     """Open a page in a headless browser without a network, take its picture, return the console."""
     flags = [
         "--headless",
@@ -37,15 +41,18 @@ def look(page: Path, shot: Path) -> str:
     ]
     done = subprocess.run(
         [str(BROWSER), *flags, f"--user-data-dir={shot.parent / 'profile'}", "--enable-logging=stderr",
-         "--window-size=1000,3000", f"--screenshot={shot}", page.as_uri()],
+         f"--window-size={size[0]},{size[1]}", f"--screenshot={shot}", page.as_uri()],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     return "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def count(shot: Path, colour: tuple[int, int, int]) -> int:
+def count(shot: Path, colour: tuple[int, int, int], index: int = 0) -> int:
+    """Count the pixels of a colour in the picture of one page."""
+    left, top = index % COLUMNS * WIDTH, index // COLUMNS * HEIGHT
     with Image.open(shot) as image:
-        return sum(1 for pixel in image.convert("RGB").get_flattened_data() if pixel == colour)
+        pixels = image.convert("RGB").crop((left, top, left + WIDTH, top + HEIGHT))
+        return dict((c, n) for n, c in pixels.getcolors(WIDTH * HEIGHT)).get(colour, 0)
 
 
 class Encoder(nn.Module):
@@ -133,14 +140,33 @@ PAGES: dict[str, tuple[Callable[[], Report], tuple[tuple[int, int, int], ...]]] 
 }
 
 
+FRAME = "<iframe width={w} height={h} srcdoc='{page}' style='border:0;position:absolute;left:{x}px;top:{y}px'></iframe>"
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """All pages side by side in one browser: its console, and the picture."""
+    folder = tmp_path_factory.mktemp("pages")
+    frames = [
+        FRAME.format(w=WIDTH, h=HEIGHT, x=i % COLUMNS * WIDTH, y=i // COLUMNS * HEIGHT, page=html.escape(text))
+        for i, (make, _) in enumerate(PAGES.values())
+        if (text := make().to_html(folder / "one.html").read_text(encoding="utf-8"))
+    ]
+    (folder / "all.html").write_text(
+        f'<!doctype html><meta charset=utf-8><link rel=icon href="data:,">{"".join(frames)}', encoding="utf-8"
+    )
+    shot = folder / "page.png"
+    return look(folder / "all.html", shot, (COLUMNS * WIDTH, -(-len(frames) // COLUMNS) * HEIGHT)), shot
+
+
 @pytest.mark.parametrize("name", PAGES)
-def test_each_page_in_a_browser(name: str, tmp_path: Path) -> None:
-    make, colours = PAGES[name]
-    page = make().to_html(tmp_path / "report.html")
-    assert look(page, tmp_path / "page.png") == ""
-    for colour in colours:
-        assert count(tmp_path / "page.png", colour) > 300, "a series is not drawn"
-    assert count(tmp_path / "page.png", INK) > 100, "no text is drawn"
+def test_each_page_in_a_browser(name: str, pictures: tuple[str, Path]) -> None:
+    console, shot = pictures
+    index = list(PAGES).index(name)
+    assert console == ""
+    for colour in PAGES[name][1]:
+        assert count(shot, colour, index) > 300, "a series is not drawn"
+    assert count(shot, INK, index) > 100, "no text is drawn"
 
 
 NARROW = """<!doctype html><link rel=icon href="data:,"><iframe width=390 height=900></iframe><script>

@@ -68,7 +68,7 @@ QUICK = {
     recipe_science.transport_plan_by_plain_kernels, recipe_control.importance_weights_of_a_whole_trajectory, recipe_well.attention_over_segments,
 }  # fmt: skip
 """Of the last two batches those that run in every suite."""
-LARGE = (healthy.vision_transformer, healthy.causal_language_model)
+LARGE = (healthy.vision_transformer, healthy.causal_language_model, healthy.bert, healthy.gpt2)
 """Healthy models that are quick in one dtype only."""
 PUBLIC = [*public_faulty.CASES, *public_loops.CASES, *strangers.CASES]
 FAULTY = [

@@ -21,7 +21,7 @@ from ...step import Stepper, StepResult
 from ..trial import LossFn
 from .second_run import SecondRun
 
-START, FORMAT = "start.pt", 2
+START, FORMAT = "start.pt", 3
 RESULTS, PARTIAL = ".results", ".partial"
 _SEGMENTS = 2
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -63,26 +63,21 @@ def random_of(data: Mapping[str, Any]) -> RandomState:
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return the file of a step inside its segment."""
+    """Return the file of a step inside its segment; where it lies, so do those of its batches."""
     return folder / f"{step:08d}.pt"
 
 
-@contextmanager
-def _no_checksums() -> Iterator[None]:
-    """Save without sums over the bytes, which take longer than writing them and which torch never reads."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+def batch_file(folder: Path, step: int, index: int) -> Path:
+    """Return the file of one batch of a step."""
+    return folder / f"{step:08d}.{index}.batch"
 
 
 def _save(value: object, path: Path) -> None:
     """Write a file that a kill leaves whole or not at all; over one that lies ready, whose pages are in memory."""
     partial = path.with_name(path.name + PARTIAL)
-    with _no_checksums(), partial.open("r+b" if partial.exists() else "wb") as file:
-        torch.save(value, file)
+    with partial.open("r+b" if partial.exists() else "wb", buffering=0) as file:
+        # torch's older format: it has no sums over the bytes, which take longer than writing them and which torch never reads
+        torch.save(value, file, _use_new_zipfile_serialization=False)
         file.truncate()
     partial.replace(path)
 
@@ -126,8 +121,10 @@ class Recorder:
         self._losses: list[Tensor] = []
         self._results: list[tuple[int, StepResult, list[Tensor]]] = []
         self._segment = folder
-        self._disk = ThreadPoolExecutor(1, "mezzo record")
+        self._disk, self._flush = (ThreadPoolExecutor(1, f"mezzo record {what}") for what in ("writes", "flushes"))
+        self._writes: list[Future[None]] = []
         self._landing: Future[None] | None = None
+        self._has_failed = False
         self._take, self._backward = amp.step, amp.backward
         vars(amp).update(step=self._recorded_step, backward=self._recorded_backward)
 
@@ -149,7 +146,10 @@ class Recorder:
             self._begin_segment()
         if not self._batches and (second := self._due) is not None:
             second.begin()
-        self._batches.append(_Batch(as_data(batch, "a batch"), random_data()))
+        noted = _Batch(as_data(batch, "a batch"), random_data())
+        path = batch_file(self._segment, self.step, len(self._batches))
+        self._batches.append(noted)
+        self._writes.append(self._disk.submit(_save, {"data": noted.data, "random": noted.random}, path))
 
     @property
     def _due(self) -> SecondRun | None:
@@ -166,8 +166,9 @@ class Recorder:
         else:
             _make_ready(held[0][1], self._segment)
         state = {"format": FORMAT, "step": self.step, "policy": str(self._amp.policy), "run": self._amp.state_dict()}
-        _save(state, self._segment / START)
-        self._landing = self._disk.submit(self._land, self._segment)
+        with self._telling():
+            _save(state, self._segment / START)
+        self._landing = self._flush.submit(self._land, self._segment)
 
     @staticmethod
     def _land(segment: Path) -> None:
@@ -178,7 +179,20 @@ class Recorder:
     def _wait_for_disk(self) -> None:
         landing, self._landing = self._landing, None
         if landing is not None:
-            landing.result()
+            with self._telling():
+                landing.result()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say what a file that could not be written means."""
+        try:
+            yield
+        except (OSError, RuntimeError) as failure:  # of the file, and of torch's writer
+            self._has_failed = True
+            raise DataError(
+                f"record was asked to keep step {self.step} in {str(self.folder)!r}, which could not be written: {failure}. The step was "
+                "not taken. Close the recorder to go on without it, or make room and record into a new folder."
+            ) from failure
 
     def _recorded_backward(self, loss: Tensor, **options: Any) -> None:
         self._backward(loss, **options)
@@ -215,34 +229,48 @@ class Recorder:
         second.compare(self.step, batches, self._losses)
 
     def _write_step(self, options: dict[str, Any]) -> None:
-        """Write what the step will be made of; after a crash in it, it is there."""
+        """Write what the step will be made of, behind its batches; after a crash in it, it is there."""
         made_of = {
-            "batches": [b.data for b in self._batches],
-            "random": [b.random for b in self._batches],
+            "batches": len(self._batches),
             "options": as_data(options, "step"),
             "groups": [
                 [{k: v for k, v in group.items() if isinstance(v, (bool, int, float))} for group in o.param_groups]
                 for o in self._amp.optimizers
             ],
         }
-        _save(made_of, step_file(self._segment, self.step))
+        with self._telling():
+            for write in self._writes:
+                write.result()
+            _save(made_of, step_file(self._segment, self.step))
+        self._writes.clear()
 
     def _read_results(self) -> None:
         """Write what came of the steps, beside them. Syncs: with the last of them."""
         found = {step: outcome(result, losses) for step, result, losses in self._results}
         if found:
-            _save(found, step_file(self._segment, next(iter(found))).with_suffix(RESULTS))
+            with self._telling():
+                _save(found, step_file(self._segment, next(iter(found))).with_suffix(RESULTS))
         self._results.clear()
 
     def close(self) -> None:
-        """Stop recording; what was recorded stays. Writes: `step` and `backward` of the stepper, as they were."""
-        self._read_results()
-        self._wait_for_disk()
-        self._disk.shutdown()
-        for left in self._segment.glob(f"*{PARTIAL}"):
-            left.unlink()
+        """Stop recording; what was recorded stays.
+
+        Raises:
+            DataError: the last results could not be written.
+
+        Writes: `step` and `backward` of the stepper, as they were.
+        """
         for name in ("step", "backward"):
             vars(self._amp).pop(name, None)
+        try:
+            if not self._has_failed:
+                self._read_results()
+                self._wait_for_disk()
+        finally:
+            self._disk.shutdown()
+            self._flush.shutdown()
+            for left in self._segment.glob(f"*{PARTIAL}"):
+                left.unlink()
 
     def __enter__(self) -> Recorder:
         return self

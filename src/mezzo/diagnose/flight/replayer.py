@@ -18,7 +18,7 @@ from ...policy import PolicyLike, as_policy
 from ...report import Document, Pairs, Report
 from ...step import Stepper
 from ...step.prepare import prepare
-from .recorder import FORMAT, RESULTS, START, outcome, random_of, segments, step_file
+from .recorder import FORMAT, RESULTS, START, batch_file, outcome, random_of, segments, step_file
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -121,9 +121,10 @@ class _Run:
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update({k: v for k, v in values.items() if k in group})
         losses = []
-        for batch, random in zip(made_of["batches"], made_of["random"], strict=True):
-            random_state.set_(random_of(random))
-            loss = self.loss_fn(self.amp.model, batch)
+        for i in range(made_of["batches"]):
+            batch = _load(batch_file(self._folder, step, i))
+            random_state.set_(random_of(batch["random"]))
+            loss = self.loss_fn(self.amp.model, batch["data"])
             self.amp.backward(loss)
             losses.append(loss.detach())
         try:
