@@ -213,7 +213,10 @@ DEEP: dict[str, tuple[Callable[[], nn.Module], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", DEEP)
+SHOWN = ("relu of small weights", "no activation, large weights")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SHOWN)) for name in DEEP])
 def test_what_is_printed_against_depth(name: str) -> None:
     """Normalise between layers, add residual paths: then it is healthy, and the first layer learns."""
     activation, gain = DEEP[name]

@@ -19,8 +19,8 @@ PRESETS = {FP16: "fp16", BF16: "bf16"}
 
 
 def is_twin(case: Case) -> bool:
-    """Whether a program is left to the slow tests; those of one field each are run in every suite."""
-    return not case.build.__module__.startswith("tests.zoo.domain_") and case.build not in QUICK
+    """Whether a program is left to the slow tests; of each kind of advice some are run in every suite."""
+    return not case.build.__module__.startswith("tests.zoo.domain_m") and case.build not in QUICK
 
 
 ROWS = [
