@@ -24,6 +24,7 @@ def test_red_is_refused(tmp_path: Path) -> None:
         gate.run_tests(["test_red.py"], tmp_path)
 
 
+@pytest.mark.slow  # pytest's own sentence in the place of a red test's
 def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"no such file|not found|no tests ran"):
         gate.run_tests(["gone.py"], tmp_path)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mezzo
@@ -32,6 +31,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def mixed_calls(low: torch.dtype) -> Iterator[Call]:
     """Every call of the database that fp32 answers, with one of its several fp32 tensors in 16 bit."""
+    from torch.testing._internal.common_methods_invocations import op_db  # whose import takes seconds
+
     for op in op_db:
         if not op.supports_dtype(torch.float32, "cpu"):
             continue

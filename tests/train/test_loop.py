@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def learned(
         hidden=64, lr=3e-3, eval_every=40,
     )  # fmt: skip
     return config, run(config)
+
+
+@pytest.fixture(scope="module")
+def short(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, TrainResult]:
+    """A run of one epoch, which tests that change it copy."""
+    config = tiny(data, tmp_path_factory.mktemp("short") / "out", epochs=1)
+    return config, run(config)
+
+
+def copied(config: TrainConfig, out: Path) -> TrainConfig:
+    shutil.copytree(config.out, out)
+    return config.replace(out=out)
 
 
 def test_six_emotions_are_learned_in_every_precision(learned: tuple[TrainConfig, TrainResult]) -> None:
@@ -78,15 +91,17 @@ def test_transformers_reads_the_best_model_and_scores_the_same(learned: tuple[Tr
     )
 
 
-def test_the_averaged_model_is_what_is_evaluated_and_saved(data: Path, tmp_path: Path) -> None:
-    averaged, last = (tiny(data, tmp_path / str(ema), ema=ema, epochs=1) for ema in (0.9, 0.0))
-    results = [run(config) for config in (averaged, last)]
+def test_the_averaged_model_is_what_is_evaluated_and_saved(
+    short: tuple[TrainConfig, TrainResult], tmp_path: Path
+) -> None:
+    last, averaged = short[0], short[0].replace(out=tmp_path / "averaged", ema=0.9)
+    result = run(averaged)
     saved = [load_file(config.out / "best" / "model.safetensors") for config in (averaged, last)]
     state = load_checkpoint(averaged.out / "checkpoint.pt")
     assert all(torch.equal(saved[0][name], tensor) for name, tensor in state["average"].items())
     assert all(torch.equal(saved[1][name], state["step"]["model"][name]) for name in saved[1])  # trained the same way
     assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[1])
-    assert results[0].dev_accuracy == metrics(averaged.out)[-1]["accuracy"]
+    assert result.dev_accuracy == metrics(averaged.out)[-1]["accuracy"]
 
 
 def test_the_best_model_is_tested_and_not_the_last(tmp_path: Path) -> None:
@@ -111,18 +126,20 @@ def test_the_best_model_is_tested_and_not_the_last(tmp_path: Path) -> None:
     assert result.report == reports[0]
 
 
-def test_the_same_config_gives_the_same_run_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    first, second, other = (tiny(data, tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
-    results = [run(config) for config in (first, second, other)]
+def test_the_same_config_gives_the_same_run_bit_for_bit(short: tuple[TrainConfig, TrainResult], tmp_path: Path) -> None:
+    first, result = short
+    second, other = (first.replace(out=tmp_path / str(seed), seed=seed) for seed in (first.seed, first.seed + 1))
+    results = [result, *(run(config) for config in (second, other))]
     assert metrics(first.out) == metrics(second.out) != metrics(other.out)
     weights = [(config.out / "best" / "model.safetensors").read_bytes() for config in (first, second, other)]
     assert weights[0] == weights[1] != weights[2]
     assert results[0].accuracy == results[1].accuracy
 
 
-def test_a_run_starts_from_the_model_of_another_with_other_labels(data: Path, tmp_path: Path) -> None:
-    base = tiny(data, tmp_path / "base", epochs=1)
-    run(base)
+def test_a_run_starts_from_the_model_of_another_with_other_labels(
+    short: tuple[TrainConfig, TrainResult], tmp_path: Path
+) -> None:
+    base = short[0]
     halves = [
         (text, "dark" if label in ("anger", "fear", "sadness") else "bright") for text, label in emotion_rows(200)
     ]
@@ -139,9 +156,8 @@ def test_a_run_starts_from_the_model_of_another_with_other_labels(data: Path, tm
     assert 0 < float(moved) < 20 * 2 * 3e-5  # AdamW moves a weight by at most about lr an update
 
 
-def test_a_run_is_not_overwritten_by_accident(data: Path, tmp_path: Path) -> None:
-    config = tiny(data, tmp_path / "out", epochs=1)
-    run(config)
+def test_a_run_is_not_overwritten_by_accident(short: tuple[TrainConfig, TrainResult], tmp_path: Path) -> None:
+    config = copied(short[0], tmp_path / "out")
     before = {path: path.read_bytes() for path in sorted(config.out.rglob("*")) if path.is_file()}
     with pytest.raises(
         ConfigError, match=r"holds a run already\. Write --resume to go on with it, --overwrite to give it up"
@@ -155,18 +171,16 @@ def test_a_run_is_not_overwritten_by_accident(data: Path, tmp_path: Path) -> Non
     assert (config.out / "best" / "model.safetensors").read_bytes() != before[config.out / "best" / "model.safetensors"]
 
 
-def test_a_finished_run_resumes_to_the_same_result(data: Path, tmp_path: Path) -> None:
-    config = tiny(data, tmp_path / "out", epochs=1)
-    first = run(config)
-    second = run(config.replace(resume=True))
+def test_a_finished_run_resumes_to_the_same_result(short: tuple[TrainConfig, TrainResult], tmp_path: Path) -> None:
+    first = short[1]
+    second = run(copied(short[0], tmp_path / "out").replace(resume=True))
     assert (second.accuracy, second.seconds, second.final_loss) == (first.accuracy, first.seconds, first.final_loss)
 
 
-def test_resume_needs_a_checkpoint_and_the_same_labels(data: Path, tmp_path: Path) -> None:
-    config = tiny(data, tmp_path / "out", epochs=1)
+def test_resume_needs_a_checkpoint_and_the_same_labels(short: tuple[TrainConfig, TrainResult], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        run(config.replace(resume=True))
-    run(config)
+        run(short[0].replace(out=tmp_path / "none", resume=True))
+    config = copied(short[0], tmp_path / "out")
     other = write_tsv(
         tmp_path / "other.tsv",
         [(f"{text} {i}", "yes" if i % 2 else "no") for i, (text, _) in enumerate(emotion_rows(60))],

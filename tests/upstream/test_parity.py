@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 from mezzo.casting import autocast
@@ -82,6 +81,12 @@ def outcome(op: Any, sample: Any, region: Region) -> list[Any]:
     return [leaf.detach() for leaf in leaves]
 
 
+def all_ops() -> list[Any]:
+    from torch.testing._internal.common_methods_invocations import op_db  # whose import takes seconds
+
+    return op_db
+
+
 def same(got: list[Any], want: list[Any]) -> bool:
     if "raised" in got or "raised" in want:
         return got == want
@@ -96,7 +101,7 @@ def differences(
     engines: dict[str, Callable[[torch.dtype], Region]],
     low: torch.dtype,
     given: torch.dtype,
-    ops: list[Any] = op_db,
+    ops: list[Any],
     samples: int = SAMPLES,
 ) -> set[str]:
     """Return "op under engine" for every op whose dtypes, bits or gradients differ from torch's."""
@@ -129,7 +134,7 @@ EXCUSED = {f"{op} under {engine}" for op, (engines, _) in EXCEPTIONS.items() for
     ids=str,
 )  # fmt: skip
 def test_every_op_matches_torch_bit_for_bit(low: torch.dtype, given: str, samples: int) -> None:
-    found = differences(ENGINES, low, torch.float32 if given == "fp32" else low, samples=samples)
+    found = differences(ENGINES, low, torch.float32 if given == "fp32" else low, all_ops(), samples)
     assert found <= EXCUSED, sorted(found - EXCUSED)
 
 
@@ -141,5 +146,5 @@ def test_the_exceptions_are_few_and_each_has_a_reason() -> None:
 def test_the_comparison_sees_a_missing_rule() -> None:
     book = op_rule_table(OpRules(edits=(("bmm", Rule.AS_IS),)), ("cpu",))
     faulty = {"faulty": lambda dtype: CastMode(book, None, standalone=dtype)}
-    bmm = [op for op in op_db if op.name == "bmm"]
+    bmm = [op for op in all_ops() if op.name == "bmm"]
     assert differences(faulty, torch.bfloat16, torch.float32, bmm) == {"bmm under faulty"}
