@@ -42,9 +42,14 @@ def _clamped(name: str, low: float) -> Replacement:
     return Replacement(f"{name}(x.clamp(min={low:g}))", lambda x: op(x.clamp(min=low)))
 
 
+def _beside_one(dtype: torch.dtype) -> float:
+    """Return a distance from 1 that the format resolves, so that what keeps it is not rounded to 1."""
+    return float(4 * torch.finfo(dtype).eps)
+
+
 def _inside(name: str, dtype: torch.dtype) -> Replacement:
     op: Run = getattr(torch, name)
-    eps = 4 * torch.finfo(dtype).eps
+    eps = _beside_one(dtype)
     return Replacement(f"{name}(x.clamp(-1 + {eps:.2g}, 1 - {eps:.2g}))", lambda x: op(x.clamp(-1 + eps, 1 - eps)))
 
 
@@ -133,14 +138,16 @@ def _offers(op: str, operands: OpInputs) -> Iterator[Replacement]:
     if op in ("log", "log2", "log10"):
         yield _clamped(op, low)
     elif op == "log1p":
-        yield Replacement(f"log1p(x.clamp(min=-1 + {low:g}))", lambda x: torch.log1p(x.clamp(min=-1 + low)))
+        edge = max(low, _beside_one(dtype))
+        yield Replacement(f"log1p(x.clamp(min=-1 + {edge:.2g}))", lambda x: torch.log1p(x.clamp(min=-1 + edge)))
     elif op in ("sqrt", "rsqrt"):
         floor = low if op == "rsqrt" or dtype is torch.float16 else low**2
         yield Replacement(f"x.clamp(min={floor:g}).{op}()", lambda x: getattr(x.clamp(min=floor), op)())
     elif op in ("acos", "asin", "atanh"):
         yield _inside(op, dtype)
     elif op == "logit":
-        yield Replacement(f"torch.logit(x, eps={low:g})", lambda x: torch.logit(x, eps=low))
+        edge = max(low, _beside_one(dtype))
+        yield Replacement(f"torch.logit(x, eps={edge:.2g})", lambda x: torch.logit(x, eps=edge))
     elif op == "pow":
         yield from _powers(operands, low)
     elif op == "reciprocal":
