@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.train.test_tokens import TEXTS
+from tests.train.test_tokens import texts
 
 from mezzo.train.batches import Batch, by_length, collate, epoch_batches, hide_tokens
 from mezzo.train.tokens import encode, train_tokenizer
@@ -37,8 +37,8 @@ def test_texts_of_like_length_share_a_batch() -> None:
 
 @pytest.mark.parametrize(("longest", "width"), [(1, 8), (8, 8), (9, 16), (20, 20)])
 def test_padding_is_that_of_the_tokenizer_library(longest: int, width: int) -> None:
-    tokenizer = train_tokenizer(TEXTS, 500, 20)
-    tokens = [row[:longest] for row in encode(tokenizer, TEXTS[:5], 20)]
+    tokenizer = train_tokenizer(texts(), 500, 20)
+    tokens = [row[:longest] for row in encode(tokenizer, texts()[:5], 20)]
     batch = collate(tokens, [0, 1, 0, 1, 1], pad_id=tokenizer.pad_token_id, max_length=20)
     wanted = tokenizer.pad({"input_ids": tokens}, padding="max_length", max_length=width, return_tensors="pt")
     assert torch.equal(batch.ids_BT, wanted["input_ids"])

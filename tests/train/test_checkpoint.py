@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.train.small import tiny
-from tests.train.test_tokens import TEXTS
+from tests.train.test_tokens import texts
 
 from mezzo.errors import CheckpointError
 from mezzo.train import checkpoint as saving
@@ -156,7 +156,7 @@ def test_only_the_same_run_is_resumed() -> None:
 
 
 def test_a_saved_model_is_old_or_new_and_never_half(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(TEXTS, 300, 24)
+    tokenizer = train_tokenizer(texts(), 300, 24)
     old, new = (build_model(tiny(Path("x.tsv"), tmp_path), ("a", "b"), tokenizer) for _ in range(2))
     saving.save_model(tmp_path / "best", old, tokenizer)
     weights = tmp_path / "best" / "model.safetensors"

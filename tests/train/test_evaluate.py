@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from tests.tolerance import relative
 from tests.train.small import tiny
-from tests.train.test_tokens import TEXTS
+from tests.train.test_tokens import texts
 
 from mezzo import prepare
 from mezzo.train.evaluate import Encoded, evaluate, report
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 
 
 def rows_and_model() -> tuple[Encoded, torch.nn.Module]:
-    tokenizer = train_tokenizer(TEXTS, 300, 24)
-    labels = torch.randint(0, 3, (len(TEXTS),)).tolist()
-    rows = Encoded(tokens=encode(tokenizer, TEXTS, 24), labels=labels, pad_id=tokenizer.pad_token_id, max_length=24)
+    tokenizer = train_tokenizer(texts(), 300, 24)
+    labels = torch.randint(0, 3, (len(texts()),)).tolist()
+    rows = Encoded(tokens=encode(tokenizer, texts(), 24), labels=labels, pad_id=tokenizer.pad_token_id, max_length=24)
     return rows, build_model(tiny(Path("x.tsv"), Path("out"), dropout=0.5), ("a", "b", "c"), tokenizer)
 
 
@@ -37,7 +37,7 @@ def test_batches_padding_and_order_do_not_matter(batch_size: int) -> None:
     terms = 32 * 24 * 8  # width, tokens, layers: more than any sum in this model has
     decided = margin > relative(torch.float32, terms) * one_by_one.abs().max()
     agrees = torch.tensor(found.predicted) == one_by_one.argmax(-1)
-    assert int(decided.sum()) > len(TEXTS) * 0.9
+    assert int(decided.sum()) > len(texts()) * 0.9
     assert bool(agrees[decided].all())
     wanted = float(F.cross_entropy(one_by_one, torch.tensor(rows.labels)))
     assert found.loss == pytest.approx(wanted, rel=relative(torch.float32, terms))

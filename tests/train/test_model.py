@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.train.small import tiny
-from tests.train.test_tokens import TEXTS
+from tests.train.test_tokens import texts
 from transformers import AutoModelForSequenceClassification
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -30,7 +30,7 @@ def config(**changes: object) -> TrainConfig:
 
 
 def test_a_model_from_random_weights_has_the_shape_asked_for() -> None:
-    tokenizer = train_tokenizer(TEXTS, 300, 24)
+    tokenizer = train_tokenizer(texts(), 300, 24)
     model = build_model(config(intermediate=40, dropout=0.25), LABELS, tokenizer)
     shape = model.config
     assert (shape.hidden_size, shape.num_hidden_layers, shape.num_attention_heads) == (32, 2, 2)
@@ -48,14 +48,14 @@ def test_positions_start_as_sinusoids() -> None:
         # the angle is rounded, the wave has slope 1 at most
         assert float((table[place] - wanted).abs().max()) <= 4 * max(place, 1) * torch.finfo(torch.float32).eps
     assert sinusoids(4, 5).shape == (4, 5)
-    model = build_model(config(), LABELS, train_tokenizer(TEXTS, 300, 24))
+    model = build_model(config(), LABELS, train_tokenizer(texts(), 300, 24))
     weights = model.bert.embeddings.position_embeddings.weight
     assert torch.equal(weights, POSITION_SIZE * sinusoids(24, 32))
     assert weights.requires_grad
 
 
 def test_groups_are_those_of_the_transformers_trainer() -> None:
-    model = build_model(config(), LABELS, train_tokenizer(TEXTS, 300, 24))
+    model = build_model(config(), LABELS, train_tokenizer(texts(), 300, 24))
     decayed, free = parameter_groups(model, 0.01)
     wanted = set(get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"layernorm", r"(?:^|\.)norm(?:$|\.)"]))
     names = {id(p): name for name, p in model.named_parameters()}
@@ -65,14 +65,14 @@ def test_groups_are_those_of_the_transformers_trainer() -> None:
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
-    model = build_model(config(), LABELS, train_tokenizer(TEXTS, 300, 24))
+    model = build_model(config(), LABELS, train_tokenizer(texts(), 300, 24))
     model.bert.embeddings.requires_grad_(False)
     grouped = {id(p) for group in parameter_groups(model, 0.01) for p in group["params"]}
     assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
 
 
 def test_a_saved_16_bit_model_is_loaded_in_fp32_with_a_new_head(tmp_path: Path) -> None:
-    saved = build_model(config(), LABELS, train_tokenizer(TEXTS, 300, 24)).bfloat16()
+    saved = build_model(config(), LABELS, train_tokenizer(texts(), 300, 24)).bfloat16()
     saved.save_pretrained(tmp_path)
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).dtype is torch.bfloat16  # what we must not get
     kept, other = load_model(tmp_path), load_model(tmp_path, ("x", "y"))
@@ -84,7 +84,7 @@ def test_a_saved_16_bit_model_is_loaded_in_fp32_with_a_new_head(tmp_path: Path) 
 
 
 def test_texts_longer_than_the_positions_are_refused() -> None:
-    model = build_model(config(), LABELS, train_tokenizer(TEXTS, 300, 24))
+    model = build_model(config(), LABELS, train_tokenizer(texts(), 300, 24))
     check_length(model, 24)
     with pytest.raises(
         ConfigError, match=r"max_length=25 is more than the 24 positions of the model; write 24 or less\."

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.train.small import tiny
-from tests.train.test_tokens import TEXTS
+from tests.train.test_tokens import texts
 from transformers import pipeline
 
 from mezzo.errors import ConfigError, PolicyError
@@ -19,13 +19,13 @@ from mezzo.train.tokens import train_tokenizer
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("run")
-    tokenizer = train_tokenizer(TEXTS, 600, 24)
+    tokenizer = train_tokenizer(texts(), 600, 24)
     model = build_model(tiny(Path("x.tsv"), folder, hidden=64, heads=4), ("bad", "good", "mixed"), tokenizer)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:
                 weight.mul_(8)  # random weights of the usual size give every text the same label
-        logits = model(**tokenizer(TEXTS, padding=True, truncation=True, max_length=24, return_tensors="pt")).logits
+        logits = model(**tokenizer(texts(), padding=True, truncation=True, max_length=24, return_tensors="pt")).logits
         model.get_submodule("classifier").bias.sub_(logits.mean(0))  # and so do those of one label ahead of all
     save_model(folder / "best", model, tokenizer)
     return folder
@@ -34,8 +34,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fp32_predictions_are_those_of_the_transformers_pipeline(run_folder: Path) -> None:
     wanted = pipeline(
         "text-classification", model=str(run_folder / "best"), device="cpu", max_length=24, truncation=True
-    )(TEXTS)
-    found = Predictor(str(run_folder), policy="fp32")(TEXTS)
+    )(texts())
+    found = Predictor(str(run_folder), policy="fp32")(texts())
     assert {prediction.label for prediction in found if prediction} >= {"good", "mixed"}
     for one, other in zip(found, wanted, strict=True):
         assert one is not None
@@ -47,13 +47,13 @@ def test_fp32_predictions_are_those_of_the_transformers_pipeline(run_folder: Pat
 def test_the_forward_pass_runs_in_the_policy(run_folder: Path, policy: str) -> None:
     predictor, seen = Predictor(str(run_folder), policy=policy), []
     predictor._model.classifier.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    predictor(TEXTS[:3])
+    predictor(texts()[:3])
     assert seen == [{"bf16": torch.bfloat16, "fp16": torch.float16}[policy]]
 
 
 def test_empty_texts_keep_their_place(run_folder: Path) -> None:
     predictor = Predictor(str(run_folder), policy="fp32")
-    first, nothing, blank, last = predictor([TEXTS[0], "", " \t", f"  {TEXTS[0]} "])
+    first, nothing, blank, last = predictor([texts()[0], "", " \t", f"  {texts()[0]} "])
     assert nothing is None
     assert blank is None
     assert first is not None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,16 +13,19 @@ from mezzo.errors import ConfigError
 from mezzo.train.text_files import read_reviews
 from mezzo.train.tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 
-TEXTS = [row.text.strip() for row in read_reviews()[:3000:10]] + [
-    "Books, hotels and laptops",
-    "a good book, a good hotel",
-]
 SIZE = 700  # cuts the alphabet among characters that are equally common
 AGAIN = """
-from tests.train.test_tokens import SIZE, TEXTS
+from tests.train.test_tokens import SIZE, texts
 from mezzo.train.tokens import tokenizer_text, train_tokenizer
-import sys; sys.stdout.write(tokenizer_text(train_tokenizer(TEXTS, SIZE, 32)))
+import sys; sys.stdout.write(tokenizer_text(train_tokenizer(texts(), SIZE, 32)))
 """
+
+
+@functools.cache
+def texts() -> list[str]:
+    """Return some reviews, which take seconds to read, and two lines of English."""
+    reviews = [row.text.strip() for row in read_reviews()[:3000:10]]
+    return [*reviews, "Books, hotels and laptops", "a good book, a good hotel"]
 
 
 @pytest.mark.slow
@@ -30,11 +34,11 @@ def test_another_process_trains_the_same_tokenizer() -> None:
     other = subprocess.run(
         [sys.executable, "-c", AGAIN], capture_output=True, check=True, env=environment, cwd=Path(__file__).parents[2]
     )
-    assert other.stdout.decode() == tokenizer_text(train_tokenizer(TEXTS, SIZE, 32))
+    assert other.stdout.decode() == tokenizer_text(train_tokenizer(texts(), SIZE, 32))
 
 
 def test_it_reads_chinese_and_spaced_text_and_knows_what_it_does_not_know() -> None:
-    tokenizer = train_tokenizer(TEXTS, 2500, 32)
+    tokenizer = train_tokenizer(texts(), 2500, 32)
     text = "这本书的内容不错, Good Hotel"
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") == text.lower().replace(" ", "")
@@ -45,23 +49,23 @@ def test_it_reads_chinese_and_spaced_text_and_knows_what_it_does_not_know() -> N
 
 @pytest.mark.parametrize("size", [300, 2000])
 def test_the_vocabulary_has_no_more_entries_than_asked(size: int) -> None:
-    assert len(train_tokenizer(TEXTS, size, 32)) <= size
+    assert len(train_tokenizer(texts(), size, 32)) <= size
 
 
 def test_saved_and_restored_it_is_the_same(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(TEXTS, 500, 16)
+    tokenizer = train_tokenizer(texts(), 500, 16)
     tokenizer.save_pretrained(tmp_path)
-    wanted = encode(tokenizer, TEXTS, 16)
-    assert encode(load_tokenizer(tmp_path), TEXTS, 16) == wanted
-    assert encode(AutoTokenizer.from_pretrained(tmp_path), TEXTS, 16) == wanted
+    wanted = encode(tokenizer, texts(), 16)
+    assert encode(load_tokenizer(tmp_path), texts(), 16) == wanted
+    assert encode(AutoTokenizer.from_pretrained(tmp_path), texts(), 16) == wanted
     restored = restore_tokenizer(tokenizer_text(tokenizer), 16)
-    assert encode(restored, TEXTS, 16) == wanted
+    assert encode(restored, texts(), 16) == wanted
     assert restored.all_special_ids == tokenizer.all_special_ids
     assert restored.model_max_length == 16
 
 
 def test_a_long_text_keeps_its_end_mark() -> None:
-    tokenizer = train_tokenizer(TEXTS, 500, 8)
+    tokenizer = train_tokenizer(texts(), 500, 8)
     (ids,) = encode(tokenizer, ["book " * 50], 8)
     assert len(ids) == 8
     assert ids[-1] == tokenizer.sep_token_id

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.train.small import tiny
-from tests.train.test_tokens import TEXTS
+from tests.train.test_tokens import texts
 from torch import Tensor, nn
 from transformers import get_scheduler
 
@@ -22,11 +24,13 @@ from mezzo.train.train_step import Updater
 
 UPDATES = 8
 POISONED = 3
-TOKENIZER = train_tokenizer(TEXTS, 300, 24)
-
-
 LR = 1e-3
 NEVER_CLIPS = 1e6
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return train_tokenizer(texts(), 300, 24)
 
 
 def config(max_norm: float = NEVER_CLIPS) -> TrainConfig:
@@ -35,7 +39,7 @@ def config(max_norm: float = NEVER_CLIPS) -> TrainConfig:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return build_model(config(), ("bad", "good"), TOKENIZER)
+    return build_model(config(), ("bad", "good"), tokenizer())
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
