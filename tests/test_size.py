@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 KINDS = ("code", "docstring", "comment", "blank")
 FILES_AT_MOST, LINES_AT_MOST = 275, 43_000
-LONGER = {"_torch.py": 500}
+LONGER = {"_torch.py": 600}
 """Files that may have more than 400 lines: all private names of torch stand in one."""
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
 
 
-def sources() -> list[Path]:
-    return sorted(SRC.rglob("*.py"))
+@functools.cache
+def sources() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(SRC.rglob("*.py"))}
 
 
-def strings_alone(tree: ast.Module) -> set[int]:
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def strings_alone(nodes: Iterable[ast.AST]) -> set[int]:
     """The lines of strings that are statements: docstrings of modules, classes, functions and names."""
-    alone = [n for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    alone = [n for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
     return {
         line for n in alone if isinstance(n.value.value, str) for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)
     }  # fmt: skip
@@ -33,7 +41,7 @@ def strings_alone(tree: ast.Module) -> set[int]:
 
 def kinds_of(source: str) -> Counter[str]:
     """Count lines by kind; a line of code with a comment behind it is code, an empty line of a docstring is docstring."""
-    docs = strings_alone(ast.parse(source))
+    docs = strings_alone(ast.walk(parsed(source)))
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -48,24 +56,24 @@ def kinds_of(source: str) -> Counter[str]:
 def function_lengths(source: str) -> list[int]:
     """Lines of each function, its docstring left out."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            docs = strings_alone(ast.Module([node], []))
+            docs = strings_alone(node.body[:1])
             found.append((node.end_lineno or node.lineno) - node.lineno + 1 - len(docs))
     return found
 
 
 def table() -> str:
     rooms: dict[str, list[Counter[str]]] = {}
-    for path in sources():
+    for path, source in sources().items():
         top = path.relative_to(SRC).parts
-        rooms.setdefault(top[0] if len(top) > 1 else "(alone)", []).append(kinds_of(path.read_text()))
+        rooms.setdefault(top[0] if len(top) > 1 else "(alone)", []).append(kinds_of(source))
     rows = [(room, len(found), sum(found, Counter[str]())) for room, found in rooms.items()]
     rows.append(("all", sum(row[1] for row in rows), sum((row[2] for row in rows), Counter[str]())))
     lines = [f"{'room':14}{'files':>7}" + "".join(f"{kind:>11}" for kind in KINDS) + f"{'lines':>9}"]
     for room, files, found in rows:
         lines.append(f"{room:14}{files:7}" + "".join(f"{found[kind]:11}" for kind in KINDS) + f"{found.total():9}")
-    lengths = [length for path in sources() for length in function_lengths(path.read_text())]
+    lengths = [length for source in sources().values() for length in function_lengths(source)]
     return "\n".join([*lines, f"{len(lengths)} functions, median {median(lengths):g} lines without docstring"])
 
 
@@ -78,17 +86,17 @@ def test_lines_are_told_by_their_kind() -> None:
 
 
 def test_the_library_is_no_larger_than_it_was() -> None:
-    lines = sum(kinds_of(path.read_text()).total() for path in sources())
+    lines = sum(len(source.splitlines()) for source in sources().values())
     assert len(sources()) <= FILES_AT_MOST and lines <= LINES_AT_MOST, (len(sources()), lines)
 
 
 def test_no_file_is_long() -> None:
-    long = {path: lines for path in sources() if (lines := len(path.read_text().splitlines())) > 400}
+    long = {path: lines for path, source in sources().items() if (lines := len(source.splitlines())) > 400}
     assert [path for path, lines in long.items() if lines > LONGER.get(path.name, 400)] == []
 
 
 def test_half_of_the_functions_have_at_most_ten_lines() -> None:
-    assert median(length for path in sources() for length in function_lengths(path.read_text())) <= 10
+    assert median(length for source in sources().values() for length in function_lengths(source)) <= 10
 
 
 if __name__ == "__main__":

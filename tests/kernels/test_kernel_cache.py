@@ -218,8 +218,8 @@ def test_the_processor_and_the_flags_are_part_of_the_name(
 
 def test_processes_that_compile_at_once_leave_one_whole_file(source: Path, tmp_path: Path) -> None:
     program = f"from pathlib import Path; from mezzo.kernels.backends.cpp.build import library; print(library(Path({str(source)!r})).answer())"
-    runs = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(3)]
-    assert [run.communicate()[0].strip() for run in runs] == [b"7"] * 3
+    runs = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
+    assert [run.communicate()[0].strip() for run in runs] == [b"7"] * 2
     (path,) = files(tmp_path)
     assert ctypes.CDLL(str(path)).answer() == 7
 
