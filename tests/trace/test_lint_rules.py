@@ -30,6 +30,16 @@ EDGES: list[tuple[str, Callable[[], Tensor], Callable[[], Tensor]]] = [
     ("integers-in-16-bit", lambda: torch.arange(258, dtype=BF16), lambda: torch.arange(257, dtype=BF16)),
     ("integers-in-16-bit", lambda: torch.tensor([257]).to(BF16), lambda: torch.tensor([256, 258]).to(BF16)),
     ("integers-in-16-bit", lambda: torch.tensor([2049.0]).half(), lambda: torch.tensor([2049.5]).half()),
+    (
+        "integers-in-16-bit",
+        lambda: torch.ones(258, dtype=BF16).cumsum(0),
+        lambda: torch.ones(256, dtype=BF16).cumsum(0),
+    ),
+    (
+        "integers-in-16-bit",
+        lambda: torch.ones(258, dtype=torch.bool).cumsum(0, dtype=BF16),
+        lambda: torch.full((9,), 130.0, dtype=BF16).cumsum(0),
+    ),
     ("constant-lost", lambda: torch.ones(2, dtype=FP16) + TINY / 2, lambda: torch.ones(2, dtype=FP16) + TINY),
     ("constant-lost", lambda: torch.ones(2, dtype=FP16) * 65536.0, lambda: torch.ones(2, dtype=FP16) / 65536.0),
     ("constant-lost", lambda: torch.ones(2, dtype=FP16) + -1e9, lambda: torch.ones(2, dtype=BF16) + -1e9),

@@ -274,8 +274,8 @@ CASES = [
     Case(build=arc_cosine_at_one, op="acos", module="body", verdict="singularity", phase="backward", dtypes=ALL),
     Case(build=spread_of_equals, op="sqrt", module="body", verdict="singularity", phase="backward", dtypes=ALL),
     Case(build=distance_to_itself, op="sqrt", module="distances", verdict="singularity", phase="backward", dtypes=ALL),
-    Case(build=custom_backward, op="Rooted", module="body", verdict="singularity", phase="backward", dtypes=ALL),
-    Case(build=custom_backward_overflow, op="Amplified", module="body", verdict="overflow", phase="backward"),
+    Case(build=custom_backward, op="div", module="body", verdict="singularity", phase="backward", dtypes=ALL),
+    Case(build=custom_backward_overflow, op="mul", module="body", verdict="overflow", phase="backward"),
     Case(build=checkpointed_root, op="sqrt", module="block", verdict="singularity", phase="backward", dtypes=ALL),
     Case(
         build=checkpointed_root_reentrant,

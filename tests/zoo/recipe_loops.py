@@ -165,7 +165,7 @@ def padding_that_no_mask_removes(dtype: torch.dtype) -> Run:
     return run
 
 
-@case("QuotientFn", "underflow", phase="backward", dtypes=(FP16,))
+@case("div", "underflow", phase="backward", dtypes=(FP16,))
 def quotient_with_a_backward_of_its_own(dtype: torch.dtype) -> Run:
     class QuotientFn(torch.autograd.Function):
         @staticmethod

@@ -360,8 +360,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         return self.context.name_of(call.original(call.inputs[0][1])) if is_cast else ""
 
     def _operands(self, call: Call, site: Site) -> OpInputs:
-        """Return what an op that failed was given; in backward, what its forward was."""
-        if site.phase == "backward":
+        """Return what an op that failed was given; in a backward of torch's, what its forward was."""
+        if site.phase == "backward" and not site.is_own:
             return saved_operands(autograd_node())
         given = [t for t in tree_leaves(call.args) if isinstance(t, Tensor)]
         tensors = [t if (o := call.original(t)) is t else t.detach().requires_grad_(o.requires_grad) for t in given]

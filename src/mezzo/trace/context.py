@@ -24,7 +24,7 @@ from .._torch import (
 )
 from .frames import Owner, caller, locate
 from .modules import ModuleStack, Place
-from .ops import CASTS, has_no_values, is_custom, node_op, plain, takes_itself_apart
+from .ops import CASTS, has_no_values, node_op, plain, takes_itself_apart
 from .records import Phase, Site
 
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
@@ -157,8 +157,7 @@ class TraceContext:
             return site
         origin = self._origin(node)
         nearer = here.user is not None
-        is_hook = nearer and not is_custom(node.name())
-        ran = op if is_hook else node_op(node.name())
+        ran = op if nearer else node_op(node.name())
         if origin is None:
             return self._site("backward", Place(), here.user, here.library, ran)
         return Site(
@@ -168,10 +167,11 @@ class TraceContext:
             classes=origin.classes,
             user=here.user if nearer else origin.user,
             library=here.library if nearer else origin.library,
-            called=self.names.current if is_hook else origin.called,
-            op=origin.op if "CopySlices" in node.name() and not is_hook else ran,
+            called=self.names.current if nearer else origin.called,
+            op=origin.op if "CopySlices" in node.name() and not nearer else ran,
             step=self.step,
             rank=self.rank,
+            is_own=nearer,
         )
 
     def _site(self, phase: Phase, place: Place, user: Any, library: Any, op: str) -> Site:

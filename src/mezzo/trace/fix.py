@@ -32,9 +32,11 @@ class Fix:
 
 
 def edit_of(site: Site) -> str:
-    """Return the smallest fp32 rule that covers what ran at a place."""
+    """Return the smallest fp32 rule that covers what ran at a place; no rule on ops reaches the program's own lines in backward."""
     if site.module:
         return write_module_rule(ModuleRule(pattern=site.module, precision=Rule.FP32))
+    if site.is_own:
+        return ""
     known = next((name for name in (site.called, site.op) if name in known_ops()), None)
     return "" if known is None else f"op:{write_op_rule(known, Rule.FP32)}"
 
@@ -85,6 +87,10 @@ def fix_for(verdict: Verdict, event: Event) -> Fix:
     """Return what removes a fault of this kind."""
     if event.site.phase == "optimizer" and verdict in ("underflow", "singularity"):
         return _fix_update(event)
+    is_narrow = any(t.dtype in _LOW_NAMES for t in (*event.inputs, *event.outputs))
+    if event.site.is_own and not event.site.module and is_narrow and verdict in ("overflow", "underflow"):
+        return Fix(edit="", advice=f"no rule reaches the program's own lines in backward: write .float() there before {event.site.op}, or bound "
+                    "what it is given.")  # fmt: skip
     fixes: dict[Verdict, Callable[[Event], Fix]] = {
         "overflow": _fix_overflow,
         "underflow": _fix_underflow,
@@ -178,7 +184,7 @@ def _slope_at(op: str, x: float) -> float:
 
 def _fix_singularity(event: Event) -> Fix:
     if event.replacement:
-        is_root = event.site.op == "sqrt" and event.site.phase == "backward"
+        is_root = event.site.op == "sqrt" and event.site.phase == "backward" and not event.site.is_own
         reason = "its derivative at 0 is infinite: " if is_root else ""
         return Fix(
             edit="",
@@ -199,7 +205,7 @@ def _cancelled(event: Event) -> str:
 
 def _singular_advice(event: Event) -> str:
     eps = bound(narrow_dtype(event))
-    is_forward = event.site.phase == "forward"
+    is_forward = event.site.phase == "forward" or event.site.is_own
     names = [event.site.op, event.site.called] + [plain_name(event.kernel)] * is_forward
     if event.site.op == "div" and is_forward and ("other", 0.0) in event.offending and len(event.inputs) == 1:
         return f"the divisor is the number 0: divide by max(divisor, {eps:g})."

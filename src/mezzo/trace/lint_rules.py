@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..binding import record
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
-from .measure import amax
+from .measure import amax, rerun_wide
 from .ops import Call
 from .records import Lint, LintRule, Site
 from .verdict import number
@@ -89,7 +89,7 @@ class LintWatch:
             if bool((low.diff() == 0).any()):
                 self.add("integers-in-16-bit", site, low.dtype, "arange", amax(low), call.facts.kernel)
             return
-        source = call.args[0] if name == "to" and call.args else None
+        source = _counted(call, low) if name == "cumsum" else call.args[0] if name == "to" and call.args else None
         if not isinstance(source, Tensor) or source.dtype in LOW_DTYPES or source.is_complex() or not source.numel():
             return
         wide = source.to(widest(source.device))
@@ -152,6 +152,15 @@ class LintWatch:
             self.add("no-loss-scale", site, torch.float16, "backward", loss_scale)
 
 
+def _counted(call: Call, low: Tensor) -> Tensor | None:
+    """Return a running sum of counts as fp32 has it; None for numbers that are whole only because their format has no others. Syncs: yes."""
+    given = next((t for _, t in (*call.inputs, *call.whole)), None)
+    if given is None or (given.is_floating_point() and not bool((given == given.round()).all())):
+        return None
+    wide = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float32) if given.numel() else None
+    return wide[0] if wide and amax(given.float()) < exact_integers(low.dtype) / 2 else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintWarning:
     """A lint in words.
@@ -192,7 +201,7 @@ def _constant(lint: Lint) -> tuple[str, str]:
 
 _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     "integers-in-16-bit": lambda x: (
-        f"whole numbers up to {number(x.value)} are cast to {x.dtype}, which is exact up to {_exact(x)}: neighbours become equal.",
+        f"whole numbers up to {number(x.value)} are {'added up in' if x.what == 'cumsum' else 'cast to'} {x.dtype}, which is exact up to {_exact(x)}: neighbours become equal.",
         "compute positions and phases in fp32: with torch.autocast(..., enabled=False) and x.float().",
     ),
     "constant-lost": _constant,

@@ -67,11 +67,6 @@ def node_op(node_name: str) -> str:
     return plain_name(snake)
 
 
-def is_custom(node_name: str) -> bool:
-    """Say whether an autograd node is a custom Function's, which carry no number."""
-    return node_name.endswith("Backward")
-
-
 def has_no_values(cls: type) -> bool:
     """Say whether a class of tensors stands for shapes alone, by which torch plans what it will run. Host only."""
     return cls.__name__ in ("FakeTensor", "FunctionalTensor")

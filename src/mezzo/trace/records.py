@@ -41,9 +41,10 @@ class Site:
         user: nearest line of the user's code.
         library: nearest line of an installed package, where that is nearer.
         called: public name of the torch function that was called, empty where torch called itself.
-        op: plain name of the op; in backward, of the forward op whose gradient ran.
+        op: plain name of the op; in backward, of the forward op whose gradient ran, or of what the program's own lines ran there.
         step: optimizer steps before this one, skipped ones counted.
         rank: of this process.
+        is_own: it ran in backward by the program's own lines: a hook, or the backward of a Function of its own.
     """
 
     phase: Phase
@@ -56,6 +57,7 @@ class Site:
     op: str
     step: int
     rank: int
+    is_own: bool = False
 
     @property
     def frame(self) -> Frame | None:

@@ -1,0 +1,94 @@
+"""Training scripts of an outsider, who knew the documentation alone: the diagnosis says of each what was written down before it ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from tests.zoo.case import MARK
+from tests.zoo.test_fixes import apply
+from tests.zoo.test_zoo import offers, pasted
+
+import mezzo
+from mezzo.diagnose import TraceReport
+from mezzo.diagnose.doctor import trace_script
+from mezzo.trace.ops import plain_name
+from mezzo.trace.records import Frame, LintRule
+
+FOLDER = Path(__file__).parent / "outside"
+EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+FAULTY = [name for name, e in EXPECTED.items() if e["kind"] == "faulty"]
+QUICK = {"a10_seq2seq_nll", "a35_gcn_isolated", "b10_normalize_empty"}
+"""Those that run in every suite."""
+FIELDS = ("op", "module", "phase", "verdict")
+
+__all__ = ["offers"]  # a fixture
+pytestmark = pytest.mark.filterwarnings("ignore")  # the scripts' own
+
+
+def rows(names: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in names]
+
+
+def diagnosis(name: str) -> TraceReport:
+    torch.manual_seed(0)
+    return trace_script(FOLDER / f"{name}.py").report
+
+
+def complaints(name: str, report: TraceReport) -> list[str]:
+    """What the first finding gets wrong; what the outsider left open (null) may be anything."""
+    expected = EXPECTED[name]
+    if expected["verdict"] in get_args(LintRule):
+        found = next((x for x in report.record.lints if x.rule == expected["verdict"]), None)
+        return ["no lint"] if found is None else _away(name, found.site.frame)
+    if not report.findings:
+        return ["no finding"]
+    found = report.findings[0]
+    readings = [expected, *({**expected, **other} for other in expected.get("or", []))]
+    wrong = [
+        [f"{f}: {getattr(found, f)} instead of {r[f]}" for f in FIELDS
+         if r[f] is not None and getattr(found, f) != (plain_name(r[f]) if f == "op" else r[f])]
+        for r in readings
+    ]  # fmt: skip
+    return min(wrong, key=len) + _away(name, found.frame)
+
+
+def _away(name: str, frame: Frame | None) -> list[str]:
+    marked = [n for n, text in enumerate((FOLDER / f"{name}.py").read_text().splitlines(), 1) if MARK in text]
+    line = frame.line if frame else None
+    return [f"line {line} instead of {marked}"] if marked and line not in marked else []
+
+
+@pytest.mark.parametrize("name", rows(FAULTY))
+def test_faulty(name: str, offers: list[tuple[str, Any]]) -> None:
+    assert complaints(name, diagnosis(name)) == []
+    for text, operands in offers:
+        assert all(bool(t.isfinite().all()) for t in pasted(text, operands)), text
+
+
+@pytest.mark.parametrize("name", rows([n for n in EXPECTED if n not in FAULTY]))
+def test_healthy(name: str) -> None:
+    report = diagnosis(name)
+    assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in report.findings] == []
+    assert [f"{x.rule} {x.site.path} {x.site.frame}" for x in report.record.lints] == []
+    assert report.answer == "healthy"
+
+
+@pytest.mark.parametrize("name", rows([n for n in FAULTY if EXPECTED[n]["verdict"] in ("overflow", "underflow")]))
+def test_the_printed_edit_removes_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = diagnosis(name).findings[0]
+    if not first.fix.edit:
+        assert any(word in first.fix.advice for word in ("no rule", "no policy", "optimizer", "scale")), first.fix
+        return
+    prepare = mezzo.prepare
+    if "mezzo.prepare" in (FOLDER / f"{name}.py").read_text(encoding="utf-8"):
+        monkeypatch.setattr(
+            mezzo, "prepare", lambda m, o, policy, **also: prepare(m, o, f"{policy}, {first.fix.edit}", **also)
+        )
+    else:
+        apply(monkeypatch, f"fp16, {first.fix.edit}")
+    found = [f for f in diagnosis(name).findings if f.verdict not in ("loss-scale", "lost-update")]
+    assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in found] == []
