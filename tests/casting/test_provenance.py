@@ -120,3 +120,26 @@ def test_a_missing_kernel_asks_for_fp32() -> None:
         torch.special.ndtri(x)
     with autocast("cpu", policy="bf16, op:special_ndtri=fp32"):
         assert torch.special.ndtri(x).dtype is torch.float32
+
+
+class Latents(nn.Module):
+    """A discrete latent, as world models have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draw = torch.distributions.OneHotCategorical(logits=x)
+        return draw.sample()
+
+
+@pytest.mark.parametrize("region", [{"dtype": torch.float16}, {"policy": "fp16, ops=mezzo"}])
+def test_probabilities_rounded_too_far_for_a_distribution_ask_for_fp32(region: dict[str, object]) -> None:
+    logits = torch.randn(64, 4).half()
+    with pytest.raises(CastError) as caught, autocast("cpu", **region):
+        Latents()(logits)
+    text = str(caught.value)
+    assert "draw = torch.distributions.OneHotCategorical(logits=x)" in text and "in module the root (Latents)" in text
+    assert "Simplex()" in text and "hand it logits=x.float(), inside of `with torch.autocast" in text
+    with autocast("cpu", **region), torch.autocast(logits.device.type, enabled=False):
+        assert Latents()(logits.float()).sum() == 64
+    for wrong in (torch.full((2, 4), torch.nan).half(), torch.full((2, 4), torch.nan)):  # no rounding did that
+        with pytest.raises(ValueError, match="Simplex"), autocast("cpu", **region):
+            torch.distributions.OneHotCategorical(probs=wrong)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import linecache
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,9 @@ _NO_KERNEL = re.compile(
     r"|could not create a primitive|but got (Half|BFloat16)\b|tensor with .* dimensions of float"
 )
 _TOO_LARGE = re.compile(r"cannot be converted to type .*Half.* without overflow")
+_SIMPLEX = re.compile(
+    r"^Expected (parameter|value argument) .*Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16", re.DOTALL
+)
 _LOW = re.compile(r"\b(Half|BFloat16)\b")
 _ADVICE = (
     (
@@ -43,6 +47,7 @@ _ADVICE = (
     ),
 )
 """What to write instead, whatever op it was."""
+_DISTRIBUTIONS = os.path.join("torch", "distributions")
 _DTYPE = re.compile(r"dtype|data type|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
 _INTEGER = re.compile(r"\b(Long|Int|Byte|Bool)\b")  # an index or a class that is no integer, whatever a region casts
 _OPERATORS = {
@@ -57,6 +62,11 @@ def is_mismatch(error: BaseException) -> TypeGuard[RuntimeError]:
     if not isinstance(error, RuntimeError) or _DTYPE.search(text) is None or _INTEGER.search(text):
         return False
     return any(words.search(text) for words in (_MISMATCH, _NO_KERNEL, _TOO_LARGE))
+
+
+def _is_rounded_too_far(error: BaseException) -> bool:
+    """Whether torch.distributions refused 16-bit probabilities, whose rounded sum is not 1."""
+    return isinstance(error, ValueError) and _SIMPLEX.search(str(error)) is not None
 
 
 def _fix(error: RuntimeError, op: str | None) -> str:
@@ -192,12 +202,17 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
 
     Syncs: no.
     """
-    if not is_mismatch(error) or traceback is None:
+    if traceback is None or not (is_mismatch(error) or _is_rounded_too_far(error)):
         return None
     frames = _frames_of(traceback)
-    frame, _, instruction = frames[-1]
     path = module_path([f for f, _, _ in frames])
-    return _sentence(error, frames, f"in module {path}" if path else "", _fix(error, _op_at(frame, instruction)))
+    where = f"in module {path}" if path else ""
+    if isinstance(error, ValueError):
+        inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
+        fix = "In 16 bit the sum of probabilities is not 1 within the 1e-6 that it asks for: hand it logits=x.float(), inside of `with torch.autocast(x.device.type, enabled=False):`."
+        return _sentence(error, frames[:inside], where, fix)
+    frame, _, instruction = frames[-1]
+    return _sentence(error, frames, where, _fix(error, _op_at(frame, instruction)))
 
 
 def backward_message(error: BaseException) -> str | None:
