@@ -153,6 +153,7 @@ KEYS = (
         ("fp16, ?k=low", f" at position 6: unknown key '?k'. {KEYS} A module called 'k' is written '?module:k=low'."),
         ("fp16, comput=auto", " at position 6: unknown key 'comput'. Did you mean 'compute'?"),
         ("fp16, patience=3", " at position 6: unknown key 'patience'. Did you mean 'guard.patience'?"),
+        ("fp16, scalling.init_scale=4", " at position 6: unknown key 'scalling.init_scale'. Did you mean 'scaling.init_scale'?"),
         ("fp16, guard.patienc=3", " at position 6: unknown key 'guard.patienc'. Did you mean 'guard.patience'?"),
         ("fp16, scaling.int_scale=3",
          " at position 6: unknown key 'scaling.int_scale'. Did you mean 'scaling.init_scale'?"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
-from mezzo.errors import CastError, MasterError, MezzoError, PolicyError, StepError
+from mezzo.errors import CastError, InvariantError, MasterError, MezzoError, PolicyError, StepError
 
 POLICIES = pytest.mark.parametrize("policy", ["bf16", "fp16, scaling.init_scale=16", "bf16-master"])
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
@@ -80,6 +80,41 @@ def test_gradients_follow_a_released_model_to_another_dtype(policy: str) -> None
     mezzo.prepare(model, adamw(model), policy).release()
     model.double()(X.double()).sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in model.parameters())
+
+
+@POLICIES
+def test_what_stands_where_something_else_belongs(policy: str) -> None:
+    model = net()
+    optimizer = adamw(model)
+    refused(lambda: mezzo.prepare(model, optimizer, policy, skip="apart"), StepError, "skip='apart'", "together")  # type: ignore[arg-type]
+    refused(lambda: mezzo.prepare(model, optimizer, policy, cache="persist"), StepError, "Did you mean 'persistent'")  # type: ignore[arg-type]
+    amp = mezzo.prepare(model, optimizer, policy)
+    amp.backward(F.mse_loss(model(X), X))
+    refused(lambda: amp.step(optimizer), StepError, "amp.step(optimizer=...)")  # type: ignore[arg-type, call-overload]
+    refused(lambda: amp.step(max_norm=torch.ones(2)), StepError, "write a positive number")  # type: ignore[arg-type, call-overload]
+    assert amp.step(optimizer=optimizer)
+    train(amp)
+
+
+@POLICIES
+def test_backward_where_gradients_are_off(policy: str) -> None:
+    model = net()
+    amp = mezzo.prepare(model, adamw(model), policy)
+    loss = F.mse_loss(model(X), X)
+    with torch.no_grad():
+        amp.backward(loss)
+        assert amp.step()
+
+
+def test_a_learning_rate_that_ruined_the_weights_is_named() -> None:
+    model = net()
+    amp = mezzo.prepare(model, adamw(model), "bf16")
+    saved = amp.state_dict()
+    amp.optimizers[0].param_groups[0]["lr"] = float("nan")
+    amp.backward(F.mse_loss(model(X), X))
+    refused(amp.step, InvariantError, "has lr=nan. Write a finite number, and load the last good checkpoint")
+    amp.load_state_dict(saved)
+    train(amp)
 
 
 CASTS: dict[str, Callable[[nn.Module], object]] = {

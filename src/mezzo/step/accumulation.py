@@ -61,7 +61,10 @@ class AccumulationState:
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, and remember whether it was finite. Syncs: no."""
         self.loss_bad = either(self.loss_bad, is_bad(loss.detach(), self.device))
-        return loss if self.scale is None else loss * move(self.scale, loss.device)
+        if self.scale is None:
+            return loss
+        with torch.enable_grad():  # backward runs where gradients are off too, as in torch
+            return loss * move(self.scale, loss.device)
 
 
 def is_bad(number: Tensor, home: torch.device) -> Flag:

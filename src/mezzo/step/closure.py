@@ -89,6 +89,10 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
     Raises:
         StepError: no function, or several optimizers and none named.
     """
+    if isinstance(closure, Optimizer):
+        raise StepError(
+            f"step({type(closure).__name__}): what comes first is a closure. Write amp.step(optimizer=...)."
+        )
     if not callable(closure):
         raise StepError(f"step({closure!r}): what comes first is a closure. Write step(max_norm=...) to clip.")
     chosen = engine.optimizers if optimizer is None else (optimizer,)

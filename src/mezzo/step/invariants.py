@@ -138,7 +138,7 @@ class Invariants:
                 "Register the scheduler with amp.on_applied(scheduler.step)."
             )
         refuse_differing(report())
-        self._check_finite(ruined)
+        self._check_finite(ruined, shares)
 
     def _check_divisor(self, raw: float, facts: StepFlags[float]) -> None:
         if facts.gradients_bad:
@@ -217,8 +217,13 @@ class Invariants:
                     counts[f"{self._name(p)}.{key}"] = count_ruined(local(tensor))
         return counts
 
-    def _check_finite(self, ruined: Mapping[str, float]) -> None:
+    def _check_finite(self, ruined: Mapping[str, float], shares: Sequence[OptimizerGrads]) -> None:
         bad = [name for name, count in ruined.items() if count]
+        if bad and (options := _useless_options(shares)):
+            raise InvariantError(
+                f"after the step {listed(bad)} hold inf or NaN, since a group of the optimizer has {listed(options)}. Write a "
+                "finite number, and load the last good checkpoint."
+            )
         if bad:
             raise InvariantError(
                 f"after the step {listed(bad)} hold inf or NaN. Load the last good checkpoint; "
@@ -320,3 +325,9 @@ def _sums(shares: Sequence[OptimizerGrads], beside_weights: bool = False) -> dic
             if not beside_weights or place[1] in AUX_STATE.values():
                 sums[place] = checksum(local(tensor))
     return sums
+
+
+def _useless_options(shares: Sequence[OptimizerGrads]) -> list[str]:
+    """Return the options of groups that are inf or NaN: "lr=nan"."""
+    groups = [group for share in shares for group in share.optimizer.param_groups]
+    return [f"{k}={v}" for group in groups for k, v in group.items() if isinstance(v, float) and not math.isfinite(v)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from inspect import signature
-from typing import cast
+from typing import cast, get_args
 
 import torch
 from torch import nn
@@ -117,7 +117,7 @@ def prepare(
 
     Raises:
         PolicyError: the policy cannot be bound to this model or contradicts the optimizer.
-        StepError: something else than a model and optimizers; model or optimizer are prepared already, or the optimizer has no hooks of torch's base class.
+        StepError: something else than a model and optimizers; an unknown `skip` or `cache`; model or optimizer are prepared already, or the optimizer has no hooks of torch's base class.
         MasterError: trainable weights are, or by the policy become, 16 bit, and the optimizer keeps no masters.
 
     Writes: class and forward of each module; the storage of weights, where the policy gives them another dtype. If it
@@ -131,6 +131,8 @@ def prepare(
     True
     """
     wrapped = _optimizers(model, optimizer)
+    _check_word("skip", skip, get_args(Skip))
+    _check_word("cache", cache, get_args(CacheName))
     inner, given = innermost(model), [_inner_optimizer(one) for one in wrapped]
     _refuse_prepared(inner, given)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -184,6 +186,11 @@ def _optimizers(model: object, optimizer: object) -> list[Optimizer]:
             )
         optimizers.append(one)
     return optimizers
+
+
+def _check_word(name: str, word: object, known: Sequence[str]) -> None:
+    if word not in known:
+        raise StepError(f"prepare({name}={word!r}): unknown.{did_you_mean(str(word), known)}")
 
 
 def _kind(value: object) -> str:

@@ -129,6 +129,10 @@ def _lacks_momentum(optimizer: Optimizer, owner: Optimizer) -> bool:
     return any(state.get(p, {}).get("momentum_buffer") is None for p in params if p.grad is not None)
 
 
+def _is_positive(bound: float | Tensor) -> bool:
+    return not (isinstance(bound, Tensor) and bound.numel() != 1) and bool(bound > 0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
     """How gradients are clipped.
@@ -151,7 +155,7 @@ class Clip:
                 f"step(max_norm={self.max_norm}, clip_value={self.value}): clip by norm or by value, not both."
             )
         for name, bound in (("max_norm", self.max_norm), ("clip_value", self.value)):
-            if bound is not None and not (isinstance(bound, float | int | Tensor) and bound > 0):
+            if bound is not None and not (isinstance(bound, float | int | Tensor) and _is_positive(bound)):
                 raise StepError(f"step({name}={bound!r}) would leave no gradient; write a positive number, or None.")
 
     def coefficient(self, norm: Tensor | float) -> Tensor | None:
