@@ -328,3 +328,40 @@ def test_a_sparse_buffer_is_taken_back_saved_and_counted(layout: torch.layout) -
     assert torch.equal(model.edges.to_dense(), torch.eye(4).roll(1, 0) * 0.25)
     assert "buffers" in str(amp.report())
     amp.release()
+
+
+class Odd(nn.Module):
+    """A layer whose forward puts another tensor in place of a buffer."""
+
+    def __init__(self, before: Tensor, after: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("odd", before)
+        self.after = [after]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.odd = self.after[0]
+        return self.layer(x)
+
+
+ODD: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "fp8": (lambda x: x.to(torch.float8_e4m3fn), lambda x: x.float()),
+    "half complex": (lambda x: x.to(torch.complex32), lambda x: x.to(torch.complex64)),
+    "quantized": (lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.quint8), lambda x: x.dequantize()),
+    "jagged": (lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged), lambda x: x.values()),
+    "unsigned": (lambda x: x.to(torch.uint32), lambda x: x.long()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls several of them experimental, or old
+@pytest.mark.parametrize("kind", ODD)
+def test_a_buffer_that_torch_does_not_compare_is_taken_back_too(kind: str) -> None:
+    made, read = ODD[kind]
+    before, after = torch.arange(4.0), torch.arange(4.0, 8.0)
+    model = Odd(made(before), made(after))
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    for x, want in ((torch.full((4, 4), INF), before), (torch.ones(4, 4), after)):
+        amp.zero_grad()
+        amp.backward(model(x).square().mean())
+        assert bool(amp.step()) is (want is after)
+        assert torch.equal(read(model.odd).abs().float().flatten()[:4], want)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._torch import NormBase, active_ddp, functorch_level, own_buffers, tree_leaves
 from ..stamp import Stamp
-from .copies import choose_, copies_of
+from .copies import choose_, copies_of, is_plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +35,8 @@ class Copy:
         return self.is_registered and _is_current(self.stamp, buffer)
 
     def is_finite(self) -> bool:
-        """Whether there was a dense value, and no inf or NaN in it. Syncs: yes."""
-        return self.value is not None and self.value.layout is torch.strided and bool(self.value.isfinite().all())
+        """Whether there was a value of numbers that can be looked at, and no inf or NaN in it. Syncs: yes."""
+        return self.value is not None and is_plain(self.value) and bool(self.value.isfinite().all())
 
 
 _FIRST_FORWARDS = 3
@@ -137,10 +137,10 @@ def take_copies(slots: Sequence[Slot]) -> None:
 
 
 def is_alike(value: Tensor | None, buffer: Tensor | None) -> bool:
-    """Whether two tensors can be copied into each other: dense, of one shape, dtype and device. Host only."""
-    if value is None or buffer is None or buffer.layout is not torch.strided:
+    """Whether two tensors can be copied into each other: plain ones of one shape, dtype and device. Host only."""
+    if value is None or buffer is None or not (is_plain(value) and is_plain(buffer)):
         return False
-    kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (value, buffer)]
+    kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (value, buffer)]
     return kinds[0] == kinds[1]
 
 

@@ -11,6 +11,17 @@ from .._torch import foreach_copy_
 
 _LARGE = 2**18
 """Elements from which on a tensor is worth a launch of its own, and too much to be copied once more."""
+_CHOSEN = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip
+"""What torch compares, looks for inf in, and chooses between; of fp8, half complex and quantized numbers it copies whole tensors only."""
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is dense and here, of numbers that torch compares; not sparse, nested, quantized or on the meta device. Host only."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
+    return is_dense and tensor.dtype in _CHOSEN
 
 
 @torch.no_grad()
@@ -48,7 +59,7 @@ def _by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[list[tuple[Tens
 @torch.no_grad()
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors, made in as many launches as there are dtypes and devices. Syncs: no."""
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    for alike in _by_kind(zip(copies, tensors, strict=True)):
+    copies = [torch.empty_like(tensor) if is_plain(tensor) else tensor.detach().clone() for tensor in tensors]
+    for alike in _by_kind((copy, tensor) for copy, tensor in zip(copies, tensors, strict=True) if is_plain(tensor)):
         foreach_copy_([copy for copy, _ in alike], [tensor for _, tensor in alike])
     return copies
