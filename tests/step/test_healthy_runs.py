@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -76,6 +77,36 @@ def test_a_frozen_parameter_that_is_a_mask(value: float) -> None:
         amp.zero_grad()
         amp.backward(mse(model(x), y) * factor)
         assert bool(amp.step()) is (factor == 1)
+
+
+FROZEN: dict[str, Any] = {
+    "edges": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+    "not filled in yet": lambda: torch.full((3,), math.nan),
+    "fp8": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls some of them old, or young
+@pytest.mark.parametrize("kind", FROZEN)
+def test_a_frozen_parameter_of_any_kind(kind: str) -> None:
+    model = Net()
+    model.frozen = nn.Parameter(FROZEN[kind](), requires_grad=False)
+    assert all(train(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16"))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_trained_sparse_parameter() -> None:
+    class Weighted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.edges = nn.Parameter(torch.eye(3).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.sparse.sum(self.edges)
+
+    model = Weighted()
+    assert all(train(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16"))
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16, scaling.init_scale=256"])

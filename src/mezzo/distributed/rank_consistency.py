@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DistributedError
-from ..kernels import chunks
+from ..kernels import chunks, values
 from .group import Group, spell
 from .wrapper import Wrapper
 
@@ -30,10 +30,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as whole numbers; equal bits give equal sums. Shape (), int64. Syncs: no."""
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    whole = _BITS[values.element_size()]
+    dense = values(tensor.detach())
+    whole = _BITS[dense.element_size()]
     # torch widens what it sums to int64 beforehand: chunk by chunk that takes no memory to speak of.
-    sums = [chunk.contiguous().view(whole).sum(dtype=torch.int64) for (chunk,) in chunks(values)]
+    sums = [chunk.contiguous().view(whole).sum(dtype=torch.int64) for (chunk,) in chunks(dense)]
     return torch.stack(sums).sum()
 
 

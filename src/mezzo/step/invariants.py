@@ -208,8 +208,8 @@ class Invariants:
 
     @torch.no_grad()
     def _ruined_counts(self, shares: Sequence[OptimizerGrads]) -> dict[str, Tensor]:
-        """Count inf and NaN in all that a later step reads: weights, moments and masters. A frozen parameter may hold inf, as masks do."""
-        counts = {name: count_ruined(local(p.detach()), p.requires_grad) for p, name in self._names.items()}
+        """Count inf and NaN in all that a step writes and a later one reads: weights, moments and masters."""
+        counts = {name: count_ruined(local(p.detach())) for p, name in self._names.items() if p.requires_grad}
         for share in shares:
             for (p, key), tensor in _state_tensors(share.optimizer).items():
                 is_known = key in MOMENTS or key in AUX_STATE.values()
@@ -270,7 +270,7 @@ def _sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
 
 def count_ruined(tensor: Tensor, is_trained: bool = True) -> Tensor:
     """Return how many elements are inf or NaN; of a frozen parameter, which may be a mask, NaN. Shape (), int64. Syncs: no."""
-    pieces = [~piece.isfinite() if is_trained else piece.isnan() for (piece,) in chunks(tensor)]
+    pieces = [~piece.isfinite() if is_trained else piece.isnan() for (piece,) in chunks(values(tensor))]
     return torch.stack([piece.sum() for piece in pieces]).sum()
 
 

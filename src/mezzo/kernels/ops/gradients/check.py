@@ -49,13 +49,13 @@ class GradientCheck:
 
 
 def values(grad: Tensor) -> Tensor:
-    """Return a gradient as one dense real tensor: the values of a sparse one, both parts of a complex one.
+    """Return a gradient, or a weight, as one dense real tensor: the values of a sparse one, both parts of a complex one, whole numbers of a quantized one.
 
     Syncs: for a sparse one that is not coalesced, on an accelerator.
     """
     if grad.layout is torch.strided and not grad.is_complex():
-        return grad
-    dense = grad.coalesce().values() if grad.is_sparse else grad
+        return grad.int_repr() if grad.is_quantized else grad
+    dense = grad if grad.layout is torch.strided else (grad.coalesce() if grad.is_sparse else grad).values()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
