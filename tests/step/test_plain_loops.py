@@ -73,6 +73,17 @@ class Dressed(tuple):  # type: ignore[type-arg]
     __slots__ = ()
 
 
+class Boxes(tuple):  # type: ignore[type-arg]
+    """A tuple whose making takes its parts one by one, with an attribute of its own."""
+
+    def __new__(cls, first: Tensor, scores: Tensor) -> Boxes:
+        made = super().__new__(cls, (first, scores))
+        made.shape = first.shape
+        return made
+
+    shape: torch.Size
+
+
 WRAPPED: dict[str, Callable[[Tensor], object]] = {
     "tuple": lambda x: (x, 1),
     "nested": lambda x: {"a": [x, (x, None)], "b": "text"},
@@ -82,6 +93,8 @@ WRAPPED: dict[str, Callable[[Tensor], object]] = {
     "dataclass": lambda x: Frozen(x),
     "packed": lambda x: pack_sequence([x, x]),
     "tuple subclass": lambda x: Dressed((x, x)),
+    "tuple of its own making": lambda x: Boxes(x, x),
+    "a shape beside it": lambda x: (x, x.shape),
 }
 
 
@@ -99,6 +112,8 @@ def test_outputs_of_every_shape(kind: str) -> None:
     mezzo.prepare(model, None, "bf16")
     found = model(torch.randn(3, 4))
     assert type(found) is type(WRAPPED[kind](torch.randn(3, 2)))
+    assert not isinstance(found, Boxes) or found.shape == (3, 2)
+    assert kind != "a shape beside it" or type(found[1]) is torch.Size
     tensors = [t for t in _tensors(found) if t.is_floating_point()]
     assert tensors and all(t.dtype is torch.float32 for t in tensors)
 

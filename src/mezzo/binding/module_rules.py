@@ -52,7 +52,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return type(value)([cast_floating(item, dtype) for item in value])
     if type(value) is dict:
         return {key: cast_floating(item, dtype) for key, item in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str, torch.Size)):
         return value
     if type(value) in TREE_NODES:
         return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), value)
@@ -69,7 +69,14 @@ def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
         return cast
     if isinstance(value, tuple):
         items = [cast_floating(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if all(item is was for item, was in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        made = tuple.__new__(type(value), items)  # whatever its own `__new__` takes
+        for name, item in getattr(value, "__dict__", {}).items():
+            setattr(made, name, item)
+        return made
     if isinstance(value, (list, dict)):
         nest: Any = copy.copy(value)
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):

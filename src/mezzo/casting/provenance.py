@@ -47,6 +47,10 @@ _ADVICE = (
     ),
 )
 """What to write instead, whatever op it was."""
+_IN_FP32 = (
+    "In 16 bit the sum of probabilities is not 1 within the 1e-6 that it asks for: hand it logits=x.float(), inside of "
+    "`with torch.autocast(x.device.type, enabled=False):`."
+)
 _DISTRIBUTIONS = os.path.join("torch", "distributions")
 _DTYPE = re.compile(r"dtype|data type|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
 _INTEGER = re.compile(r"\b(Long|Int|Byte|Bool)\b")  # an index or a class that is no integer, whatever a region casts
@@ -207,12 +211,11 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
     frames = _frames_of(traceback)
     path = module_path([f for f, _, _ in frames])
     where = f"in module {path}" if path else ""
-    if isinstance(error, ValueError):
-        inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
-        fix = "In 16 bit the sum of probabilities is not 1 within the 1e-6 that it asks for: hand it logits=x.float(), inside of `with torch.autocast(x.device.type, enabled=False):`."
-        return _sentence(error, frames[:inside], where, fix)
-    frame, _, instruction = frames[-1]
-    return _sentence(error, frames, where, _fix(error, _op_at(frame, instruction)))
+    if isinstance(error, RuntimeError):
+        frame, _, instruction = frames[-1]
+        return _sentence(error, frames, where, _fix(error, _op_at(frame, instruction)))
+    inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
+    return _sentence(error, frames[:inside], where, _IN_FP32)
 
 
 def backward_message(error: BaseException) -> str | None:
