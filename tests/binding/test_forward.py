@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -75,3 +76,31 @@ def test_a_first_parameter_that_was_replaced_or_taken_away_is_seen() -> None:
     del model[1].weight
     assert bound.first_parameter(model) is model[1].bias
     assert copy.deepcopy(bound).first is None
+
+
+def test_a_registry_of_subclasses_is_told_of_none_of_ours() -> None:
+    class Registered(nn.Module):
+        names: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls, *, name: str) -> None:
+            super().__init_subclass__()
+            assert name not in cls.names
+            cls.names.append(name)
+
+    class Head(Registered, name="head"):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    model = Head()
+    amp = mezzo.prepare(model, None, "bf16, output=none")
+    assert Registered.names == ["head"] and isinstance(model, Head)
+    assert (
+        model(torch.ones(1, 4)).dtype is torch.bfloat16
+        and copy.deepcopy(model)(torch.ones(1, 4)).dtype is torch.bfloat16
+    )
+    amp.release()
+    assert type(model) is Head

@@ -347,7 +347,10 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     own |= replaces_tensors(original, _refuse_other_dtypes)
     refusals = {"__prepare_scriptable__": _refuse_script, "qconfig": property(_no_qconfig, _refuse_quantization)}
     make: Any = type(original)
-    subclass: type[nn.Module] = make(original.__name__, (original,), {**kept, **own, **refusals})
+    registers = hasattr(original.__init_subclass__, "__func__")  # a registry of its own is told of no class of ours
+    base = nn.Module if registers else original
+    subclass: type[nn.Module] = make(original.__name__, (base,), {**kept, **own, **refusals})
+    subclass.__bases__ = (original,)
     return subclass
 
 
