@@ -17,6 +17,18 @@ from mezzo.optim import SGD, AdamW, MasterWeights
 LOW = [torch.float16, torch.bfloat16]
 
 
+class Together(torch.optim.Optimizer):
+    """An optimizer that steps a list of others."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inside = [torch.optim.SGD(params_of(self)[::2], lr), torch.optim.Adam(params_of(self)[1::2], lr)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.inside:
+            one.step()
+
+
 class Lookahead(torch.optim.Optimizer):
     """An optimizer that holds another one and steps it itself."""
 
@@ -48,6 +60,7 @@ INNERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.ASGD, {"lr": 0.01}),
     (torch.optim.Rprop, {"lr": 0.01}),
     (Lookahead, {"lr": 0.01}),
+    (Together, {"lr": 0.01}),
 ]
 MODES = ["fp32", "split", "kahan", "stochastic"]
 

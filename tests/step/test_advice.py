@@ -109,7 +109,7 @@ def test_backward_where_gradients_are_off(policy: str) -> None:
 def test_a_learning_rate_that_ruined_the_weights_is_named() -> None:
     model = net()
     amp = mezzo.prepare(model, adamw(model), "bf16")
-    saved = amp.state_dict()
+    saved = copy.deepcopy(amp.state_dict())
     amp.optimizers[0].param_groups[0]["lr"] = float("nan")
     amp.backward(F.mse_loss(model(X), X))
     refused(amp.step, InvariantError, "has lr=nan. Write a finite number, and load the last good checkpoint")

@@ -148,8 +148,10 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def and_inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield an optimizer and those that it holds and steps itself, as Lookahead does."""
+    """Yield an optimizer and those that it holds, alone or in a list or dict, and steps itself, as Lookahead does. Host only."""
     yield optimizer
     for held in vars(optimizer).values():
-        if isinstance(held, torch.optim.Optimizer):
-            yield from and_inside(held)
+        items = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else (held,)
+        for inner in items:
+            if isinstance(inner, torch.optim.Optimizer):
+                yield from and_inside(inner)
