@@ -134,6 +134,9 @@ def test_a_prepared_model_that_would_be_cast(policy: str) -> None:
         refused(lambda: cast(model), StepError, "4 parameters", "Call amp.release() first", "nothing was changed")  # noqa: B023
         assert [p.dtype for p in model.parameters()] == dtypes
     assert model.to("cpu") is model
+    adapted = nn.Sequential(net().requires_grad_(False), net())
+    mezzo.prepare(adapted, adamw(adapted), policy)
+    assert {p.dtype for p in adapted[0].half().parameters()} == {torch.float16}  # frozen: no optimizer needs them
     train(amp)
     for free in (copy.deepcopy(model), mezzo.prepare(net(), None, policy).model):  # no optimizer knows them
         assert {p.dtype for p in free.half().parameters()} == {torch.float16}

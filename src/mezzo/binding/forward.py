@@ -359,12 +359,12 @@ def _refuse_other_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor]
     bound = record(module)
     if bound is None or not bound.binding.is_trained:
         return
-    floating = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
-    for kind, device in {(p.dtype, p.device) for p in floating.values()}:
+    trained = {name: p for name, p in module.named_parameters() if p.is_floating_point() and p.requires_grad}
+    for kind, device in {(p.dtype, p.device) for p in trained.values()}:
         if (target := function(torch.empty(0, dtype=kind, device=device)).dtype) is not kind:
-            names = [name for name, p in floating.items() if p.dtype is kind]
+            names = [name for name, p in trained.items() if p.dtype is kind]
             raise StepError(
-                f"{len(names)} parameters ({listed(names)}) of a prepared model would be stored in {dtype_name(target)} instead of "
+                f"{len(names)} parameters ({listed(names)}) that a stepper trains would be stored in {dtype_name(target)} instead of "
                 f"{dtype_name(kind)}, behind the back of its policy, {bound.binding.policy!s}, and of its optimizers. Call "
                 "amp.release() first, which gives the plain model back, to be cast and prepared again; nothing was changed."
             )
