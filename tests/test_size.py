@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
+import pytest
+
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 KINDS = ("code", "docstring", "comment", "blank")
 FILES_AT_MOST, LINES_AT_MOST = 275, 43_000
@@ -95,6 +97,7 @@ def test_no_file_is_long() -> None:
     assert [path for path, lines in long.items() if lines > LONGER.get(path.name, 400)] == []
 
 
+@pytest.mark.slow
 def test_half_of_the_functions_have_at_most_ten_lines() -> None:
     assert median(length for source in sources().values() for length in function_lengths(source)) <= 10
 

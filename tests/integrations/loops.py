@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,6 +38,14 @@ CASES = {
     "accumulate": Case(accumulate=4),
     "resume": Case(max_norm=0.1, is_resumed=True),
 }
+
+
+EVERY_SECOND = [
+    pytest.param(policy, case, id=f"{policy}-{name}", marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
+    for i, policy in enumerate(POLICIES)
+    for j, (name, case) in enumerate(CASES.items())
+]
+"""Each case and each policy in the quick suite, but not each with each: for frameworks whose loop takes a second."""
 
 
 def make_model() -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from tests.integrations import loops
-from tests.integrations.loops import BATCH, BATCHES, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
+from tests.integrations.loops import BATCH, BATCHES, EPOCHS, OVERFLOWING, POLICIES, Case
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -41,8 +41,7 @@ def run(policy: str, case: Case, epochs: int = EPOCHS, load: Path | None = None,
     return fabric._precision.stepper, model, scheduler
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "case"), loops.EVERY_SECOND)
 def test_weights_are_those_of_prepare(policy: str, case: Case, tmp_path: Path) -> None:
     if case.is_resumed:
         run(policy, case, epochs=1, save=tmp_path / "state")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tests.integrations import loops
-from tests.integrations.loops import BATCH, CASES, EPOCHS, OVERFLOWING, POLICIES, Case
+from tests.integrations.loops import BATCH, EPOCHS, OVERFLOWING, Case
 from tests.torch_versions import warns_of_breaks
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
@@ -67,8 +67,7 @@ def run(policy: str, case: Case, folder: Path, load: bool = False, **kwargs: Any
     return trainer
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "case"), loops.EVERY_SECOND)
 def test_weights_are_those_of_prepare(policy: str, case: Case, tmp_path: Path) -> None:
     if case.is_resumed:
         stop = Stop(after=3)
