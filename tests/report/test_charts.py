@@ -1,0 +1,46 @@
+"""Charts are drawn to scale, whatever their numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from tests.report.samples import DOCUMENT
+
+from mezzo.report import Chart, Document, Series, render_text
+from mezzo.report.charts import draw, draw_heat
+
+
+@pytest.mark.parametrize("kind", ["lines", "bars"])
+@pytest.mark.parametrize(
+    "values",
+    [(1e308, -1e308), (1e308, 1e308), (5e-324, 0.0), (1e-310, 2e-310), (math.inf, -math.inf), (math.nan, 1.0), ()],
+)
+def test_any_numbers_are_drawn(values: tuple[float, ...], kind: Any) -> None:
+    labels = tuple("x" for _ in values)
+    chart = Chart(title="c", kind=kind, labels=labels, unit="u", series=(Series(name="s", values=values),))
+    document = Document(title="t", verdict="v", is_good=True, blocks=(chart,))
+    assert "nan" not in re.sub("<title>.*?</title>", "", draw(chart)) and "c" in render_text(document)
+
+
+def test_a_line_breaks_where_a_value_is_missing() -> None:
+    drawn = draw(DOCUMENT.blocks[4])
+    assert re.search(r'd="(M[^"]*)"', drawn)[1].count("M") == 2
+    assert drawn.count("<circle") == 2
+
+
+def test_bars_start_at_zero_and_keep_their_ratio() -> None:
+    heights = [
+        float(h)
+        for h in re.findall(r'<rect x="[^"]*" y="[^"]*" width="[^"]*" height="([^"]*)" fill', draw(DOCUMENT.blocks[5]))
+    ]
+    assert len(heights) >= 2 and math.isclose(heights[1] / heights[0], 3, rel_tol=0.01)
+
+
+def test_a_heat_map_is_darkest_where_most_of_a_row_lies() -> None:
+    drawn = draw_heat(DOCUMENT.blocks[6])
+    found = [float(v) for v in re.findall(r'fill-opacity="([^"]*)"', drawn)]
+    assert found == [round(0.12 + 0.88 / 3, 2), 1.0, 1.0]
+    assert drawn.count('class="band"') == 1 and ">fp16<" in drawn
