@@ -1,0 +1,122 @@
+"""fp32 values carried along a forward are those of the fp32 program, and say what 16 bit lost and what arithmetic did."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.trace.events import event
+from torch import Tensor
+
+from mezzo.trace.ops import Call, op_facts, results
+from mezzo.trace.reference_path import Fp64Reference, ReferencePath, run_in_fp32, run_wide, vanishing_constant
+
+aten = torch.ops.aten
+SITE = event().site
+
+
+def half(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float16)
+
+
+def ran(func: Any, *args: Any) -> Call:
+    """Run an op, as a trace sees it."""
+    facts = op_facts(func)
+    call = Call(func, facts, args, {})
+    call.returned = func(*args)
+    call.out = results(facts, args, {}, call.returned)
+    return call
+
+
+def seen(path: ReferencePath, func: Any, *args: Any) -> Call:
+    call = ran(func, *args)
+    path.see(call, SITE)
+    return call
+
+
+def test_values_are_those_of_fp32_and_views_have_them() -> None:
+    path, x = ReferencePath(), half(60000.0, 1.0)
+    doubled = seen(path, aten.mul.Tensor, x, half(2.0)).out[0]
+    quarter = seen(path, aten.mul.Tensor, doubled, half(0.25)).out[0]
+    assert doubled[0] == math.inf and quarter[0] == math.inf
+    assert path.get(doubled).tolist() == [120000.0, 2.0] and path.get(quarter[:1]).tolist() == [30000.0]
+    assert path.get(half(1.0)) is None
+
+
+@pytest.mark.parametrize("factor", [half(1e-4), 1e-9])
+def test_a_zero_that_16_bit_made_is_followed_and_a_constant_is_named(factor: Any) -> None:
+    path, x = ReferencePath(), half(1e-4, 0.0)
+    lost = seen(path, aten.mul.Tensor if isinstance(factor, Tensor) else aten.mul.Scalar, x, factor).out[0]
+    flush = path.behind([lost])
+    assert lost.tolist() == [0.0, 0.0] and flush is not None and not flush.is_cancellation
+    assert flush.share == 0.5 and flush.wide_amax == pytest.approx(1e-4 * float(factor), rel=1e-3)
+    assert flush.constant == (None if isinstance(factor, Tensor) else factor)
+    assert path.behind([seen(path, aten.neg.default, lost).out[0]]) is flush
+    assert path.behind([seen(path, aten.add.Tensor, half(1.0), half(1.0)).out[0]]) is None
+
+
+@pytest.mark.parametrize(("argument", "is_precision"), [(half(1e-4), True), (half(0.0), False)])
+def test_an_op_that_failed_is_judged_on_fp32_values(argument: Tensor, is_precision: bool) -> None:
+    path = ReferencePath()
+    lost = seen(path, aten.mul.Tensor, argument, half(1e-4)).out[0]
+    call = ran(aten.log.default, lost)
+    wide, flush = path.judge(call, path.see(call, SITE))
+    assert call.out[0].item() == -math.inf
+    assert (wide is not None and wide.is_finite) is is_precision and (flush is not None) is is_precision
+    if is_precision:
+        assert wide.amax == pytest.approx(-math.log(1e-8), rel=1e-4)
+
+
+def test_operands_that_rounding_made_equal_cancel() -> None:
+    path, one = ReferencePath(), half(1.0)
+    rounded = seen(path, aten.add.Tensor, one, half(1e-4)).out[0]
+    flush = path.behind([seen(path, aten.sub.Tensor, rounded, one).out[0]])
+    assert flush is not None and flush.is_cancellation and flush.made_by == (SITE,)
+
+
+def test_memory_that_is_written_over_holds_what_was_written() -> None:
+    path, x = ReferencePath(), half(60000.0)
+    doubled = seen(path, aten.mul.Tensor, x, half(2.0)).out[0]
+    seen(path, aten.copy_.default, doubled, half(3.0))
+    assert path.get(doubled) is None or path.get(doubled).tolist() == [3.0]
+
+
+def test_a_step_ends_with_what_was_made_once_and_forgets_what_is_written_in_each() -> None:
+    path, buffer = ReferencePath(), half(60000.0)
+    made = seen(path, aten.mul.Tensor, half(60000.0), half(2.0)).out[0]
+    seen(path, aten.mul_.Tensor, buffer, half(2.0))
+    assert path.get(made).tolist() == path.get(buffer).tolist() == [120000.0]
+    path.end_step()
+    assert path.get(made).tolist() == [120000.0] and path.get(buffer) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "found"),
+    [
+        (torch.float16, 1e-9, 1e-9),
+        (torch.float16, 4e-8, None),
+        (torch.bfloat16, 1e-9, None),
+        (torch.float16, 0.0, None),
+    ],
+)
+def test_a_constant_that_rounds_to_zero(dtype: torch.dtype, number: float, found: float | None) -> None:
+    assert vanishing_constant(ran(aten.add.Scalar, torch.ones(1, dtype=dtype), number), dtype) == found
+
+
+def test_what_is_drawn_is_not_drawn_again_but_for_a_mask_that_is_known() -> None:
+    x = half(*[1.0] * 64)
+    dropped = ran(aten.native_dropout.default, x, 0.5, True)
+    [wide] = run_in_fp32(dropped, {id(dropped.args[0]): torch.full((64,), 1e5)}) or [torch.empty(0)]
+    assert torch.equal(wide == 0, dropped.returned[0] == 0) and set(wide.tolist()) <= {0.0, 2e5}
+    assert run_wide(ran(aten.bernoulli.default, x * 0.5), {}, torch.float32) is None
+
+
+@pytest.mark.parametrize(("func", "said"), [(aten.rsqrt.default, "0 instead of 0.00248"), (aten.tanh.default, "")])
+def test_an_infinity_that_disappears_is_judged_by_what_it_would_have_been(func: Any, said: str) -> None:
+    reference, overflow = Fp64Reference(), ran(aten.exp.default, half(12.0))
+    reference.start(overflow)
+    assert overflow.out[0].item() == math.inf
+    assert reference.carry(ran(func, overflow.out[0])) == said
+    assert reference.is_too_large(ran(aten.mm.default, overflow.out[0].view(1, 1), half(1.0).view(1, 1)))
