@@ -102,6 +102,19 @@ def test_the_scale_that_is_named_keeps_them(factor: float) -> None:
     assert gradients(factor, scale=scale).answer == "healthy"
 
 
+def test_gradients_of_many_shapes_are_clipped_at_once() -> None:
+    """Clipping multiplies all gradients in one op; each is held against its own fp32 values."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2)).to(BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-8)
+    with diagnose.trace() as t:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8, dtype=BF16)).float().square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+            optimizer.step()
+    assert t.report.findings[0].verdict == "lost-update" and t.record.updates == 2
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_formats_with_the_range_of_fp32_do_not_flush(dtype: torch.dtype) -> None:
     assert gradients(1e-6, dtype).answer == "healthy"

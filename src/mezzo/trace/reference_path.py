@@ -155,7 +155,7 @@ class ReferencePath:
                 self._flushes.forget(tensor)
             self._wide.put(tensor, value)
             if tensor.dtype in LOW_DTYPES:
-                self._note_maker(call, site, tensor, wide[i] if not known else None if local is None else local[i])
+                self._note_maker(call, site, i, wide if not known else local)
         return wide
 
     def _forget(self, call: Call) -> None:
@@ -184,21 +184,21 @@ class ReferencePath:
             made_by=() if is_here else tuple(dict.fromkeys(s for m in self._made_by(call) for s in m.sites(lost))),
         )
 
-    def _note_maker(self, call: Call, site: Site, tensor: Tensor, local: Tensor | None) -> None:
+    def _note_maker(self, call: Call, site: Site, index: int, local: list[Tensor] | None) -> None:
         """Note the op that rounded a value: not one that moved it, nor a cast that a region made for the op behind it."""
         makers = self._made_by(call)
         if call.facts.name not in _MOVES:
-            exact = self._exact(call, tensor, local) if makers else None
+            exact = self._exact(call, index, local) if makers else None
             makers = (MadeBy(site, exact, makers if exact is not None else ()),)
         if makers and (site.op != "to" or site.called in CASTS):
-            self._makers.note(tensor, makers[0])
+            self._makers.note(call.out[index], makers[0])
 
-    def _exact(self, call: Call, tensor: Tensor, local: Tensor | None) -> Tensor | None:
-        """Return the elements that an op of arithmetic rounded nothing of. Syncs: no."""
+    def _exact(self, call: Call, index: int, local: list[Tensor] | None) -> Tensor | None:
+        """Return the elements of a result that an op of arithmetic, on one tensor or many at once, rounded nothing of. Syncs: no."""
         if call.facts.name not in _ARITHMETIC:
             return None
-        found = run_in_fp32(call, {}) if local is None else [local]
-        return None if found is None else found[0] == tensor
+        found = run_in_fp32(call, {}) if local is None else local
+        return None if found is None else found[index] == call.out[index]
 
     def _made_by(self, call: Call) -> tuple[MadeBy, ...]:
         found = {id(m): m for _, t in call.inputs if (m := self._makers.get(call.original(t))) is not None}
