@@ -1,7 +1,7 @@
 """The whole suite on another torch: `python benchmarks/compat.py 2.15.0`, or `make compat TORCH=2.15.0`.
 
 Makes a virtual environment in build/compat with that torch, runs every part of the suite in it, and stores what passed and
-failed in benchmarks/compat. The README's table is made from there: `python benchmarks/compat.py --table`.
+failed in benchmarks/compat, and into the README's table, which is made from there: `python benchmarks/compat.py --table`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STORE = Path(__file__).parent / "compat"
+README = ROOT / "README.md"
 HEAD = "| torch | Python | parts of the suite | passed | failed | skipped | taken |\n|---|---|---:|---:|---:|---:|---|"
 
 
@@ -86,7 +87,7 @@ def facts(python: Path) -> dict[str, str]:
 
 
 def store(torch: str, python: Path, chosen: list[str]) -> dict[str, Any]:
-    """Run parts of the suite and write the result beside those of other parts that are stored. Writes: one file."""
+    """Run parts of the suite and write the result beside those of other parts that are stored. Writes: one file, the README's table."""
     path = STORE / f"torch-{torch}.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"parts": {}, "failed": {}}
     for part in chosen:
@@ -99,6 +100,7 @@ def store(torch: str, python: Path, chosen: list[str]) -> dict[str, Any]:
             "failed": {p: names for p, names in known["failed"].items() if names},
         }
         path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
     return known
 
 
@@ -116,6 +118,12 @@ def table() -> str:
     results = [json.loads(path.read_text(encoding="utf-8")) for path in STORE.glob("torch-*.json")]
     newest = sorted(results, key=lambda r: [int(n) for n in r["torch"].split("+")[0].split(".")], reverse=True)
     return "\n".join([HEAD, *map(row, newest)])
+
+
+def with_table(page: str) -> str:
+    """Return a page with the table of versions in it made anew."""
+    begin = page.index(HEAD)
+    return page[:begin] + table() + page[page.index("\n\n", begin) :]
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def start() -> mezzo.Stepper:
     """A fresh model, ready to train."""
     torch.manual_seed(0)
     model = GPT()
-    return mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "bf16-master")
+    return mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "bf16-master")
 
 
 def train(amp: mezzo.Stepper, steps: range) -> float:
@@ -74,13 +74,13 @@ def train(amp: mezzo.Stepper, steps: range) -> float:
 amp = start()
 first = train(amp, range(1))
 with tempfile.TemporaryDirectory() as folder:
-    train(amp, range(1, 20))
+    train(amp, range(1, 12))
     torch.save(amp.state_dict(), Path(folder) / "run.pt")
-    last = train(amp, range(20, 40))
+    last = train(amp, range(12, 24))
 
     again = start()
     again.load_state_dict(torch.load(Path(folder) / "run.pt"))
-    train(again, range(20, 40))
+    train(again, range(12, 24))
 
 print(amp.report())
 same = all(torch.equal(a, b) for a, b in zip(amp.model.parameters(), again.model.parameters(), strict=True))

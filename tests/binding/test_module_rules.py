@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import UserDict
 from unittest import mock
 
 import pytest
@@ -101,3 +102,26 @@ def test_no_rule_is_added_without_need() -> None:
         own = mezzo.Policy.parse("fp16, LSTM=fp16")
         added = module_rules.with_missing_kernels(own, lstm, "cpu")
     assert added.module_rule("", ("LSTM",)) == own.module_rule("", ("LSTM",))
+
+
+class Encoding(UserDict):
+    """What tokenizers return, and models of embeddings hand on."""
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, Encoding])
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16"])
+def test_what_a_root_adds_to_a_mapping_comes_out_as_output_says(kind: type, policy: str) -> None:
+    class Adds(nn.Linear):
+        def forward(self, features):
+            features["embedding"] = super().forward(features["x"])
+            return features
+
+    model = Adds(4, 2)
+    mezzo.prepare(model, None, policy)
+    given = kind(x=torch.ones(3, 4), name="row")
+    found = model(given)
+    assert type(found) is kind and found["name"] == "row"
+    assert found["embedding"].dtype is torch.float32
+    assert given["embedding"].dtype is mezzo.Policy.parse(policy).compute, (
+        "what was handed in stays as the model left it"
+    )

@@ -18,6 +18,12 @@ def test_the_table_is_that_of_the_results() -> None:
     assert program()["table"]() in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_a_table_that_is_old_is_made_anew() -> None:
+    compat, page = program(), (ROOT / "README.md").read_text(encoding="utf-8")
+    old = page.replace(compat["table"](), compat["HEAD"] + "\n| 1.0.0 | 2.7 | 0 of 27 | 0 | 0 | 0 | 2016 |")
+    assert old != page and compat["with_table"](old) == page
+
+
 def test_a_report_is_counted() -> None:
     report = """<testsuites><testsuite>
       <testcase classname="a" name="fine"/><testcase classname="a" name="wrong"><failure/></testcase>

@@ -76,3 +76,10 @@ def test_the_table_of_peak_memory_is_the_stored_one() -> None:
     table = "\n".join(line for line in stored.splitlines() if line.startswith("|"))
     assert table.count("\n") == 6
     assert table in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
+def test_extras_that_the_readme_names_exist() -> None:
+    section = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
+    known = set(re.findall(r"^(\w+) = \[", section.split("\n[")[0], re.MULTILINE))
+    named = set(re.findall(r"\[(\w+)\](?:'`|`)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {"lightning", "accelerate", "transformers"} <= named <= known

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import logging
+from collections import UserDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -40,7 +41,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return a value with its fp32, fp16 and bf16 tensors cast; differentiable; fp64 and other types are left alone.
 
     Args:
-        value: a tensor, or tensors in lists, tuples, dicts, dataclasses and classes registered with torch's pytree.
+        value: a tensor, or tensors in lists, tuples, dicts, `UserDict`s, dataclasses and classes registered with torch's pytree.
         dtype: fp32, fp16 or bf16.
 
     Syncs: no.
@@ -60,7 +61,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the tensors in a dataclass, or in a subclass of tuple, list or dict, that torch's pytree does not know."""
+    """Cast the tensors in a dataclass, a `UserDict`, or a subclass of tuple, list or dict, that torch's pytree does not know."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
         cast = copy.copy(value)
@@ -77,9 +78,9 @@ def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
         for name, item in getattr(value, "__dict__", {}).items():
             setattr(made, name, item)
         return made
-    if isinstance(value, (list, dict)):
+    if isinstance(value, (list, dict, UserDict)):
         nest: Any = copy.copy(value)
-        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
             nest[key] = cast_floating(item, dtype)
         return nest
     return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), value)
