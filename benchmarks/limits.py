@@ -1,6 +1,6 @@
 """What torch's own kernels leave to gain on a CPU: each workload beside a run of it that nothing of mezzo's is part of.
 
-Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [step] [lstm] [ROUNDS]`; all without a name. It prints a table
+Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [step] [lstm] [rows] [ROUNDS]`; all without a name. It prints a table
 and one line of JSON. The ways take turns, a step each; figures are medians.
 
 `launch` and `text`: BERT. "16 bit" keeps nothing in fp32: weights and moments in bf16, under torch.autocast, stepped by torch's
@@ -26,6 +26,9 @@ thread, wall time, twenty times the rounds.
 `step`: the update alone. "same bytes" reads as many as the gradients are, twice, and changes in place as many as weights, remainders and
 moments are: nothing is computed, and no more than one array is walked at a time. All threads, wall time.
 
+`rows`: a decoder layer 4096 wide, in steps of generation for 1 and 8 sequences. "weights read" sums the bits of all its matrices, stored in
+16 bit, and multiplies nothing: no kernel that reads them is faster. All threads, wall time.
+
 `lstm`: "its kernels" are forward and backward of the LSTM layers alone, stored in bf16: no embedding, no head, no loss, no update. One
 thread, its processor time.
 """
@@ -49,6 +52,7 @@ from mezzo.bench.roofline import measure_peak_rates, roofline_seconds
 from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting, Workload
 from mezzo.bench.workloads.bert import BertLogits, Overhead, Text, classification_loss, review_batches
+from mezzo.bench.workloads.inference import Inference
 from mezzo.bench.workloads.lora import Lora, LoraLinear
 from mezzo.bench.workloads.recipe import Recipe
 from mezzo.bench.workloads.step_alone import Step
@@ -324,6 +328,20 @@ def lstm(rounds: int) -> dict[str, dict[str, float]]:
         return {f"lstm {size.label}": medians({"its kernels": lstm_kernels(size)} | ways, rounds, time.thread_time)}
 
 
+def rows(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure forwards of few rows beside reading the weights."""
+    found = {}
+    for batch in (1, 8):
+        size = Inference(models=("decoder",), batches=(batch,), forwards=1)
+        (phase,) = size.roofline("bf16")
+        matrix = 2**24
+        weights = [torch.ones(matrix // 4) for _ in range(round(phase.moved_bytes / matrix))]
+        ways: dict[str, Way] = {"weights read": lambda held=weights: [part.sum() for part in held]}  # type: ignore[misc]  # bound now
+        ways |= {name: built(size, name) for name in ("torch-16bit", "prepare", "prepare-master")}
+        found[f"decoder, batch {batch}"] = medians(ways, rounds, time.perf_counter)
+    return found
+
+
 PARTS = {
     "launch": launch,
     "text": text,
@@ -334,6 +352,7 @@ PARTS = {
     "fixed": fixed,
     "step": step,
     "lstm": lstm,
+    "rows": rows,
 }
 UNITS = {"memory": "MB"}
 

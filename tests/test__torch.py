@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo import _torch
+from mezzo.optim import AdamW
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 SOURCE = (SRC / "_torch.py").read_text()
@@ -113,3 +115,29 @@ def test_private_torch_stands_in_one_file() -> None:
     files = [path for path in sorted(SRC.rglob("*.py")) if path.name != "_torch.py"]
     found = [str(path.relative_to(SRC)) for path in files if PRIVATE.search(path.read_text())]
     assert found == []
+
+
+def test_a_step_runs_hooks_and_is_named_in_a_profile() -> None:
+    told: list[str] = []
+
+    class Counted(AdamW):
+        pass
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = Counted([weight], lr=0.5)
+    assert getattr(Counted.step, "hooked", False)
+    weight.grad = torch.ones(2)
+    removed = optimizer.register_step_post_hook(lambda *_: told.append("after"))
+    optimizer.register_step_pre_hook(lambda *_: told.append("before"))
+    optimizer.step()
+    removed.remove()
+    optimizer.register_step_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "closure": lambda: told.append("closure")})
+    )
+    everywhere = register_optimizer_step_pre_hook(lambda *_: told.append("any"))
+    optimizer.step()
+    everywhere.remove()
+    assert told == ["before", "after", "any", "before", "closure"]
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert [event.name for event in profile.events() if "Optimizer" in event.name] == ["Optimizer.step#Counted.step"]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
+from ..record import record
 from .dtensor import PLAIN
 from .ops.gradients.scaled import ScaledGradients
 from .weights import AUX_STATE, Weights
@@ -70,6 +71,7 @@ class Layout:
         storages: addresses of the storages that a step writes to.
         sound: addresses of gradients that were looked at before.
         formats: "dtypes" of the gradients that were met last, and their "codes".
+        struct: what a backend made of the rest for its kernel.
     """
 
     other: Sequence[int]
@@ -85,9 +87,10 @@ class Layout:
     storages: frozenset[int]
     sound: set[int] = field(default_factory=set)
     formats: dict[str, Any] = field(default_factory=dict)
+    struct: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@record
 class Operands:
     """What one step reads and writes: the only thing a kernel takes. `operands` checks and makes it.
 

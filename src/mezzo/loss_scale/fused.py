@@ -10,14 +10,15 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ..record import record
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+
+@record
 class StepScaling:
     """How one optimizer must read its gradients, and whether it may step.
 

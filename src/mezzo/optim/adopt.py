@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .._torch import follow_class_step, patch_step_hooks
+from .._torch import follow_class_step, hook_steps
 from ..formats import LOW_DTYPES
 from ..kernels import AUX_STATE
 from ..policy import Policy
@@ -152,7 +152,7 @@ def _take_over(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
         options.update(own)
     optimizer.__class__ = _ADOPTED[type(optimizer)]
     assert isinstance(optimizer, MasterOptimizer)
-    patch_step_hooks(optimizer)
+    hook_steps(type(optimizer))
     optimizer._forget()
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from .._torch import hook_steps
 from ..errors import ConfigError, MasterError
 from ..formats import describe
 from ..kernels import (
@@ -70,6 +71,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._forget()
+        hook_steps(type(self))
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
@@ -220,8 +222,9 @@ class MasterOptimizer(torch.optim.Optimizer):
         """
         offsets = accumulate((len(group["params"]) for group in self.param_groups), initial=0)
         steps = [
-            GroupStep(group, *self._read_options(group), offset, [p.grad for p in group["params"]])
+            GroupStep(group=group, names=names, rule=rule, offset=offset, grads=[p.grad for p in group["params"]])
             for group, offset in zip(self.param_groups, offsets, strict=False)
+            for names, rule in (self._read_options(group),)
         ]
         if torch.compiler.is_compiling():
             return [(step, self._made(step, self._checked(step))) for step in steps]

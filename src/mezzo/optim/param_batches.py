@@ -24,6 +24,7 @@ from ..kernels import (
     local_tensors,
     mix,
 )
+from ..record import record
 from .checks import check_count
 from .optimizer_state import mode_of, moment_dtype
 
@@ -76,7 +77,7 @@ class Active:
                 check_shape(self.label, name, held, self.param)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record
 class GroupStep:
     """One group as a step meets it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from .._torch import foreach_mul_, sparse_values
 from ..errors import StepError
 from ..formats import dtype_name
 from ..kernels import GradientCheck, is_dtensor, kept_on_device, local, norm_and_finite
+from ..record import record
 from ..stamp import Stamp
 
 _log = logging.getLogger("mezzo.step")
@@ -60,7 +62,7 @@ class AccumulationState:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, and remember whether it was finite. Syncs: no."""
-        self.loss_bad = either(self.loss_bad, is_bad(loss.detach(), self.device))
+        self.loss_bad = either(self.loss_bad, is_bad(loss, self.device))
         if self.scale is None:
             return loss
         with torch.enable_grad():  # backward runs where gradients are off too, as in torch
@@ -71,7 +73,7 @@ def is_bad(number: Tensor, home: torch.device) -> Flag:
     """Return whether a tensor of one element is inf or NaN: on a device NaN if so, else 0. Syncs: only where the host decides."""
     if host_decides(home):
         return not math.isfinite(number.item())
-    return move(number * 0, home).reshape(()).to(torch.float32)  # inf and NaN times 0 are NaN
+    return move(number.detach() * 0, home).reshape(()).to(torch.float32)  # inf and NaN times 0 are NaN
 
 
 def either(*flags: Flag) -> Flag:
@@ -176,7 +178,7 @@ def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@record
 class OptimizerGrads:
     """The gradients of one optimizer in a step.
 
@@ -191,6 +193,11 @@ class OptimizerGrads:
     index: int
     params: list[Tensor]
     check: GradientCheck
+
+    def is_bad(self, home: torch.device) -> Flag:
+        """Return whether their norm is inf or NaN; see `is_bad`."""
+        known = self.check.known
+        return is_bad(self.check.norm, home) if known is None or not host_decides(home) else not math.isfinite(known)
 
     @property
     def grads(self) -> list[Tensor]:
@@ -216,14 +223,14 @@ class GradStats:
     Attributes:
         params: that had gradients.
         names: of parameters.
-        norms: of each optimizer's gradients, each of shape (number of gradients,), fp32: the norm of each.
+        norms: of each optimizer's gradients, each of shape (number of gradients,), fp32, or as many numbers: the norm of each.
         counts: as `norms`, int64: inf and NaN in each, where they were counted in the step.
         stamps: of each gradient as it was, by the parameter's id.
     """
 
     params: Sequence[Tensor]
     names: Mapping[Tensor, str]
-    norms: Sequence[Tensor]
+    norms: Sequence[Tensor | array[float]]
     counts: Sequence[Tensor] | None
     stamps: Mapping[int, Stamp]
 
@@ -244,14 +251,14 @@ class GradStats:
         return cls(
             params=[p for one in grads for p in one.params],
             names=names,
-            norms=[one.check.tensor_norms for one in grads],
+            norms=[one.check.norms for one in grads],
             counts=[one.check.count_nonfinite() for one in grads] if count else None,
             stamps=stamps,
         )
 
     def replayed(self) -> GradStats:
         """Return those of a replay that was just queued; the next one overwrites them. Syncs: no."""
-        return replace(self, norms=[norms.clone() for norms in self.norms], counts=None, stamps={})
+        return replace(self, norms=[torch.as_tensor(norms).clone() for norms in self.norms], counts=None, stamps={})
 
     def nonfinite(self) -> dict[str, int | None]:
         """Return the parameters whose gradients are not finite, and how many elements are not.
@@ -260,7 +267,7 @@ class GradStats:
 
         Syncs: yes.
         """
-        bad = [not is_finite for norms in self.norms for is_finite in norms.isfinite().tolist()]
+        bad = [not math.isfinite(norm) for norms in self.norms for norm in norms.tolist()]
         counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]
         return {
             self.names.get(p, "a parameter"): counts[index] if counts is not None else self._count(p)

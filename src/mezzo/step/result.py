@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..distributed import RankConsensus
 from ..errors import StepError
 from ..kernels import choose, decision_slots, norm_and_finite, num_decided, pack_decision
+from ..record import record
 from .accumulation import (
     AccumulationState,
     Flag,
@@ -34,7 +34,7 @@ Reason = Literal["gradients", "loss", "buffers"]
 T = TypeVar("T", Tensor, float)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@record
 class StepFlags(Generic[T]):
     """The finding of one step: 0-d tensors on the device, or the numbers that the host knows.
 
@@ -139,10 +139,11 @@ def check_grads(
         # A loss made of a penalty that was not finite is no witness.
         loss=pending.loss_bad if pending.penalty_bad is False else without(pending.loss_bad, pending.penalty_bad),
         buffers=is_bad(norm_and_finite(written).norm, home) if written else False,
-        optimizers=[is_bad(one.check.norm, home) for one in grads],
+        optimizers=[one.is_bad(home) for one in grads],
     )
     if consensus is None and len(grads) == 1 and grads[0].check.is_plain:
-        bad, norms = own, [move(grads[0].check.norm, home)]
+        check, bad = grads[0].check, own
+        norms: Sequence[Tensor | float] = [move(check.norm, home) if check.known is None else check.known]
     else:
         bad, norms = combine(own, grads, home, consensus, num_optimizers)
     if host_decides(home):
@@ -150,7 +151,9 @@ def check_grads(
     return _decide_on_device(bad, norms, pending, skip, max_norm)
 
 
-def _decide_on_host(bad: Findings, norms: Sequence[Tensor], pending: AccumulationState, skip: Skip) -> StepFlags[float]:
+def _decide_on_host(
+    bad: Findings, norms: Sequence[Tensor | float], pending: AccumulationState, skip: Skip
+) -> StepFlags[float]:
     gradients = either(*bad.optimizers, bad.elsewhere, bad.early)
     if skip == "together":
         skipped = (float(either(gradients, bad.loss, bad.buffers)),) * len(bad.optimizers)
@@ -171,7 +174,11 @@ def _decide_on_host(bad: Findings, norms: Sequence[Tensor], pending: Accumulatio
 
 
 def _decide_on_device(
-    bad: Findings, norms: Sequence[Tensor], pending: AccumulationState, skip: Skip, max_norm: Tensor | float | None
+    bad: Findings,
+    norms: Sequence[Tensor | float],
+    pending: AccumulationState,
+    skip: Skip,
+    max_norm: Tensor | float | None,
 ) -> StepFlags[Tensor]:
     """Pack what was found, and decide where it lies. Syncs: no."""
     num, home = len(bad.optimizers), pending.device

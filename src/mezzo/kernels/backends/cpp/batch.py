@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operands import FORMATS, MODES, Operands
+from ...operands import FORMATS, MODES, Layout, Operands
+from ...weights import Weights
 from .build import library
 
 
@@ -34,7 +35,7 @@ class _BatchStruct(ctypes.Structure):
     )
 
 
-def address(numbers: array[int]) -> int:
+def address(numbers: array[Any]) -> int:
     """Return where an array lies, which must live until C is done with it."""
     return numbers.buffer_info()[0]
 
@@ -79,24 +80,28 @@ def run(kernel: Any, operands: Operands, rule: ctypes.Structure, scalars: Tensor
     where, weights, grads = operands.layout, operands.weights, operands.grads
     if where is None or operands.grad_addresses is None or operands.grad_formats is None:
         return
-    count = len(weights.values)
-    numbers = [_numbers(x, shape) for x, shape in ((scalars, (count, 3)), (step, (count,)))]
+    if not where.struct:
+        where.struct.append(_struct_of(where, weights))
+    (batch,), count = where.struct, len(weights.values)
+    numbers = _numbers(scalars, (count, 3)), _numbers(step, (count,))
     factors = [None if x is None else _numbers(x, ()) for x in (grads.inv_scale, grads.clip_coef, grads.found_inf)]
-    moments = [*where.moments, *[array("Q")] * (3 - len(where.moments))]
-    batch = _BatchStruct(
-        count,
-        *map(address, (where.sizes, where.values, where.aux, operands.grad_addresses, *moments)),
-        *map(address, (where.seeds, where.offsets, operands.grad_formats)),
-        *[None if x is None else x.data_ptr() for x in (*numbers, *factors)],
-        MODES[weights.mode],
-        FORMATS[weights.values[0].dtype],
-        FORMATS[where.moment_dtype],
-        grads.maximize,
-        torch.get_num_threads(),
-    )
+    batch.scalars, batch.step = [x.data_ptr() for x in numbers]
+    batch.inv_scale, batch.clip_coef, batch.found_inf = [None if x is None else x.data_ptr() for x in factors]
+    batch.grads, batch.grad_formats = address(operands.grad_addresses), address(operands.grad_formats)
+    batch.maximize, batch.threads = grads.maximize, torch.get_num_threads()
     if kernel(ctypes.byref(batch), ctypes.byref(rule)) != 0:
         raise AssertionError(f"{kernel.__name__} was given a gradient format that it has no loop for")
     torch.autograd.graph.increment_version(list(weights.values))
+
+
+def _struct_of(where: Layout, weights: Weights) -> _BatchStruct:
+    """Return what of a batch stays the same from step to step; its arrays live as long as the layout that keeps it."""
+    moments = dict(zip(("means", "squares", "peaks"), map(address, where.moments), strict=False))
+    names = ("sizes", "values", "aux", "seeds", "offsets")
+    return _BatchStruct(
+        tensors=len(weights.values), mode=MODES[weights.mode], value_format=FORMATS[weights.values[0].dtype],
+        mean_format=FORMATS[where.moment_dtype], **{name: address(getattr(where, name)) for name in names}, **moments,
+    )  # fmt: skip
 
 
 def _numbers(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,21 +16,39 @@ from ...dtensor import PLAIN, local_tensors
 from . import reference
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GradientCheck:
     """The norm of all gradients and whether a step may be taken with them.
 
-    Attributes:
-        norm: shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients.
-        tensor_norms: shape (number of gradients,), fp32, same device: the unscaled norm of each.
+    Args:
+        norm: L2 norm of the unscaled gradients: shape (), fp32, the device of the first gradient; or a number that fp32 has.
+        norms: shape (number of gradients,), fp32, same device: the unscaled norm of each; or as many numbers of fp32.
         grads: the gradients that were read, not copied; of sharded ones, the parts that lie on this rank.
         is_plain: whether each of them is a plain tensor, which lies whole on this rank.
+
+    Attributes:
+        known: the norm, where the host knows it; else None.
+        norms: as given.
+        grads: as given.
+        is_plain: as given.
     """
 
-    norm: Tensor
-    tensor_norms: Tensor
-    grads: tuple[Tensor, ...]
-    is_plain: bool
+    __slots__ = ("_norm", "grads", "is_plain", "known", "norms")
+
+    def __init__(
+        self, norm: Tensor | float, norms: Tensor | array[float], grads: tuple[Tensor, ...], *, is_plain: bool
+    ) -> None:
+        self._norm, self.norms, self.grads, self.is_plain = norm, norms, grads, is_plain
+        self.known = None if isinstance(norm, Tensor) else norm
+
+    @property
+    def norm(self) -> Tensor:
+        """Shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients. Syncs: no."""
+        return torch.as_tensor(self._norm, dtype=torch.float32)
+
+    @property
+    def tensor_norms(self) -> Tensor:
+        """Shape (number of gradients,), fp32, same device: the unscaled norm of each. Syncs: no."""
+        return self.norms if isinstance(self.norms, Tensor) else torch.frombuffer(self.norms, dtype=torch.float32)
 
     @property
     def found_nonfinite(self) -> Tensor:
@@ -44,7 +63,8 @@ class GradientCheck:
 
         Syncs: no.
         """
-        counts = [(~values(grad).isfinite()).sum().to(self.norm.device) for grad in self.grads]
+        home = self.grads[0].device if self.grads else torch.device("cpu")
+        counts = [(~values(grad).isfinite()).sum().to(home) for grad in self.grads]
         return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=self.norm.device)
 
 
@@ -84,6 +104,8 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     aux = tuple([part.detach() if part.requires_grad else part for part in parts])
     home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
     host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
+    if host_looks and inv_scale is None and (known := _known_norms(aux)) is not None:
+        return GradientCheck(array("f", (math.hypot(*known),))[0], known, aux, is_plain=is_plain)
     norms = _gather(aux, home)
     if host_looks:
         _bring_in_range_(norms, aux)
@@ -92,19 +114,32 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     norm = torch.linalg.vector_norm(norms)
     if host_looks and not _SMALL < float(norm.numpy()) < _LARGE:
         norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
-    return GradientCheck(norm=norm, tensor_norms=norms, grads=aux, is_plain=is_plain)
+    return GradientCheck(norm, norms, aux, is_plain=is_plain)
+
+
+def _known_norms(grads: Sequence[Tensor]) -> array[float] | None:
+    """Return the norm of each gradient where one compiled pass reads all of them, so that no tensor is made; else None."""
+    kinds = {(grad.device, grad.dtype, grad.layout) for grad in grads}
+    if len(kinds) != 1:
+        return None
+    device, dtype, layout = kinds.pop()
+    if layout is not torch.strided or (chosen := registry.choose("gradients", device, dtype)).backend != "cpu":
+        return None
+    norms: array[float] = chosen.module.known_norms(grads)
+    _bring_in_range_(norms, grads)
+    return norms
 
 
 _SMALL, _LARGE = 1e-12, 1e18
 """Norms between these are sums of squares that fp32 holds with all their digits, but for terms that do not count."""
 
 
-def _bring_in_range_(norms: Tensor, grads: Sequence[Tensor]) -> None:
+def _bring_in_range_(norms: Tensor | array[float], grads: Sequence[Tensor]) -> None:
     """Compute norms that are out of fp32's range again in fp64. Writes: `norms`. Syncs: no; CPU only."""
-    for index in [k for k, norm in enumerate(norms.numpy().tolist()) if not _SMALL < norm < _LARGE]:
+    for index in [k for k, norm in enumerate(norms.tolist()) if not _SMALL < norm < _LARGE]:
         parts = torch.split(values(grads[index]).flatten(), reference.CHUNK)
         squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts])
-        norms[index] = squares.sum().sqrt()
+        norms[index] = float(squares.sum().sqrt())
 
 
 def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ....record import record
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+
+@record
 class ScaledGradients:
     """Gradients of one device, and how a step must read them.
 

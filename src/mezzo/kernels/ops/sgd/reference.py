@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,8 @@ def sgd_scalars(
     Syncs: no.
     """
     if rule.momentum == 0 and not isinstance(lr, Tensor):
-        return torch.full((*step.shape, 3), -lr, dtype=dtype, device=step.device)
+        is_kept = step.device.type == "cpu" and not torch.compiler.is_compiling()
+        return (_all_of_one_rate if is_kept else _all_of_one_rate.__wrapped__)(step.shape, lr, dtype, step.device)
     if is_counted_on_host(step, lr):
         rate = float(lr)
         first, later = (-rate, 0.0, 1.0), (-rate, rule.momentum, 1 - dampening)
@@ -63,6 +65,12 @@ def sgd_scalars(
     keep = torch.where(step == 1, 0 * one, one * rule.momentum)
     add = torch.where(step == 1, one, one * (1 - dampening))
     return torch.stack([-rates, keep, add], dim=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_of_one_rate(shape: torch.Size, lr: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the numbers of parameters without momentum, which no step writes: from step to step they are the same."""
+    return torch.full((*shape, 3), -lr, dtype=dtype, device=device)
 
 
 def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> Tensor:
