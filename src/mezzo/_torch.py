@@ -22,7 +22,10 @@ from torch._ops import OpOverload as OpOverload  # noqa: PLC0414  # exported
 from torch.amp import autocast_mode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # torch keeps it out of its list
+from torch.autograd import (  # type: ignore[attr-defined]  # torch keeps them out of its list
+    _get_sequence_nr,
+    _profiler_enabled,
+)
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -179,7 +182,7 @@ def hook_steps(kind: type[Optimizer]) -> None:
 
     @functools.wraps(step)
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
+        if torch.compiler.is_compiling() or _profiler_enabled():
             return in_full(self, *args, **kwargs)
         pre, post = step_hooks(self)
         if post or global_pre_hooks or global_post_hooks or any([_may_change(hook) for hook in pre.values()]):
