@@ -9,7 +9,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 RENAMED = ("dist", "scaling")  # raise an error that names the new word
 ORDER = [
-    "errors", "extras", "files", "formats", "allocator", "_torch", "random_state", "stamp", "report", "policy",
+    "errors", "extras", "files", "formats", "allocator", "_torch", "random_state", "read_only", "stamp", "report", "policy",
     "kernels", "casting", "loss_scale", "cuda", "optim", "distributed", "binding", "trace", "step", "diagnose",
     "integrations", "train", "bench", "cli",
 ]  # fmt: skip

@@ -164,35 +164,14 @@ step_hooks: Callable[[Optimizer], tuple[Mapping[int, Any], Mapping[int, Any]]] =
 """The hooks that run before and after the steps of one optimizer."""
 
 
-def _may_change(hook: Any) -> bool:
-    """Whether a hook before a step may hand other arguments on: mezzo's own do not."""
-    return not hook.__module__.startswith("mezzo.")
+def profiled_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an optimizer's step with torch's own wrapper: hooks, and a name in profiles."""
+    found: Callable[..., Any] = Optimizer.profile_hook_step(step)
+    return found
 
 
-def hook_steps(kind: type[Optimizer]) -> None:
-    """Have the `step` of an optimizer's class run hooks as torch does, but name it in a profile only while one is taken.
-
-    torch's own wrapper enters a record_function in every step, which takes as long as the step of a small model. It leaves a
-    class alone that is marked as hooked.
-    """
-    step: Any = kind.step
-    if hasattr(step, "hooked"):
-        return
-    in_full: Any = Optimizer.profile_hook_step(step)
-
-    @functools.wraps(step)
-    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _profiler_enabled():
-            return in_full(self, *args, **kwargs)
-        pre, post = step_hooks(self)
-        if post or global_pre_hooks or global_post_hooks or any([_may_change(hook) for hook in pre.values()]):
-            return in_full(self, *args, **kwargs)
-        for hook in pre.values():
-            hook(self, (self, *args), kwargs)
-        return step(self, *args, **kwargs)
-
-    hooked.hooked = True  # type: ignore[attr-defined]  # what torch looks for
-    kind.step = hooked  # type: ignore[method-assign]
+profiler_enabled: Callable[[], bool] = _profiler_enabled
+"""Whether anybody takes a profile now."""
 
 
 def follow_class_step(optimizer: Optimizer) -> bool:

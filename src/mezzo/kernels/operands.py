@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
-from ..record import record
+from ..read_only import read_only
 from .dtensor import PLAIN
 from .ops.gradients.scaled import ScaledGradients
 from .weights import AUX_STATE, Weights
@@ -90,7 +90,7 @@ class Layout:
     struct: list[Any] = field(default_factory=list)
 
 
-@record
+@read_only
 class Operands:
     """What one step reads and writes: the only thing a kernel takes. `operands` checks and makes it.
 

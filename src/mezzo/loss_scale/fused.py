@@ -15,10 +15,10 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..record import record
+from ..read_only import read_only
 
 
-@record
+@read_only
 class StepScaling:
     """How one optimizer must read its gradients, and whether it may step.
 

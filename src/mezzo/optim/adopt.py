@@ -7,12 +7,12 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .._torch import follow_class_step, hook_steps
+from .._torch import follow_class_step
 from ..formats import LOW_DTYPES
 from ..kernels import AUX_STATE
 from ..policy import Policy
 from .adamw import Adam, AdamW
-from .base import MasterOptimizer
+from .base import MasterOptimizer, hook_steps
 from .checks import check_differentiable
 from .master_weights import MasterWeights
 from .optimizer_state import OWN_OPTIONS, own_state

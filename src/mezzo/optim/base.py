@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -12,7 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .._torch import hook_steps
+from .._torch import global_post_hooks, global_pre_hooks, profiled_step, profiler_enabled, step_hooks
 from ..errors import ConfigError, MasterError
 from ..formats import describe
 from ..kernels import (
@@ -46,6 +47,31 @@ from .param_batches import Active, GroupStep, KeptBatches, ParamBatch, aligned, 
 from .saved_state import check_saved
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+def hook_steps(kind: type[torch.optim.Optimizer]) -> None:
+    """Have an optimizer's class run hooks as torch does; torch's own wrapper, long as a small step, runs for profiles and others' hooks."""
+    step: Any = kind.step
+    if hasattr(step, "hooked"):
+        return
+    in_full = profiled_step(step)
+
+    @functools.wraps(step)
+    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pre, post = step_hooks(self)
+        is_hooked = bool(post or global_pre_hooks or global_post_hooks or any(map(_is_foreign, pre.values())))
+        if is_hooked or profiler_enabled() or torch.compiler.is_compiling():
+            return in_full(self, *args, **kwargs)
+        for hook in pre.values():
+            hook(self, (self, *args), kwargs)
+        return step(self, *args, **kwargs)
+
+    hooked.hooked = True  # type: ignore[attr-defined]  # what torch looks for
+    kind.step = hooked  # type: ignore[method-assign]
+
+
+def _is_foreign(hook: Any) -> bool:  # mezzo's own hand no other arguments on
+    return not hook.__module__.startswith("mezzo.")
 
 
 class MasterOptimizer(torch.optim.Optimizer):

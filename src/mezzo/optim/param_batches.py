@@ -24,7 +24,7 @@ from ..kernels import (
     local_tensors,
     mix,
 )
-from ..record import record
+from ..read_only import read_only
 from .checks import check_count
 from .optimizer_state import mode_of, moment_dtype
 
@@ -77,7 +77,7 @@ class Active:
                 check_shape(self.label, name, held, self.param)
 
 
-@record
+@read_only
 class GroupStep:
     """One group as a step meets it.
 

@@ -18,7 +18,7 @@ from .._torch import foreach_mul_, sparse_values
 from ..errors import StepError
 from ..formats import dtype_name
 from ..kernels import GradientCheck, is_dtensor, kept_on_device, local, norm_and_finite
-from ..record import record
+from ..read_only import read_only
 from ..stamp import Stamp
 
 _log = logging.getLogger("mezzo.step")
@@ -178,7 +178,7 @@ def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
         )
 
 
-@record
+@read_only
 class OptimizerGrads:
     """The gradients of one optimizer in a step.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun, listed
 from ..loss_scale import LossScale
 from ..policy import GuardConfig, ScalingConfig
-from ..record import record
+from ..read_only import read_only
 from .result import StepFlags, StepResult
 
 _log = logging.getLogger("mezzo.step")
@@ -73,7 +73,7 @@ class GuardState:
         return _is_power_of_two(self.small_in_a_row) or self.flushed_in_a_row > 0
 
 
-@record
+@read_only
 class Suspects:
     """What may be to blame for a skipped step: asked for only then, since each reads from the device.
 

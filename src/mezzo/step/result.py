@@ -13,7 +13,7 @@ from torch import Tensor
 from ..distributed import RankConsensus
 from ..errors import StepError
 from ..kernels import choose, decision_slots, norm_and_finite, num_decided, pack_decision
-from ..record import record
+from ..read_only import read_only
 from .accumulation import (
     AccumulationState,
     Flag,
@@ -34,7 +34,7 @@ Reason = Literal["gradients", "loss", "buffers"]
 T = TypeVar("T", Tensor, float)
 
 
-@record
+@read_only
 class StepFlags(Generic[T]):
     """The finding of one step: 0-d tensors on the device, or the numbers that the host knows.
 

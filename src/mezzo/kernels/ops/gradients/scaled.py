@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....record import record
+from ....read_only import read_only
 
 
-@record
+@read_only
 class ScaledGradients:
     """Gradients of one device, and how a step must read them.
 

@@ -1,4 +1,4 @@
-"""A record is a dataclass whose fields are set without the detour of a frozen one."""
+"""Read-only for the type checker: a dataclass with keywords and slots, set without the detour of a frozen one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from mezzo.record import record
+from mezzo.read_only import read_only
 
 
-@record
+@read_only
 class Found:
     norm: torch.Tensor
     count: int = 0
 
 
-def test_a_record() -> None:
+def test_a_read_only_dataclass() -> None:
     found = Found(norm=torch.ones(2))
     assert dataclasses.replace(found, count=2).count == 2
     assert found != Found(norm=found.norm) and found in {found}

@@ -19,6 +19,6 @@ T = TypeVar("T")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False)
-def record(cls: type[T]) -> type[T]:
+def read_only(cls: type[T]) -> type[T]:
     """Make a class a dataclass with keywords and slots; that nobody writes its fields is seen by the type checker alone."""
     return dataclass(kw_only=True, slots=True, eq=False)(cls)
