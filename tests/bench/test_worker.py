@@ -68,7 +68,8 @@ class Counting(Workload):
 
 
 class Hungry(Counting):
-    resident = False
+    def is_resident(self, device: torch.device) -> bool:
+        return False
 
 
 @pytest.fixture(autouse=True)

@@ -143,6 +143,13 @@ def test_parameters_are_as_many_as_asked(count: int) -> None:
     assert sum(p.numel() for p in model.parameters()) == count
 
 
+def test_steps_stay_in_memory_where_all_variants_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {"SC_PHYS_PAGES": 24 * 2**18, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr("os.sysconf", pages.__getitem__)
+    assert [Step(parameters=(count,)).is_resident(CPU) for count in (10**7, 10**8, 10**9)] == [True, True, False]
+    assert not Step(parameters=(10**7,)).is_resident(torch.device("cuda"))
+
+
 def test_many_parameters_are_stepped_a_few_times() -> None:
     points = Step(parameters=(10**6, 10**8, 10**9)).points()
     assert [point.workload.steps for point in points] == [20, 5, 2]

@@ -133,7 +133,6 @@ class VariantWorker:
     def __init__(self, plan: Plan, workload: Workload, variant: str) -> None:
         self._setting = plan.setting
         self._variant = find_variant(variant, self._setting.device)
-        self._resident = workload.resident
         self._points: dict[str, Point] = {point.label: point for point in workload.points()}
         self._drop()
         for module in (*workload.imports, *self._variant.imports):
@@ -157,6 +156,7 @@ class VariantWorker:
         workload.load()
         self._memory = PeakMemory(self._setting.device)
         self._session = workload.build(self._variant, self._setting)
+        self._is_resident = workload.is_resident(self._setting.device)
         self._rounds = seconds_of_rounds(self._session, self._setting.device)
         self._label = label
 
@@ -175,7 +175,7 @@ class VariantWorker:
             "data_bytes": session.data_bytes,
             "measures": session.measures(),
         }
-        if not self._resident:
+        if not self._is_resident:
             del session
             self._drop()
         return answer

@@ -126,8 +126,6 @@ class Workload(abc.ABC):
 
     unit: ClassVar[str] = "step"
     """What one of `Session.units` is."""
-    resident: ClassVar[bool] = True
-    """Whether every variant may stay in memory while another is timed."""
     imports: ClassVar[tuple[str, ...]] = ()
     """Modules loaded before the memory of a variant is watched."""
     talks: ClassVar[bool] = False
@@ -197,6 +195,10 @@ class Workload(abc.ABC):
     def points(self) -> tuple[Point, ...]:
         """Return the sizes at which this workload is measured: one, unless a subclass has more."""
         return (Point(label=self.label, workload=self),)
+
+    def is_resident(self, device: torch.device) -> bool:
+        """Whether every variant may stay in the memory of a device while another is timed. Host only."""
+        return True
 
     def load(self) -> None:
         """Read the data that every variant shares, before the memory of a variant is watched; most have none."""

@@ -58,11 +58,9 @@ def hook_steps(kind: type[torch.optim.Optimizer]) -> None:
 
     @functools.wraps(step)
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pre, post = step_hooks(self)
-        is_hooked = bool(post or global_pre_hooks or global_post_hooks or any(map(_is_foreign, pre.values())))
-        if is_hooked or profiler_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or profiler_enabled() or _is_hooked(self):
             return in_full(self, *args, **kwargs)
-        for hook in pre.values():
+        for hook in step_hooks(self)[0].values():
             hook(self, (self, *args), kwargs)
         return step(self, *args, **kwargs)
 
@@ -70,8 +68,10 @@ def hook_steps(kind: type[torch.optim.Optimizer]) -> None:
     kind.step = hooked  # type: ignore[method-assign]
 
 
-def _is_foreign(hook: Any) -> bool:  # mezzo's own hand no other arguments on
-    return not hook.__module__.startswith("mezzo.")
+def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    pre, post = step_hooks(optimizer)
+    others = [hook for hook in pre.values() if not hook.__module__.startswith("mezzo.")]  # may hand other arguments on
+    return bool(others or post or global_pre_hooks or global_post_hooks)
 
 
 class MasterOptimizer(torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from ..variant import Variant
 from ..workload import Point, Session, Setting, Workload
 
 MATRIX = 1024
+BYTES = 20
+"""Of a parameter: fp32 weight, gradient and moments, and what a step makes beside them."""
 FEW_STEPS = 5 * 10**8
 """Parameters stepped in a round: a step of a billion takes seconds, and a mean of two of them says as much as of twenty small ones."""
 # At scale 1 and a norm below this one, unscaling and clipping multiply every gradient by exactly 1: all their work is
@@ -72,7 +75,6 @@ class Step(Workload):
         steps: steps in a round, at most; fewer where there are many parameters.
     """
 
-    resident: ClassVar[bool] = False
     tests: ClassVar[tuple[str, ...]] = (
         "tests/loss_scale/test_scaler.py", "tests/loss_scale/test_unscale.py", "tests/kernels/test_cpu_kernels.py",
         "tests/kernels/test_gradients.py", "tests/optim/test_trajectory.py", "tests/step/test_stepper.py",
@@ -104,6 +106,11 @@ class Step(Workload):
             )
             for n in self.parameters
         )
+
+    def is_resident(self, device: torch.device) -> bool:
+        """Whether all default variants fit into half of the host's memory: what is built anew is warmed up anew. Host only."""
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type == "cpu" else 0
+        return 2 * len(self.default_variants(device)) * BYTES * self.parameters[0] <= memory
 
     def build(self, variant: Variant, setting: Setting) -> Session:
         """Return seeded weights with gradients, and their step. Writes: torch's random state."""
