@@ -218,6 +218,8 @@ def _singular_advice(event: Event) -> str:
 
 
 def _inherited_advice(event: Event) -> str:
+    if event.kind == "constant" and event.site.phase == "optimizer":
+        return "look at the learning rate that the schedule gives this step, then at decay and eps."
     if event.kind == "constant":
         return "write a finite number, for example torch.finfo(x.dtype).min, or mask it out before it is summed."
     kind = event.leaf.split(" ")[0]

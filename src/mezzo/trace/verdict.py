@@ -65,6 +65,8 @@ def _inherited(event: Event) -> str:
     bad = event.outputs[0]
     counts = {"NaN": bad.nan, "inf": bad.posinf, "-inf": bad.neginf}
     held = " and ".join(f"{n} {name}" for name, n in counts.items() if n)
+    if event.kind == "constant" and event.site.phase == "optimizer":
+        return f"the optimizer is given the number {event.leaf or held}, which reaches the weights."
     if event.kind == "constant":
         return f"the code writes the number {event.leaf or held} here, and it reached the end unmasked."
     return f"{event.leaf} already holds {held} when {event.site.op} first reads it."
