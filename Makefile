@@ -61,6 +61,7 @@ fuzz: setup
 	PYTHONPATH=. $(BIN)/python -m tests.fuzz $(N)
 
 gpu: setup
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[peers]"
 	$(BIN)/pytest -q -m cuda
 	$(BIN)/mezzo bench all --device cuda --out benchmarks/results
 	$(BIN)/mezzo bench docs

@@ -95,6 +95,16 @@ def sparse_indices(grad: Tensor) -> Tensor:
 # --- multi-tensor ops: one launch for many tensors, where a loop would need one each --------------------------------
 
 foreach_norm = torch._foreach_norm
+
+
+def has_foreach_norm(device: torch.device) -> bool:
+    """Say whether a kind of device has a kernel of its own for the norms of many tensors; else torch takes one by one. Host only."""
+    if device.type in ("cpu", "meta", "cuda"):
+        return device.type == "cuda"  # whether this build of torch has CUDA's or not
+    key = torch._C._dispatch_key_for_device(device.type)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_foreach_norm.Scalar", key))
+
+
 foreach_mul_ = torch._foreach_mul_
 foreach_mul = torch._foreach_mul
 foreach_copy_ = torch._foreach_copy_
@@ -215,7 +225,10 @@ def is_capturing(device: torch.device) -> bool:
     if device.type in ("cpu", "meta"):
         return False
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())
+    if ask is None or device.index in (None, torch.accelerator.current_device_index()):
+        return ask is not None and bool(ask())
+    with torch.accelerator.device_index(device.index):  # torch asks for the current one
+        return bool(ask())
 
 
 def new_graph(device: torch.device) -> Any:
@@ -230,9 +243,18 @@ def new_graph(device: torch.device) -> Any:
         return torch.cuda.CUDAGraph()
     kind: Any = getattr(torch.accelerator, "Graph", None)
     try:
-        return kind()
+        return kind(capture_error_mode=_CAPTURE_MODE)
     except (TypeError, RuntimeError) as failure:
         raise NotImplementedError(f"torch {torch.__version__} captures no graphs on {device.type}") from failure
+
+
+_CAPTURE_MODE = "thread_local"
+"""What other threads do is no part of a capture: a loader's pins the next batch, which torch's default, "global", takes for an error."""
+
+
+def begin_capture(graph: Any) -> None:
+    """Have what is launched go into a graph of `new_graph`. Syncs: no."""
+    graph.capture_begin(**({"capture_error_mode": _CAPTURE_MODE} if isinstance(graph, torch.cuda.CUDAGraph) else {}))
 
 
 graph_task_id = torch._C._current_graph_task_id

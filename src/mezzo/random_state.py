@@ -23,14 +23,19 @@ class RandomState(NamedTuple):
     accelerators: tuple[Tensor, ...]
 
 
-def _in_use() -> ModuleType | None:
-    """Return torch's module for the accelerator, None where there is none or it was not used yet."""
+def accelerator_in_use() -> torch.device | None:
+    """Return the kind of accelerator, None where there is none or it was not used yet. Host only."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
     module = torch.get_device_module(accelerator)
     is_used = module.is_initialized if hasattr(module, "is_initialized") else torch.accelerator.is_available
-    return module if is_used() else None
+    return accelerator if is_used() else None
+
+
+def _in_use() -> ModuleType | None:
+    accelerator = accelerator_in_use()
+    return None if accelerator is None else torch.get_device_module(accelerator)
 
 
 def get() -> RandomState:

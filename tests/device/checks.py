@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,175 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import sim, undone_steps
+from tests.device import places, sim, torch_kernels, undone_steps
 from tests.device.names import CHECKS, LOOKED_AT, PRESETS
+from tests.device.places import steps
 from tests.device.program import OPTIMIZERS, declared, model, run
 from torch import Tensor, nn
 
 import mezzo
 from mezzo import formats, random_state
+from mezzo.diagnose.explain.explanation import _seconds
+from mezzo.diagnose.watch.samples import is_taken
 from mezzo.errors import ConfigError, StepError
 from mezzo.kernels import norm_and_finite, registry
 from mezzo.step.replay import Replay
 from mezzo.trace.diagnosis import preserve_state
 from mezzo.train.batches import Batch, seed_dropout
-
-
-def steps(net: nn.Module, optimizer: Any, policy: str = "bf16", count: int = 6, device: str = "sim") -> list[float]:
-    """Take steps, none of whose copies to the host lands by itself, and return their losses."""
-    amp = mezzo.prepare(net, optimizer, policy)
-    data = torch.randn(count, 6, 8, generator=torch.Generator().manual_seed(1)).to(device)
-    losses = []
-    for x in data:
-        amp.zero_grad()
-        loss = net(x).float().square().mean()
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.detach())
-    assert amp.counters().applied == count
-    return torch.stack(losses).tolist()
-
-
-def flags_of_another_device_than_the_current_are_not_read_early() -> None:
-    expected, _ = run("cpu", "bf16", "torch.AdamW", "plain")
-    assert torch.accelerator.current_device_index() == 0
-    found, seen = run("sim:1", "bf16", "torch.AdamW", "plain", lands=False)
-    assert found == expected
-    assert not seen.stops, seen.stops
-
-
-def another_stream_than_the_default_works_alike() -> None:
-    expected, _ = run("cpu", "bf16", "torch.AdamW", "plain")
-    stream = torch.Stream(device="sim:0")
-    torch.accelerator.set_stream(stream)
-    try:
-        found, seen = run("sim", "bf16", "torch.AdamW", "plain", lands=False)
-    finally:
-        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=stream.device_type))
-    assert found == expected
-    assert not seen.stops, seen.stops
-
-
-class Halves(nn.Module):
-    """A model on two devices."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.first.to(first), self.second.to(second)
-        self.devices = first, second
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu().to(self.devices[1], non_blocking=True)).to(self.devices[0])
-
-
-def one_optimizer_steps_two_devices() -> None:
-    for policy in ("bf16", "fp16"):
-        for kind in (mezzo.optim.AdamW, mezzo.optim.SGD):
-            one, two = Halves("cpu", "cpu"), Halves("sim:0", "sim:1")
-            expected = steps(one, kind(one.parameters(), lr=1e-2, backend="reference"), policy, device="cpu")
-            assert steps(two, kind(two.parameters(), lr=1e-2, backend="reference"), policy) == expected
-
-
-RIVALS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "AdamW": (mezzo.optim.AdamW, torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}),
-    "Adam": (mezzo.optim.Adam, torch.optim.Adam, {"weight_decay": 0.1, "maximize": True}),
-    "SGD": (mezzo.optim.SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "plain SGD": (mezzo.optim.SGD, torch.optim.SGD, {}),
-}
-
-
-def a_device_that_mezzo_has_no_kernel_for_takes_torchs_fused_one() -> None:
-    """The bits of torch's optimizer with fused=True, in as few launches; rates on the host, on the device and as numbers."""
-    for (name, (ours, theirs, options)), lr in itertools.product(
-        RIVALS.items(), (2.0**-7, torch.tensor(2.0**-7), torch.tensor(2.0**-7).to("sim"))
-    ):
-        found, launches = [], []
-        for kind, more in ((ours, {}), (theirs, {"fused": True})):
-            net = model().to("sim")
-            optimizer = kind(net.parameters(), lr=lr if kind is ours else 2.0**-7, **options, **more)
-            for x in torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).to("sim"):
-                optimizer.zero_grad()
-                net(x).square().mean().backward()
-                versions = [p._version for p in net.parameters()]
-                with sim.watching() as seen:
-                    optimizer.step()
-                assert not seen.stops + seen.waits, seen.stops + seen.waits
-                if kind is ours:
-                    assert all(p._version > was for p, was in zip(net.parameters(), versions, strict=True))
-            launches.append(seen.launches.total())
-            found.append([p.tolist() for p in net.parameters()])
-        assert found[0] == found[1], name
-        assert launches[0] <= launches[1] + 2, (name, launches)
-    assert "fused, not cpu: it is for CPU; not triton" in ours(net.parameters()).why()[0]
-
-
-def masters_of_16_bit_weights_are_stepped_by_torchs_fused_kernel() -> None:
-    """Close to the reference's way, in fewer launches; a bad step leaves every bit."""
-    for mode, policy in (("split", "bf16-master"), ("kahan", "bf16-master, master=kahan"), ("fp32", "fp16-master")):
-        for kind in (mezzo.optim.AdamW, mezzo.optim.SGD):
-            masters, launches = [], []
-            for backend in ("auto", "reference"):
-                net = model().to("sim")
-                optimizer = kind(net.parameters(), lr=1e-2, master=mode, backend=backend)
-                amp = mezzo.prepare(net, optimizer, f"{policy}, guard.check_every=0, scaling=none")
-                for x in (1.0, 1.0, math.inf, 1.0):
-                    amp.zero_grad()
-                    before = [p.float().tolist() for p in net.parameters()]
-                    amp.backward(net(torch.ones(6, 8, device="sim") * 0.1).float().square().mean() * x)
-                    with sim.watching() as seen:
-                        amp.step(max_norm=0.1)
-                    assert ([p.float().tolist() for p in net.parameters()] == before) is (x == math.inf)
-                masters.append(torch.cat([optimizer.master(p).flatten().cpu() for p in net.parameters()]))
-                launches.append(seen.launches.total())
-            torch.testing.assert_close(*masters, rtol=2.0**-20, atol=2.0**-20)
-            assert launches[0] < (0.6 if kind is mezzo.optim.AdamW else 1.0) * launches[1], (mode, kind, launches)
-
-
-def dampened_sgd_is_stepped_by_torchs_fused_kernel() -> None:
-    """Close to torch's, in a third of the reference's launches; a bad first step leaves every bit, and is not the first."""
-    options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
-    for maximize in (False, True):
-        found, launches = [], []
-        for backend in ("auto", "reference", "torch"):
-            net = model().to("sim")
-            optimizer = (
-                torch.optim.SGD(net.parameters(), maximize=maximize, **options)
-                if backend == "torch"
-                else mezzo.optim.SGD(net.parameters(), maximize=maximize, backend=backend, **options)
-            )
-            amp = mezzo.prepare(net, optimizer, "fp32, guard.check_every=0")
-            for factor in (math.inf, 1.0, 1.0, 1.0):
-                amp.zero_grad()
-                amp.backward(net(torch.ones(6, 8, device="sim")).square().mean() * factor)
-                with sim.watching() as seen:
-                    amp.step()
-                sim.land()
-            launches.append(seen.launches.total())
-            found.append(torch.cat([p.flatten().cpu() for p in net.parameters()]))
-        assert amp.counters().skipped == 1
-        for other in found[1:]:
-            torch.testing.assert_close(found[0], other, rtol=2.0**-20, atol=2.0**-22)
-        assert launches[0] < 0.4 * launches[1], launches
-
-
-def bf16_moments_without_a_kernel_say_what_they_cost() -> None:
-    params = model().to("sim").parameters()
-    (why,) = mezzo.optim.AdamW(params, state_dtype=torch.bfloat16).why()
-    assert "but moments in bf16 take the reference, tens of launches a weight: torch's kernel keeps fp32 ones" in why
-
-
-def a_rate_on_the_host_is_not_copied() -> None:
-    for kind in (mezzo.optim.AdamW, mezzo.optim.SGD):
-        net = model().to("sim")
-        with sim.watching() as seen:
-            lr = torch.tensor(0.01)
-            amp = mezzo.prepare(net, kind(net.parameters(), lr=lr), "bf16, guard.check_every=0")
-            amp.backward(net(torch.ones(6, 8, device="sim")).float().square().mean())
-            seen.stops.clear()
-            amp.step()
-        assert not seen.stops, seen.stops
 
 
 def a_step_that_is_looked_at_reads_once() -> None:
@@ -198,6 +43,21 @@ def a_step_that_is_looked_at_reads_once() -> None:
                 amp.backward(net(x).float().square().mean())
                 amp.step(max_norm=0.5)
             assert (len(seen.stops), len(seen.waits)) == (1, 1), (policy, optimizer, seen.stops)
+
+
+def whether_a_step_was_taken_is_asked_without_waiting() -> None:
+    optimizer = torch.optim.SGD(model().to("sim").parameters(), lr=torch.tensor(0.1, device="sim"))
+    for found, taken in ((0.0, True), (1.0, False)):
+        optimizer.found_inf = torch.tensor(found, device="sim")
+        with sim.watching() as seen:
+            is_moving = is_taken(optimizer)
+        assert not seen.stops + seen.waits and bool(is_moving) is taken, seen.stops
+
+
+def what_is_timed_has_run() -> None:
+    x, landed = torch.ones(4, device="sim"), torch.zeros(4).pin_memory()
+    _seconds(lambda: landed.copy_(x, non_blocking=True) and None, torch.device("sim:0"), 0.0)
+    assert landed.tolist() == [1.0] * 4
 
 
 def a_batch_does_not_wait() -> None:
@@ -268,27 +128,29 @@ def a_step_in_a_captured_graph_is_refused() -> None:
     amp = mezzo.prepare(net, mezzo.optim.AdamW(net.parameters()), "bf16")
     loss = net(torch.randn(6, 8).to("sim")).square().mean()
     scaler = mezzo.GradScaler("sim")
-    torch.sim.capturing = True
+    torch.sim.capturing = 0
     try:
         for call in (lambda: amp.backward(loss), amp.step, lambda: amp.external_backward().__enter__()):
             with pytest.raises(StepError, match=r"while a graph is captured on sim:0: .* step = amp.capture"):
                 call()
         scaled = scaler.scale(loss.detach())
         scaler._scale.fill_(2.0)
+        with torch.accelerator.device_index(1), pytest.raises(StepError, match="while a graph is captured on sim:0"):
+            amp.step()
     finally:
-        torch.sim.capturing = False
+        torch.sim.capturing = None
     optimizer = mezzo.optim.AdamW(net.parameters())
     net(torch.randn(6, 8).to("sim")).square().mean().backward()
     before = [p.tolist() for p in net.parameters()]
     with sim.triton_kernels():
-        torch.sim.capturing = True
+        torch.sim.capturing = 0
         try:
             with pytest.raises(
                 ConfigError, match="was stepped while a graph is captured on sim:0: its kernel reads tables"
             ):
                 optimizer.step()
         finally:
-            torch.sim.capturing = False
+            torch.sim.capturing = None
         assert [p.tolist() for p in net.parameters()] == before
     net.zero_grad()
     assert scaled.item() == 65536 * loss.item() and scaler.get_scale() == 2.0
@@ -428,7 +290,7 @@ def a_checkpoint_goes_on_where_it_was() -> None:
 
 
 def main() -> None:
-    run_by_name({**globals(), **vars(undone_steps)}, CHECKS)
+    run_by_name({**globals(), **vars(places), **vars(torch_kernels), **vars(undone_steps)}, CHECKS)
 
 
 def run_by_name(functions: dict[str, Any], names: Sequence[str]) -> None:

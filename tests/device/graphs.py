@@ -6,84 +6,24 @@ replay that finds an address freed is an error, and memory of the graph holds Na
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from tests.device import sim
+from tests.device import graph_refusals, sim
+from tests.device.captured_runs import DATA, KINDS, SCALING, Run, capturable_adamw, model
 from tests.device.checks import run_by_name
 from tests.device.names import GRAPH_CHECKS
-from tests.device.program import OPTIMIZERS, declared
-from tests.device.undone_steps import Whitening
+from tests.device.program import OPTIMIZERS
 from torch import Tensor, nn
 
 import mezzo
 from mezzo.casting import weight_casts
-from mezzo.errors import NonFiniteStep, StepError
+from mezzo.errors import NonFiniteStep
 from mezzo.step.accumulation import constant
-
-DATA = torch.randn(14, 2, 6, 8, generator=torch.Generator().manual_seed(1))
-SCALING = ", scaling.init_scale=1024, scaling.growth_interval=2"
-
-
-def capturable_adamw(params: Any, policy: str) -> Any:
-    inner = torch.optim.AdamW(params, lr=1e-2, fused=True, capturable=True)
-    return mezzo.optim.MasterWeights(inner) if policy.endswith("master") else inner
-
-
-def capturable_adam(params: Any, policy: str) -> Any:
-    """One that cannot leave out a step by itself."""
-    inner = torch.optim.Adam(params, lr=1e-2, foreach=True, capturable=True)
-    return mezzo.optim.MasterWeights(inner) if policy.endswith("master") else inner
-
-
-KINDS: dict[str, Callable[[Any, str], Any]] = {
-    "torch.AdamW": capturable_adamw,
-    "torch.Adam": capturable_adam,
-    "mezzo.AdamW": OPTIMIZERS["mezzo.AdamW"],
-    "mezzo.SGD": OPTIMIZERS["mezzo.SGD"],
-    "torch.SGD": OPTIMIZERS["torch.SGD"],
-}
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(),
-        nn.Linear(16, 4),
-    )  # fmt: skip
-
-
-class Run:
-    """A prepared model and the function that takes its step."""
-
-    def __init__(self, policy: str, kind: str, way: str = "plain", net: nn.Module | None = None, device: str = "sim"):
-        self.net = (model() if net is None else net).to(device)
-        scaling = SCALING if policy.startswith("fp16") else ""
-        words = declared(policy, kind) if kind == "torch.AdamW" else policy
-        if policy == "bf16-master" and kind in ("torch.SGD", "torch.Adam"):
-            words = "bf16-master, master=fp32"
-        self.optimizer = KINDS[kind](self.net.parameters(), policy)
-        self.amp = mezzo.prepare(self.net, self.optimizer, words + scaling)
-        self.way = way
-
-    def step(self, x: Tensor, factor: Tensor) -> tuple[Tensor, mezzo.StepResult]:
-        self.amp.zero_grad()
-        for part in x.unbind() if self.way == "accumulation" else x[:1].unbind():
-            loss = self.net(part).float().square().mean() * factor
-            self.amp.backward(loss)
-        return loss.detach(), self.amp.step(max_norm=0.5 if self.way == "clip" else None)
-
-    def state(self) -> list[Any]:
-        counters, scale = self.amp.counters(), self.amp.scale
-        tensors = [*self.net.parameters(), *self.net.buffers()]
-        tensors += [v for entry in self.optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
-        return [counters, scale, *(tensor.float().tolist() for tensor in tensors)]
 
 
 def factors(*bad: int) -> list[float]:
@@ -226,137 +166,6 @@ def kept_casts_are_made_inside_the_graph() -> None:
     assert losses[0] == losses[1], losses
 
 
-def refusal(make: Callable[[], Any]) -> str:
-    with pytest.raises(StepError) as caught:
-        call = make()
-        for _ in range(4):
-            call(DATA[0].to("sim"), torch.ones((), device="sim"))
-    return str(caught.value)
-
-
-def what_cannot_be_captured_is_refused_by_name() -> None:
-    """At the latest when it is captured, with nothing done: the function itself goes on."""
-
-    def reads(run: Run) -> Callable[..., Any]:
-        def step(x: Tensor, factor: Tensor) -> float:
-            loss, _ = run.step(x, factor)
-            return loss.item()
-
-        return step
-
-    def reads_result(run: Run) -> Callable[..., Any]:
-        return lambda x, factor: bool(run.step(x, factor)[1])
-
-    def twice(run: Run) -> Callable[..., Any]:
-        return lambda x, factor: [run.step(x, factor), run.step(x, factor)]
-
-    def schedules(run: Run) -> Callable[..., Any]:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
-
-        def step(x: Tensor, factor: Tensor) -> None:
-            run.step(x, factor)
-            scheduler.step()
-
-        return step
-
-    def with_closure(run: Run) -> Callable[..., Any]:
-        def step(x: Tensor, factor: Tensor) -> None:
-            def closure() -> Tensor:
-                run.amp.zero_grad()
-                loss = run.net(x[0]).float().square().mean()
-                run.amp.backward(loss)
-                return loss
-
-            run.amp.step(closure)
-
-        return step
-
-    for function, said in (
-        (reads, "could not be captured, and nothing was done: .*item\\(\\)"),
-        (reads_result, "the result of a step was read while the step is captured"),
-        (twice, "took 2 steps"),
-        (schedules, "learning rate, changed in it"),
-        (with_closure, "amp.step\\(\\) has closure= in a function that is captured"),
-    ):
-        run = Run("bf16", "torch.AdamW")
-        step = function(run)
-        sentence = refusal(lambda step=step, run=run: run.amp.capture(step))
-        assert re.search(said, sentence), (said, sentence)
-        before = run.state()
-        run.step(DATA[1].to("sim"), torch.ones((), device="sim"))
-        assert run.amp.counters().applied == before[0].applied + 1
-
-
-def optimizers_and_policies_that_need_the_host_are_refused() -> None:
-    def run(policy: str, make: Callable[[Any], Any]) -> Callable[[], Any]:
-        def captured() -> Any:
-            net = model().to("sim")
-            amp = mezzo.prepare(net, make(net.parameters()), policy)
-
-            def step(x: Tensor, factor: Tensor) -> None:
-                amp.zero_grad()
-                amp.backward(net(x[0]).float().square().mean())
-                amp.step()
-
-            return amp.capture(step)
-
-        return captured
-
-    assert "AdamW(..., capturable=True)" in refusal(run("bf16", lambda p: torch.optim.AdamW(p, fused=True)))
-    assert "which cannot be left out or undone" in refusal(run("bf16", lambda p: Whitening(p, lr=0.1)))
-    assert "guard.on_overflow=demote" in refusal(run("bf16, guard.on_overflow=demote", capturable_adamw_alone))
-    assert "guard.patience=1" in refusal(run("bf16, guard.patience=1", capturable_adamw_alone))
-    cpu = Run("bf16", "mezzo.AdamW", device="cpu")
-    with pytest.raises(StepError, match="a model on cpu: a graph is one accelerator's"):
-        cpu.amp.capture(cpu.step)
-
-
-def capturable_adamw_alone(params: Any) -> Any:
-    return capturable_adamw(params, "bf16")
-
-
-def what_changed_since_is_refused_by_name() -> None:
-    x, one = DATA[0].to("sim"), torch.ones((), device="sim")
-
-    def captured(kind: str = "torch.AdamW") -> tuple[Run, Any]:
-        run = Run("bf16", kind)
-        call = run.amp.capture(run.step)
-        for _ in range(5):
-            call(x, one)
-        assert call.num_replayed == 2
-        return run, call
-
-    def lr(run: Run) -> None:
-        run.optimizer.param_groups[0]["lr"] = 0.5
-
-    def load(run: Run) -> None:
-        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-
-    def register(run: Run) -> None:
-        run.amp.on_applied(lambda: None)
-
-    for change, said in (
-        (lr, "its learning rate, changed"), (lambda run: run.net.eval(), "training mode of a module changed"),
-        (load, "place of weights, optimizer state or loss scale changed"), (register, "on_applied function registered since"),
-        (lambda run: run.net[0].weight.requires_grad_(False), "requires_grad of a parameter changed"),
-    ):  # fmt: skip
-        run, call = captured()
-        change(run)
-        with pytest.raises(StepError, match=said):
-            call(x, one)
-    run, call = captured()
-    with pytest.raises(StepError, match=r"called with fp32\[2,3,8\] sim:0, and was captured with fp32\[2,6,8\] sim:0"):
-        call(x[:, :3], one)
-    with pytest.raises(StepError, match="nested otherwise"):
-        call(x, factor=one)
-    run.step(x[:, :3], one)  # the function itself takes the batch
-    call(x, one)
-    run.amp.zero_grad()
-    run.amp.backward(run.net(x[0]).float().square().mean())
-    with pytest.raises(StepError, match="called after backward"):
-        call(x, one)
-
-
 def a_rate_on_the_device_is_scheduled_between_replays() -> None:
     for kind in ("torch", "mezzo"):
         found = []
@@ -404,7 +213,7 @@ def a_run_that_cannot_go_on_stops_while_it_is_replayed() -> None:
 
 
 def main() -> None:
-    run_by_name(globals(), GRAPH_CHECKS)
+    run_by_name({**globals(), **vars(graph_refusals)}, GRAPH_CHECKS)
 
 
 if __name__ == "__main__":

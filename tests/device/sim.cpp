@@ -24,6 +24,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <thread>
 
 namespace {
 namespace py = pybind11;
@@ -38,6 +39,8 @@ py::object* observer = nullptr;  // called with what happened, the op's name, an
 
 struct Recording;
 Recording* recording = nullptr;  // of the graph that is captured now, whose work does not run
+std::thread::id recorder;
+bool spares_other_threads = false;  // what they do beside is no part of the capture, and does not end it
 
 void tell(const char* what, const std::string& name, int device) {
   TORCH_CHECK(recording == nullptr || std::string(what) == "launch", what, " of ", name, " while a graph is captured");
@@ -53,9 +56,19 @@ struct Landing {
 };
 struct Queue {
   std::deque<Landing> waiting;
+  std::vector<Landing> uploads;  // from pinned memory, which only this stream's own kernels find there so far
   uint64_t landed = 0;
   uint64_t end() const { return landed + waiting.size(); }
+  void swap_uploads() {
+    for (Landing& one : uploads) {
+      Tensor there = one.to.clone();
+      one.to.copy_(one.from);
+      one.from = there;
+    }
+  }
   void land(uint64_t until) {
+    swap_uploads();
+    uploads.clear();
     for (; landed < until && !waiting.empty(); ++landed, waiting.pop_front())
       waiting.front().to.copy_(waiting.front().from);
   }
@@ -73,6 +86,14 @@ thread_local int current = 0;
 thread_local c10::StreamId current_stream[DEVICES] = {0, 0};
 
 Queue& queue_of(int device) { return queues[{device, current_stream[device]}]; }
+
+bool uploads_are_late = false;
+
+struct InStream {  // a kernel runs behind what its own stream has uploaded; other streams have to wait for that
+  int device;
+  explicit InStream(int device) : device(device) { if (device >= 0) queue_of(device).swap_uploads(); }
+  ~InStream() { if (device >= 0) queue_of(device).swap_uploads(); }
+};
 
 void land(int device) {
   std::lock_guard held(lock);
@@ -101,7 +122,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     *event = new Mark{s.device(), s.id(), queues[{s.device_index(), s.id()}].end()};
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
-  void block(void*, const Stream&) const override {}
+  void block(void* event, const Stream&) const override {
+    std::lock_guard held(lock);
+    if (auto* mark = static_cast<Mark*>(event)) queues[{mark->device.index(), mark->stream}].land(mark->until);
+  }
   bool queryEvent(void* event) const override {
     std::lock_guard held(lock);
     auto* mark = static_cast<Mark*>(event);
@@ -185,6 +209,8 @@ struct PinnedMemory final : c10::Allocator {
     std::free(data);
   }
   c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(recording == nullptr || (spares_other_threads && recorder != std::this_thread::get_id()),
+                "memory of the host was pinned while a graph is captured");
     void* data = std::malloc(std::max<size_t>(bytes, 1));
     std::lock_guard held(lock);
     pinned[data] = std::max<size_t>(bytes, 1);
@@ -319,8 +345,10 @@ std::vector<at::Generator> sources() {  // kernels without a generator among the
 
 struct GraphBody {
   Recording tape;
-  void begin() {
+  void begin(bool is_threads_own = false) {
     std::lock_guard held(lock);
+    recorder = std::this_thread::get_id();
+    spares_other_threads = is_threads_own;
     tape = Recording();
     for (auto& [data, block] : blocks)
       tape.before[data] = {block, std::string(static_cast<const char*>(data), block.bytes)};
@@ -352,7 +380,7 @@ struct GraphBody {
 struct SimGraph final : at::GraphImplInterface {
   explicit SimGraph(const at::GraphImplArgs& = {}) {}
   GraphBody body;
-  void capture_begin(at::MempoolId_t = {0, 0}, at::GraphCaptureMode = at::GraphCaptureMode::Default) override { body.begin(); }
+  void capture_begin(at::MempoolId_t = {0, 0}, at::GraphCaptureMode mode = at::GraphCaptureMode::Default) override { body.begin(mode == at::GraphCaptureMode::ThreadLocal); }
   void capture_end() override { body.end(); }
   void instantiate() override {}
   void replay() override { body.replay(); }
@@ -514,8 +542,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     tell("read", schema.name(), call.device);
   }
   const std::vector<IValue> lowered(stack->begin() + first, stack->end());
-  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
-  call.take_resized();
+  {
+    InStream behind(call.device);
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+    call.take_resized();
+  }
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     auto& value = (*stack)[stack->size() - 1 - i];
     value = call.up(value);
@@ -556,8 +587,16 @@ Tensor copy(const Tensor& from, const Tensor& to, bool non_blocking) {
       std::memset(to.mutable_data_ptr(), 0xFF, to.nbytes());  // nobody may look before it lands
       tell("launch", "aten::copy_", device);
       return to;
+    } else if (uploads_are_late) {
+      Tensor garbage = at::empty_like(target);
+      std::memset(garbage.mutable_data_ptr(), 0xFF, garbage.nbytes());
+      queue_of(device).uploads.push_back({target, source.clone().to(target.scalar_type())});
+      target.copy_(garbage);
+      tell("launch", "aten::copy_", device);
+      return to;
     }
   }
+  InStream behind(device);
   target.copy_(source);
   tell("launch", "aten::copy_", device);
   return to;
@@ -649,7 +688,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("_copy_from", &copy);
   m.impl("_local_scalar_dense", &read);
-  // Devices have kernels of their own for these; the default is a composite that rounds elsewhere.
+  // Devices have kernels of their own for these; the default is a composite that rounds elsewhere, or launches for each tensor.
+  m.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("_foreach_mul.Tensor", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("_foreach_norm.Scalar", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
@@ -693,6 +735,7 @@ PYBIND11_MODULE(sim_device, m) {
   at::GraphImplRegistry()->Register(
       "SIM", [](const at::GraphImplArgs& args) -> std::unique_ptr<at::GraphImplInterface> { return std::make_unique<SimGraph>(args); });
 #endif
+  m.def("set_late_uploads", [](bool late) { uploads_are_late = late; });
   m.def("is_capturing", [] { return recording != nullptr; });
   m.def("record", [](py::function launch) {
     auto* held = new py::function(std::move(launch));

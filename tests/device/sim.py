@@ -62,11 +62,11 @@ class _DeviceModule(ModuleType):
     """What torch looks for at torch.sim."""
 
     DEVICES = 2
-    capturing = False
-    """What torch.cuda says while a graph is captured."""
+    capturing: int | None = None
+    """The device on which torch.cuda would say that a graph is captured, where it is the current one."""
 
     def is_current_stream_capturing(self) -> bool:
-        return self.capturing or native.is_capturing()
+        return self.capturing == self.current_device() or native.is_capturing()
 
     def is_available(self) -> bool:
         return True
@@ -166,6 +166,17 @@ def watching() -> Iterator[Seen]:
         yield seen
     finally:
         observe(None)
+
+
+@contextmanager
+def late_uploads() -> Iterator[None]:
+    """Have what is copied from pinned memory be there for the stream of the copy alone, until that is waited for."""
+    native.set_late_uploads(True)
+    try:
+        yield
+    finally:
+        native.set_late_uploads(False)
+        torch.accelerator.synchronize("sim:0")
 
 
 def _on_host(tensor: Any) -> Any:

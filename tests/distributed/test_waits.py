@@ -48,3 +48,16 @@ def test_a_time_limit_is_for_the_host_alone(
     monkeypatch.setattr(dist, name, lambda *args, **kwargs: work)
     COLLECTIVES[name](group, torch.zeros(2, device=device))
     assert work.limits == limits
+
+
+@pytest.mark.parametrize(
+    ("home", "bound", "expected"), [("meta:1", None, "meta:1"), (None, "meta:0", "meta:0"), (None, None, "cpu")]
+)
+def test_words_of_the_ranks_travel_on_the_device_of_the_model(
+    home: str | None, bound: str | None, expected: str, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not on the current one, which is the same on all ranks of a program that never sets it."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "meta:fake")
+    monkeypatch.setattr(type(group.handle), "bound_device_id", bound and torch.device(bound), raising=False)
+    there = Group(home=home and torch.device(home)).to_device(torch.zeros(2))
+    assert there.device == torch.device(expected)

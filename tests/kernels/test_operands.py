@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mezzo.errors import CheckpointError, OperandError
+from mezzo.kernels.operands import _span
 from mezzo.kernels.ops.gradients import norm_and_finite
 from mezzo.optim import SGD, AdamW
 from mezzo.optim.base import MasterOptimizer
@@ -321,3 +322,36 @@ def test_a_freed_gradient_is_refused() -> None:
     with pytest.raises(OperandError, match=r"its gradient is fp32.8. cpu, and ends beyond its storage of 4 bytes"):
         optimizer.step()
     assert bool((p == 1).all())
+
+
+class Metal:
+    """A tensor of a device whose address is the handle of its buffer."""
+
+    device = torch.device("mps")
+    shape, itemsize = (1 << 20,), 4
+
+    def __init__(self, handle: int, offset: int = 0) -> None:
+        self.handle, self.offset = handle, offset
+
+    def data_ptr(self) -> int:
+        return self.handle + self.offset
+
+    def untyped_storage(self) -> Metal:
+        return Metal(self.handle)
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def element_size(self) -> int:
+        return self.itemsize
+
+
+def test_buffers_whose_addresses_are_handles_lie_apart() -> None:
+    """Handles of two buffers of 4 MiB are 64 bytes apart; two views of one buffer overlap as elsewhere."""
+    spans = [_span(Metal(handle)) for handle in (0x6000_0010_0000, 0x6000_0010_0040)]
+    assert spans[0][1] <= spans[1][0] and spans[0][1] - spans[0][0] == 1 << 22
+    one, other = _span(Metal(0x6000_0010_0000)), _span(Metal(0x6000_0010_0000, 64))
+    assert one[0] < other[0] < one[1]

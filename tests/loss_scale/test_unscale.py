@@ -177,9 +177,12 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.factors: list[bool] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func._overloadpacket.__name__)
+        if self.names[-1] == "_foreach_mul_":  # CUDA's kernel for many tensors takes a factor in their dtype alone
+            self.factors.append(args[0][0].dtype is args[1].dtype)
         return func(*args, **(kwargs or {}))
 
 
@@ -197,6 +200,7 @@ def test_several_devices_are_divided_in_one_pass_for_each_device_and_dtype() -> 
     assert found.device == torch.device("cuda:1") and found.shape == () and found.dtype is torch.float32
     assert calls.names.count("_amp_foreach_non_finite_check_and_unscale_") == 4  # fp32 thrice, bf16 on the CPU
     assert calls.names.count("_foreach_mul_") == calls.names.count("_foreach_norm") == 2  # bf16 on CUDA
+    assert calls.factors == [True, True]
 
 
 def test_a_dtype_that_torchs_kernel_lacks_is_divided_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

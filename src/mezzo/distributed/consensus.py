@@ -58,7 +58,7 @@ class RankConsensus:
 
     def attach(self, wrapper: Wrapper) -> RankConsensus:
         """Take over the ranks of a wrapper that was found; the limit that was set stays. Returns: this."""
-        self.group = Group(wrapper.process_group, timeout=self.group.timeout)
+        self.group = Group(wrapper.process_group, timeout=self.group.timeout, home=wrapper.device)
         self._wrapper = wrapper
         wrapper.use(self.group)
         return self

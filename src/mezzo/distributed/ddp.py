@@ -34,7 +34,7 @@ class ReplicaWrapper(Wrapper):
     compares_models = True
 
     def __init__(self, ddp: DistributedDataParallel, reducer: GradientReducer | None) -> None:
-        self.process_group = ddp.process_group
+        self.process_group, self.device = ddp.process_group, ddp.device
         self.reducer = reducer
         self._ddp = weakref.ref(ddp)
         self._params = {n: p for n, p in _replicated(ddp).items() if p.requires_grad}

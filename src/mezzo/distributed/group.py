@@ -39,6 +39,7 @@ class Group:
         group: a process group; None is the default one.
         timeout: how long to wait for the others. On accelerators the process group's own timeout holds, since the host
             does not wait there.
+        home: of the model. The current device is that of rank 0 on each rank of a program that never sets it.
 
     Attributes:
         handle: torch's process group.
@@ -49,7 +50,13 @@ class Group:
         DistributedError: torch.distributed is not initialised.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta = TIMEOUT,
+        home: torch.device | None = None,
+    ) -> None:
         if not is_running():
             raise DistributedError(
                 "a group of ranks was asked for, and torch.distributed has none. Start with torchrun and call "
@@ -57,6 +64,7 @@ class Group:
             )
         self.handle = default_group() if group is None else group
         self.timeout = timeout
+        self._home = home if home is not None else self.handle.bound_device_id
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.handle))
         self._devices = [kind.split(":")[0] for kind in dist.get_backend_config(self.handle).split(",")]
 
@@ -69,9 +77,8 @@ class Group:
         """Return a tensor on a device the group can talk from. Syncs: only if that is another device."""
         if tensor.device.type in self._devices:
             return tensor
-        accelerator = torch.accelerator.current_accelerator()
-        is_here = accelerator is not None and accelerator.type in self._devices
-        return tensor.to(accelerator if is_here else "cpu")
+        own = self._home if self._home is not None else torch.accelerator.current_accelerator()
+        return tensor.to(own if own is not None and own.type in self._devices else "cpu")
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add a tensor up over the ranks, in place, and return it.

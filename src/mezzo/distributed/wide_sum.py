@@ -221,6 +221,16 @@ class WideReplicas(dist.ProcessGroup):
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # torch lists another form alone
         self._group = group
 
+    def __eq__(self, other: object) -> bool:
+        """Whether another is the same ranks: torch, which looks groups up, finds the one that this stands for.
+
+        Where it finds none, its log of an error raises one of its own, which hides the first.
+        """
+        return other is self or other is self._group
+
+    def __hash__(self) -> int:
+        return hash(self._group)
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # as all_reduce calls it
         """Add up what the ranks have: as torch's, where torch's would not round in between.
 

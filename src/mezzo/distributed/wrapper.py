@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,10 +21,12 @@ class Wrapper:
 
     Attributes:
         process_group: of the ranks; None is the default one.
+        device: of the model; None where the ranks' own current one is.
         compares_models: whether all ranks hold the same modules and parameters.
     """
 
     process_group: dist.ProcessGroup | None = None
+    device: torch.device | None = None
     compares_models = False
 
     def use(self, group: Group) -> None:

@@ -1,7 +1,9 @@
 """The arithmetic of a step: one definition in plain torch for each op, and faster paths that equal it."""
 
 from .device_numbers import GraphTables as GraphTables
+from .device_numbers import factor_for as factor_for
 from .device_numbers import kept_on_device as kept_on_device
+from .device_numbers import move as move
 from .dtensor import PLAIN as PLAIN
 from .dtensor import any_dtensor as any_dtensor
 from .dtensor import global_offset as global_offset
@@ -28,6 +30,7 @@ from .ops.gradients.reference import CHUNK as CHUNK
 from .ops.linear import reads_faster as reads_faster
 from .ops.linear import small_linear as small_linear
 from .ops.rounding import mix as mix
+from .ops.rounding import random_bits as random_bits
 from .ops.rounding import random_key as random_key
 from .ops.sgd import SGDRule as SGDRule
 from .registry import Backend as Backend

@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..formats import LOW_DTYPES
+
 T = TypeVar("T")
 _open: GraphTables | None = None
 
@@ -44,6 +46,28 @@ class GraphTables:
         """Fill the tables, once, before the first replay. Syncs: yes."""
         for table, numbers in self._tables:
             table.copy_(numbers)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. Syncs: only from an accelerator to the host, where it could be read before it is there."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def factor_for(factor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a factor as torch's kernel takes it that multiplies many tensors at once.
+
+    On accelerators in their 16-bit dtype, to which torch would round it in any case: otherwise it would launch for each tensor.
+
+    Args:
+        factor: shape ().
+        device: of the tensors.
+        dtype: of the tensors.
+
+    Returns:
+        Shape (). Syncs: as `move`.
+    """
+    there = move(factor, device)
+    return there.to(dtype) if dtype in LOW_DTYPES and device.type != "cpu" else there
 
 
 def has_graph_tables() -> bool:

@@ -351,9 +351,17 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
+_HANDLES = frozenset({"mps"})
+"""Devices whose addresses are handles of buffers, plus an offset: no bytes lie between one and the next."""
+_FAR = 48
+"""So many bits are more than any buffer's bytes."""
+
+
 def _span(tensor: Tensor, storage: int | None = None) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and beyond its last one, its storage lying where it does."""
     begin = tensor.data_ptr() if storage is None else storage + int(tensor.storage_offset()) * tensor.element_size()
+    if storage is None and tensor.device.type in _HANDLES:
+        begin += tensor.untyped_storage().data_ptr() << _FAR
     if tensor.numel() == 0:
         return begin, 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import torch
 
-from .._torch import fused_devices
+from .._torch import fused_devices, has_foreach_norm
 from ..errors import ConfigError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name
 from .backends.cpp.build import NativeBuildError, library
@@ -59,9 +59,9 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
         return ""
     if dtype not in (torch.float32, *LOW_DTYPES):
         return f"it does not compute in {dtype_name(dtype)}"
-    if backend == "fused":
-        has_it = device.type != "cpu" and device.type in fused_devices()
-        return "" if has_it else f"torch has none for {device.type.upper()}"
+    if backend in ("fused", "foreach"):
+        has_it = has_foreach_norm(device) if backend == "foreach" else device.type in fused_devices()
+        return "" if has_it and device.type != "cpu" else f"torch has none for {device.type.upper()}"
     index = "cpu" if backend == "cpu" else "cuda"
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != index and not interpreted:
@@ -147,7 +147,7 @@ def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "a
     """Return one line that names the implementation and what decided; arguments and errors are those of `choose`.
 
     >>> why("gradients", torch.device("meta"), torch.bfloat16)
-    'gradients on meta bf16: reference, not cpu: it is for CPU; not foreach: it is for CUDA'
+    'gradients on meta bf16: reference, not cpu: it is for CPU; not foreach: torch has none for META'
     """
     choice = choose(op, device, dtype, backend)
     return f"{op} on {device.type} {dtype_name(dtype)}: {choice.backend}, {choice.reason}"

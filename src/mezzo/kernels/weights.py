@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..policy import Master
-from .ops.rounding import compensate, random_bits, random_key, restore, stochastic_round
+from .ops.rounding import EndToEnd, compensate, random_bits, random_key, restore, stochastic_round
 from .ops.split import join, split
 
 PIECE = 2**18
@@ -33,6 +33,7 @@ class Weights:
         offsets: of each, the index of its first element in the whole tensor of which it is a part, for the random bits; empty
             if each is whole.
         labels: what errors call each; empty for its number.
+        places: where the elements of one weight belong that is many end to end, which it stands for; None if each is one.
     """
 
     mode: Master
@@ -41,6 +42,7 @@ class Weights:
     seeds: Sequence[int]
     offsets: Sequence[int] = ()
     labels: Sequence[str] = ()
+    places: EndToEnd | None = None
 
     def label(self, index: int) -> str:
         """Return what errors call a weight."""
@@ -49,6 +51,21 @@ class Weights:
     def offset(self, index: int) -> int:
         """Return the index of a weight's first element in the whole of which it is a part; 0 if it is one itself."""
         return self.offsets[index] if self.offsets else 0
+
+    def random_bits(self, index: int, step: Tensor, stream: int) -> Tensor:
+        """Return the random bits of a weight's elements in a step.
+
+        Args:
+            index: which weight.
+            step: shape (): steps taken, the one under way included; (n,) for many end to end.
+            stream: of the weight itself or of its moments.
+
+        Returns:
+            Its shape, int64, in [0, 2**32), as `rounding.random_bits`. Syncs: no.
+        """
+        places, like = self.places, self.values[index]
+        seed = self.seeds[index] if places is None else places.seeds
+        return random_bits(random_key(seed, step, stream), like, self.offset(index) if places is None else places)
 
 
 def read_master(mode: Master, value: Tensor, aux: Tensor | None) -> Tensor:
@@ -76,17 +93,14 @@ def read_master(mode: Master, value: Tensor, aux: Tensor | None) -> Tensor:
     return torch.where(aux.to(value.dtype) == value, aux, value.to(torch.float32))
 
 
-def store_master(
-    mode: Master, master: Tensor, dtype: torch.dtype, key: Tensor | None, offset: int = 0
-) -> tuple[Tensor, Tensor | None]:
+def store_master(mode: Master, master: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the weight that stands for a master, and its aux state.
 
     Args:
         mode: how the weight keeps small updates.
         master: any shape; fp32, or fp64 for an fp64 weight.
         dtype: of the weight.
-        key: of the random bits, for mode "stochastic"; None rounds to nearest there too.
-        offset: index of the first element, for the random bits, where the master is a part of something larger.
+        bits: random ones of each element, for mode "stochastic"; None rounds to nearest there too.
 
     Returns:
         The weight in `dtype`, and its aux state, None for modes that keep nothing.
@@ -97,8 +111,8 @@ def store_master(
         return split(master)
     if mode == "kahan":
         return compensate(master, dtype)
-    if mode == "stochastic" and key is not None:
-        return stochastic_round(master, dtype, random_bits(key, master, offset)), None
+    if mode == "stochastic" and bits is not None:
+        return stochastic_round(master, dtype, bits), None
     return master.to(dtype), master if mode == "fp32" else None
 
 
@@ -160,14 +174,14 @@ def write_master_(weights: Weights, index: int, master: Tensor, step: Tensor, sk
         weights: where to.
         index: which of them.
         master: the new master, its shape.
-        step: shape (): steps taken, this one included; decides the random bits.
+        step: as in `Weights.random_bits`.
         skip: as in `write_`.
 
     Writes: the weight and its aux state. Syncs: no.
     """
     value = weights.values[index]
-    key = random_key(weights.seeds[index], step, WEIGHT_STREAM) if weights.mode == "stochastic" else None
-    weight, aux = store_master(weights.mode, master, value.dtype, key, weights.offset(index))
+    bits = weights.random_bits(index, step, WEIGHT_STREAM) if weights.mode == "stochastic" else None
+    weight, aux = store_master(weights.mode, master, value.dtype, bits)
     write_(value, weight, skip)
     if aux is not None:
         write_(weights.aux[index], aux, skip)

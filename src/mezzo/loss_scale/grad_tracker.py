@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._torch import after_backward, global_pre_hooks, graph_task_id
+from ..kernels import move
 from ..stamp import Stamp
 from .fused import parameters
 from .grad_versions import GradSums, grads_by_id, same, stamps_of
@@ -185,7 +186,7 @@ class GradTracker:
             if entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
                 assert self.captured is not None
                 ratio = captured.scale / self.captured.scale if ratio is None else ratio
-                grad.mul_(ratio.to(grad.device, non_blocking=True))
+                grad.mul_(move(ratio, grad.device))
                 entry.stamp = Stamp.of(grad)
         self.captured = captured
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import update_scale_
+from ..kernels import move
 from ..policy import ScalingConfig
 
 _OVERFLOWS = 2.0**128 - 2.0**103
@@ -57,10 +58,8 @@ class LossScale:
         )
 
     def multiply(self, output: Tensor) -> Tensor:
-        """Return a loss times the scale, with its graph; any shape and dtype, any device. Syncs: no."""
-        return output * (
-            self.scale.to(output.device, non_blocking=True) if isinstance(self.scale, Tensor) else self.scale
-        )
+        """Return a loss times the scale, with its graph; any shape and dtype, any device. Syncs: as `move`."""
+        return output * (move(self.scale, output.device) if isinstance(self.scale, Tensor) else self.scale)
 
     def is_exhausted(self, found_nonfinite: Flag, config: ScalingConfig, patience: int | None) -> bool | Tensor:
         """Say whether a step that starts from this state shows that no loss scale can help.

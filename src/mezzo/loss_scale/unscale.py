@@ -12,6 +12,7 @@ from torch import Tensor
 from .._torch import foreach_mul_, foreach_norm, foreach_unscale_, sparse_values
 from ..errors import MasterError
 from ..formats import describe
+from ..kernels import factor_for, move
 
 if TYPE_CHECKING:  # importing DTensor costs start-up time that runs without shards need not pay
     from torch.distributed.device_mesh import DeviceMesh
@@ -158,8 +159,7 @@ def _combined(
         if group.placements is not None:
             here = _shared(here, group)
         if found is not None:
-            # A non-blocking copy to the host could be read before it has arrived.
-            here = torch.maximum(found, here.to(found.device, non_blocking=found.device.type != "cpu"))
+            here = torch.maximum(found, move(here, found.device))
         found = here
     return torch.zeros(()) if found is None else found
 
@@ -175,13 +175,12 @@ def _search(group: _Group, parts: list[Tensor]) -> Tensor:
 
 
 def _divide_(group: _Group, parts: list[Tensor], inverse: Tensor) -> Tensor:
-    inverse = inverse.to(group.device, non_blocking=True)
     if _kernel_takes(group):
         found = torch.zeros((), dtype=torch.float32, device=group.device)
-        foreach_unscale_(parts, found, inverse)
+        foreach_unscale_(parts, found, move(inverse, group.device))
         return found
     found = _search(group, parts)
-    foreach_mul_(parts, inverse)
+    foreach_mul_(parts, factor_for(inverse, group.device, group.dtype))
     return found
 
 

@@ -229,17 +229,10 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def why(self) -> list[str]:
         """Return one line for each kind of parameter: which kernel takes its step, and what decided."""
-        kinds = {
-            (p.device, p.dtype, group["backend"], moment_dtype(p, group)): None
-            for group in self.param_groups
-            for p in group["params"]
-        }
-        return [self._why(moments, *kind) for *kind, moments in kinds]
-
-    def _why(self, moments: torch.dtype, *kind: Any) -> str:
-        is_widened = registry.choose(self.op, *kind).backend == "fused" and moments is torch.bfloat16
-        aside = "; but moments in bf16 take the reference, tens of launches a weight: torch's kernel keeps fp32 ones"
-        return registry.why(self.op, *kind) + (aside if is_widened else "")
+        kinds = dict.fromkeys(
+            (p.device, p.dtype, group["backend"]) for group in self.param_groups for p in group["params"]
+        )
+        return [registry.why(self.op, *kind) for kind in kinds]
 
     def _param_batches(self) -> list[tuple[GroupStep, Sequence[ParamBatch]]]:
         """Return the batches of each group: those of the last step where nothing has moved.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .._torch import foreach_mul_, sparse_values
 from ..errors import StepError
 from ..formats import dtype_name
-from ..kernels import GradientCheck, is_dtensor, kept_on_device, local, norm_and_finite
+from ..kernels import GradientCheck, factor_for, is_dtensor, kept_on_device, local, move, norm_and_finite
 from ..read_only import read_only
 from ..stamp import Stamp
 
@@ -285,11 +285,6 @@ class GradStats:
         return int((~values.isfinite()).sum())
 
 
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. Syncs: only from an accelerator to the host."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
 @torch.no_grad()
 def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
     """Clamp gradients, which may carry a scale, to a true value in both directions. Writes: `grads`. Syncs: no.
@@ -317,8 +312,8 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
     for grad in _distinct(grads):
         values = sparse_values(grad) if grad.is_sparse else grad
         kinds.setdefault((values.device, values.dtype), []).append(values)
-    for (device, _), parts in kinds.items():
-        foreach_mul_(parts, move(factor, device))
+    for (device, dtype), parts in kinds.items():
+        foreach_mul_(parts, factor_for(factor, device, dtype))
 
 
 def _distinct(grads: Iterable[Tensor]) -> Iterable[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._torch import new_graph, tree_flatten, tree_map_only
+from .._torch import begin_capture, new_graph, tree_flatten, tree_map_only
 from ..casting import weight_casts
 from ..errors import StepError
 from ..formats import describe
@@ -255,7 +255,7 @@ def _shown(leaf: object) -> str:
 def _recording(graph: Any, device: torch.device) -> Iterator[None]:
     """Have what is launched inside the block go into a graph. Syncs: before it."""
     torch.accelerator.synchronize(device)
-    graph.capture_begin()
+    begin_capture(graph)
     try:
         yield
     except BaseException:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import RankConsensus
-from ..kernels import any_dtensor, is_dtensor, kept_on_device, num_shards
-from .accumulation import Flag, OptimizerGrads, move
+from ..kernels import any_dtensor, is_dtensor, kept_on_device, move, num_shards
+from .accumulation import Flag, OptimizerGrads
 
 
 class Findings(NamedTuple):

@@ -13,7 +13,7 @@ from .._torch import is_pipeline_dry_run
 from ..casting import backward_message
 from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, listed
-from ..kernels import norm_and_finite
+from ..kernels import move, norm_and_finite
 from ..loss_scale import GradVersions, parameters
 from ..stamp import Stamp
 from .accumulation import (
@@ -25,7 +25,6 @@ from .accumulation import (
     grads_of,
     is_bad,
     measure_flush,
-    move,
     multiply_,
     without,
 )

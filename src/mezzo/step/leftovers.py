@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StepError, listed
+from ..kernels import move
 from ..loss_scale import parameters
 from ..stamp import Stamp
-from .accumulation import AccumulationState, move, multiply_
+from .accumulation import AccumulationState, multiply_
 
 
 class Leftovers:

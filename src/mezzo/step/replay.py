@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import random_state
-from .._torch import functorch_level, graph_task_id, tree_map, version
+from .._torch import functorch_level, graph_task_id, is_capturing, tree_map, version
 from ..random_state import RandomState
 from .result import Reason
 
@@ -134,11 +134,11 @@ class Replay:
 
         Returns:
             What must be called with its output; None where it cannot be run again: inside a transform of functorch,
-            in a checkpoint's recompute, or while a CUDA graph is captured.
+            in a checkpoint's recompute, or while a graph is captured.
         """
         is_nested = functorch_level() is not None or graph_task_id() != -1
-        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
-        if is_nested or (has_cuda and torch.cuda.is_current_stream_capturing()):
+        accelerator = random_state.accelerator_in_use()
+        if is_nested or (accelerator is not None and is_capturing(accelerator)):
             return None
         self.stop_following()
         self.is_idle = False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed import RankConsensus
 from ..errors import StepError
-from ..kernels import choose, decision_slots, norm_and_finite, num_decided, pack_decision
+from ..kernels import choose, decision_slots, move, norm_and_finite, num_decided, pack_decision
 from ..read_only import read_only
 from .accumulation import (
     AccumulationState,
@@ -24,7 +24,6 @@ from .accumulation import (
     either,
     host_decides,
     is_bad,
-    move,
     without,
 )
 from .combine import Findings, combine

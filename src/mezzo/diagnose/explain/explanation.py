@@ -208,8 +208,8 @@ def _seconds(run: Callable[[], None], device: torch.device, budget_s: float) -> 
     def once() -> float:
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
         return time.perf_counter() - start
 
     once()

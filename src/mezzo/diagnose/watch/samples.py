@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels import move
 from ...trace import BINS, Histogram, exponent_fields, spaced
 
 
@@ -81,5 +82,11 @@ def is_taken(optimizer: torch.optim.Optimizer) -> Tensor:
     Syncs: no.
     """
     found = getattr(optimizer, "found_inf", None)
-    has_rate = torch.tensor(any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups))
-    return has_rate if not isinstance(found, Tensor) else has_rate.to(found.device) & (found == 0).all()
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    there = [rate for rate in rates if isinstance(rate, Tensor) and rate.device.type != "cpu"]
+    home = found.device if isinstance(found, Tensor) else there[0].device if there else torch.device("cpu")
+    has_rate = any(float(rate) != 0 for rate in rates if not any(rate is one for one in there))
+    taken = torch.full((), has_rate, dtype=torch.bool, device=home)
+    for rate in there:
+        taken = taken | move(rate.detach().reshape(()) != 0, home)
+    return taken & (found == 0).all() if isinstance(found, Tensor) else taken

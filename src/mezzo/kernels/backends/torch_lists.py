@@ -1,26 +1,173 @@
-"""What torch's fused optimizer kernels take: fp32 masters and gradients as lists, and a rate."""
+"""What torch's own kernels take of a step: weights end to end as one long tensor, fp32 masters and gradients as lists, a rate."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..._torch import foreach_copy_, foreach_mul
+from ..device_numbers import kept_on_device, move, on_device
 from ..operands import Operands
-from ..weights import read_master, write_master_
+from ..ops.rounding import EndToEnd
+from ..weights import Weights, read_master, write_master_
+
+MOST = 2**24
+"""Elements that are laid end to end at once, each in some 100 bytes of scratch; a longer weight is taken alone."""
 
 
-def masters_of(operands: Operands) -> list[Tensor] | None:
-    """Return the fp32 masters of all weights, the weights themselves where they are it; None where a moment is not fp32.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """Weights of a step that are laid end to end, and what belongs to them.
+
+    Attributes:
+        operands: theirs, as lists.
+        indices: of each in the step.
+        long: one weight, a copy of all.
+    """
+
+    operands: Operands
+    indices: Sequence[int]
+    long: Weights
+
+    def split(self, long: Tensor) -> list[Tensor]:
+        """Return views of a long tensor in the shapes of the weights. Host only."""
+        values = self.operands.weights.values
+        pieces = long.split([value.numel() for value in values])
+        return [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
+
+    def store_(self) -> None:
+        """Copy the long weights to where they came from. Writes: weights and their aux state. Syncs: no."""
+        weights = self.operands.weights
+        for held, long in ((weights.values, self.long.values), (weights.aux, self.long.aux)):
+            if held:
+                foreach_copy_(list(held), self.split(long[0]))
+
+
+def step_end_to_end_(
+    step_: Callable[..., None], operands: Operands, rule: object, scalars: Tensor, step: Tensor
+) -> None:
+    """Take the reference's step with weights laid end to end: in as many launches for a thousand of them as for one.
+
+    Args:
+        step_: the reference; arguments, results and writes are its own.
+        operands: checked; weights that lie in pieces are stepped one by one.
+        rule: the constant numbers.
+        scalars: shape (n, 3).
+        step: shape (n,).
+
+    Writes: as `step_`. Syncs: no.
+    """
+    if operands.other:
+        step_(operands, rule, scalars, step, operands.other)
+    for part in parts(operands):
+        given = part.operands
+        moments = {name: [_long(held)] for name, held in given.moments.items()}
+        grads = replace(given.grads, values=[_long(given.grads.values)])
+        assert part.long.places is not None
+        each = scalars.t().index_select(1, part.long.places.owner)
+        step_(Operands(weights=part.long, moments=moments, grads=grads), rule, each[None], step[None])
+        part.store_()
+        for name, (long,) in moments.items():
+            foreach_copy_(list(given.moments[name]), part.split(long))
+
+
+def with_masters(operands: Operands, step: Tensor) -> Iterator[tuple[list[Tensor], Operands, list[Tensor]]]:
+    """Yield fp32 masters, what belongs to them and their step counts; store them when the next are asked for.
+
+    fp32 weights are their own masters. Weights that lie in pieces are left out.
+
+    Args:
+        operands: checked.
+        step: shape (n,), fp32: steps taken by each, this one included.
+
+    Writes: weights and their aux state, unless `found_inf` is set. Caches of casts see that weights were written. Syncs: no.
+    """
+    counts, mode = step.unbind(), operands.weights.mode
+    if mode == "none":
+        indices = _whole(operands)
+        given = _taken(operands, indices)
+        yield list(given.weights.values), given, [counts[index] for index in indices]
+        torch.autograd.graph.increment_version(list(given.weights.values))
+        return
+    for part in parts(operands, are_random=mode == "stochastic"):
+        master = read_master(mode, part.long.values[0], part.long.aux[0] if part.long.aux else None)
+        yield part.split(master), part.operands, [counts[index] for index in part.indices]
+        write_master_(part.long, 0, master, step, operands.grads.skip)
+        part.store_()
+
+
+def parts(operands: Operands, *, are_random: bool = True) -> Iterator[Part]:
+    """Yield the weights of a step that lie in one piece each, as many at once as have `MOST` elements.
+
+    Args:
+        operands: checked.
+        are_random: whether anything is rounded by random bits, or multiplied by numbers of its own weight.
 
     Syncs: no.
     """
-    if any(one.dtype is not torch.float32 for held in operands.moments.values() for one in held):
-        return None
-    weights = operands.weights
-    if not weights.aux:
-        return [read_master(weights.mode, value, None) for value in weights.values]
-    return [read_master(weights.mode, value, aux) for value, aux in zip(weights.values, weights.aux, strict=True)]
+    for indices in _runs(operands):
+        given, places = _taken(operands, indices), _places(operands.weights, indices) if are_random else None
+        held, aux = given.weights.values, given.weights.aux
+        long = replace(given.weights, values=[_long(held)], aux=[_long(aux)] if aux else [], places=places)
+        yield Part(operands=given, indices=indices, long=long)
+
+
+def _whole(operands: Operands) -> list[int]:
+    """Return the indices of the weights that lie in one piece each."""
+    other = set(operands.other or ())
+    return [index for index in range(len(operands.weights.values)) if index not in other]
+
+
+def _runs(operands: Operands) -> Iterator[list[int]]:
+    run: list[int] = []
+    total = 0
+    for index in _whole(operands):
+        numel = operands.weights.values[index].numel()
+        if run and total + numel > MOST:
+            yield run
+            run, total = [], 0
+        run.append(index)
+        total += numel
+    if run:
+        yield run
+
+
+def _taken(operands: Operands, indices: Sequence[int]) -> Operands:
+    """Return what belongs to some of the weights."""
+    own, grads = operands.weights, operands.grads
+    if len(indices) == len(own.values):
+        return operands
+    weights = replace(
+        own, values=[own.values[i] for i in indices], aux=[own.aux[i] for i in indices] if own.aux else []
+    )
+    moments = {name: [held[i] for i in indices] for name, held in operands.moments.items()}
+    return Operands(weights=weights, moments=moments, grads=replace(grads, values=[grads.values[i] for i in indices]))
+
+
+def _long(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _places(weights: Weights, indices: Sequence[int]) -> EndToEnd:
+    """Return where the elements of some weights belong, end to end."""
+    device, sizes = weights.values[0].device, [weights.values[index].numel() for index in indices]
+    ends = list(accumulate(sizes))
+    firsts = [weights.offset(i) - end + size for i, end, size in zip(indices, ends, sizes, strict=True)]
+    of_each = _table((*ends, *firsts, *indices), device).view(3, -1)
+    index = torch.arange(ends[-1], dtype=torch.int64, device=device)
+    ends_on, firsts_on, number = of_each.unbind()
+    row = torch.bucketize(index, ends_on, right=True)
+    index += firsts_on.index_select(0, row)
+    return EndToEnd(seeds=_table(tuple(weights.seeds), device), owner=number.index_select(0, row), index=index)
+
+
+@kept_on_device
+def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return on_device(numbers, device)
 
 
 def true_grads(operands: Operands) -> list[Tensor]:
@@ -38,19 +185,11 @@ def true_grads(operands: Operands) -> list[Tensor]:
 
 def rate_of(lr: float | Tensor, device: torch.device) -> float | Tensor:
     """Return a learning rate as the kernels take it: a number, or a tensor of shape () on the device. Syncs: no."""
-    if not isinstance(lr, Tensor):
-        return lr
-    return lr.detach().reshape(()) if lr.device == device else float(lr)
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        return float(lr)
+    return move(lr.detach().reshape(()), device)
 
 
-def write_masters_(operands: Operands, masters: list[Tensor], step: Tensor) -> None:
-    """Store the masters of 16-bit weights, and have caches of casts see that weights were written.
-
-    Writes: weights and their aux state, unless `found_inf` is set. Syncs: no.
-    """
-    weights, skip = operands.weights, operands.grads.skip
-    if weights.mode == "none":
-        torch.autograd.graph.increment_version(list(weights.values))
-        return
-    for index, master in enumerate(masters):
-        write_master_(weights, index, master, step[index], skip)
+def keeps_fp32(operands: Operands) -> bool:
+    """Whether all moments are fp32, which torch's fused kernels take. Host only."""
+    return all(one.dtype is torch.float32 for held in operands.moments.values() for one in held)

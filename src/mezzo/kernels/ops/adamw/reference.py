@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ....formats import widest
 from ...operands import Operands
-from ...weights import MOMENT_STREAM, read_master, write_, write_master_
-from ..rounding import random_bits, random_key, stochastic_round
+from ...weights import MOMENT_STREAM, Weights, read_master, write_, write_master_
+from ..rounding import stochastic_round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,14 +167,18 @@ def step_(
         master.addcdiv_(mean * size, spread)
 
         write_master_(weights, index, master, step[index], skip)
-        key = random_key(weights.seeds[index], step[index], MOMENT_STREAM)
-        store_means_((mean_, square_), (mean, square), key, skip, weights.offset(index))
+        store_means_((mean_, square_), (mean, square), weights, index, step[index], skip)
         if rule.amsgrad:
             write_(peak_[0], peak.to(peak_[0].dtype), skip)
 
 
 def store_means_(
-    targets: tuple[Tensor, ...], means: tuple[Tensor, ...], key: Tensor, skip: Tensor | None, offset: int = 0
+    targets: tuple[Tensor, ...],
+    means: tuple[Tensor, ...],
+    weights: Weights,
+    index: int,
+    step: Tensor,
+    skip: Tensor | None,
 ) -> None:
     """Write one or two running means, rounding bf16 ones stochastically.
 
@@ -184,9 +188,10 @@ def store_means_(
     Args:
         targets: any shapes; fp32, bf16 or fp64.
         means: the shapes of `targets`; fp32 or fp64.
-        key: of the random bits; each mean takes its own 16 of the 32 bits.
+        weights: with the seeds of the random bits, of which each mean takes its own 16 of 32.
+        index: which of them.
+        step: as in `Weights.random_bits`.
         skip: shape (), bool: write nothing; None: write.
-        offset: index of the first element, for the random bits.
 
     Writes: `targets`. Syncs: no.
     """
@@ -194,7 +199,7 @@ def store_means_(
         for target, mean in zip(targets, means, strict=True):
             write_(target, mean, skip)
         return
-    bits = random_bits(key, means[0], offset)
-    for index, (target, mean) in enumerate(zip(targets, means, strict=True)):
-        is_rounded, own = target.dtype is torch.bfloat16, bits >> (16 * index)
+    bits = weights.random_bits(index, step, MOMENT_STREAM)
+    for number, (target, mean) in enumerate(zip(targets, means, strict=True)):
+        is_rounded, own = target.dtype is torch.bfloat16, bits >> (16 * number)
         write_(target, stochastic_round(mean.to(torch.float32), target.dtype, own) if is_rounded else mean, skip)

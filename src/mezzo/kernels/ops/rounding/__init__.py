@@ -1,5 +1,6 @@
 """Rounding to 16 bit without losing what lies below the last place: stochastically, or with compensation."""
 
+from .reference import EndToEnd as EndToEnd
 from .reference import compensate as compensate
 from .reference import mix as mix
 from .reference import random_bits as random_bits

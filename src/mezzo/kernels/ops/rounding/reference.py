@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -25,38 +26,56 @@ def mix(x: Whole) -> Whole:
     return x ^ (x >> 16)
 
 
-def random_key(seed: int, step: Tensor, stream: int = 0) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class EndToEnd:
+    """Where the elements of several tensors belong that lie end to end in one.
+
+    Attributes:
+        seeds: shape (n,), int64: of the random bits of each parameter of a step.
+        owner: shape (elements,), int64: which of these each element is of.
+        index: shape (elements,), int64: in the whole of which its tensor is a part.
+    """
+
+    seeds: Tensor
+    owner: Tensor
+    index: Tensor
+
+
+def random_key(seed: int | Tensor, step: Tensor, stream: int = 0) -> Tensor:
     """Return what tells the random bits of one parameter, step and stream from any other.
 
     Args:
-        seed: names the parameter; in [0, 2**32).
-        step: shape (), any dtype, a whole number: steps taken.
+        seed: names the parameter; in [0, 2**32). Those of several: int64, the shape of `step`.
+        step: shape (), or (n,) for several parameters; any dtype, a whole number: steps taken.
         stream: tells several draws for one parameter and step apart.
 
     Returns:
-        Shape (), int64, in [0, 2**32), the device of `step`.
+        The shape of `step`, int64, in [0, 2**32), its device.
 
     Syncs: no.
     """
     return mix((step.to(torch.int64) * _GOLDEN + mix((seed + stream * _GOLDEN) & _MASK)) & _MASK)
 
 
-def random_bits(key: Tensor, like: Tensor, offset: int = 0) -> Tensor:
+def random_bits(key: Tensor, like: Tensor, offset: int | EndToEnd = 0) -> Tensor:
     """Return 32 random bits for each element: a pure function of key and place.
 
     Nothing is drawn from a generator and nothing advances: the same step gives the same bits again, on
     every device, on every rank, after every resume.
 
     Args:
-        key: shape (), int64, from `random_key`; the device of `like`.
+        key: shape (), int64, from `random_key`; the device of `like`. Of several tensors end to end: (n,).
         like: any shape; only shape and device are used. Places count in row-major order.
-        offset: index of the first element, where `like` is a part of something larger.
+        offset: index of the first element, where `like` is a part of something larger; of several tensors end to end, where
+            each element belongs.
 
     Returns:
         Shape of `like`, int64, values in [0, 2**32).
 
     Syncs: no.
     """
+    if isinstance(offset, EndToEnd):
+        return mix((offset.index & _MASK) ^ key.index_select(0, offset.owner))
     index = torch.arange(offset, offset + like.numel(), dtype=torch.int64, device=like.device).view(like.shape) & _MASK
     return mix(index ^ key)
 

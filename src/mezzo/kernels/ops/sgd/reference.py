@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ...operands import Operands
-from ...weights import MOMENT_STREAM, read_master, write_master_
+from ...weights import read_master, write_master_
 from ..adamw.reference import is_counted_on_host, rate_on, rows_by_count, store_means_
-from ..rounding import random_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +107,6 @@ def step_(
         if rule.momentum != 0:
             (sum_,) = [held[index] for held in operands.moments.values()]
             total = (sum_.to(master.dtype) * keep).addcmul_(grad, add)
-            key = random_key(weights.seeds[index], step[index], MOMENT_STREAM)
-            store_means_((sum_,), (total,), key, skip, weights.offset(index))
+            store_means_((sum_,), (total,), weights, index, step[index], skip)
             grad = grad.add(total, alpha=rule.momentum) if rule.nesterov else total
         write_master_(weights, index, master.addcmul(grad, rate), step[index], skip)

@@ -1,0 +1,170 @@
+"""Several devices, streams and threads in one process: nothing is read, written or launched where it does not belong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tests.device import sim
+from tests.device.program import model, run
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.kernels import device_numbers
+from mezzo.kernels.backends import torch_lists
+
+
+def steps(net: nn.Module, optimizer: Any, policy: str = "bf16", count: int = 6, device: str = "sim") -> list[float]:
+    """Take steps, none of whose copies to the host lands by itself, and return their losses."""
+    amp = mezzo.prepare(net, optimizer, policy)
+    data = torch.randn(count, 6, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    losses = []
+    for x in data:
+        amp.zero_grad()
+        loss = net(x).float().square().mean()
+        amp.backward(loss)
+        amp.step()
+        losses.append(loss.detach())
+    assert amp.counters().applied == count
+    return torch.stack(losses).tolist()
+
+
+def flags_of_another_device_than_the_current_are_not_read_early() -> None:
+    expected, _ = run("cpu", "bf16", "torch.AdamW", "plain")
+    assert torch.accelerator.current_device_index() == 0
+    found, seen = run("sim:1", "bf16", "torch.AdamW", "plain", lands=False)
+    assert found == expected
+    assert not seen.stops, seen.stops
+
+
+def another_stream_than_the_default_works_alike() -> None:
+    expected, _ = run("cpu", "bf16", "torch.AdamW", "plain")
+    stream = torch.Stream(device="sim:0")
+    torch.accelerator.set_stream(stream)
+    try:
+        found, seen = run("sim", "bf16", "torch.AdamW", "plain", lands=False)
+    finally:
+        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=stream.device_type))
+    assert found == expected
+    assert not seen.stops, seen.stops
+
+
+class Halves(nn.Module):
+    """A model on two devices."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.first.to(first), self.second.to(second)
+        self.devices = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu().to(self.devices[1], non_blocking=True)).to(self.devices[0])
+
+
+def one_optimizer_steps_two_devices() -> None:
+    for policy in ("bf16", "fp16"):
+        for kind in (mezzo.optim.AdamW, mezzo.optim.SGD):
+            one, two = Halves("cpu", "cpu"), Halves("sim:0", "sim:1")
+            expected = steps(one, kind(one.parameters(), lr=1e-2, backend="reference"), policy, device="cpu")
+            assert steps(two, kind(two.parameters(), lr=1e-2, backend="reference"), policy) == expected
+
+
+def a_rate_on_another_device_is_not_read() -> None:
+    for kind, backend in ((mezzo.optim.AdamW, "auto"), (mezzo.optim.SGD, "auto"), (mezzo.optim.AdamW, "reference")):
+        found = []
+        for lr in (2.0**-7, torch.tensor(2.0**-7, device="sim:0")):
+            net = model().to("sim:1")
+            optimizer = kind(net.parameters(), lr=lr, backend=backend)
+            for x in torch.ones(2, 6, 8, device="sim:1"):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                with sim.watching() as seen:
+                    optimizer.step()
+            assert not seen.stops + seen.waits, seen.stops + seen.waits
+            found.append([p.tolist() for p in net.parameters()])
+        assert found[0] == found[1], (kind, backend)
+
+
+def a_scale_is_not_used_on_the_host_before_it_is_there() -> None:
+    """A loss and gradients on the CPU under a scale that lies on the device: it is waited for."""
+    scaler = mezzo.GradScaler("sim", init_scale=8.0)
+    scaler.scale(torch.ones((), device="sim"))
+    assert scaler.scale(torch.full((), 3.0)).item() == 24.0
+    net = Halves("cpu", "sim:0")
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for _ in range(2):  # the second pass adds to gradients of the first, at another scale
+        loss = net.second(net.first(torch.ones(2, 8)).to("sim:0")).square().mean()
+        scaler.scale(loss).backward()
+        scaler.update(4.0)
+    scaler.unscale_(optimizer)
+    grads = [p.grad.cpu() for p in net.parameters()]
+    optimizer.zero_grad()
+    (2 * net.second(net.first(torch.ones(2, 8)).to("sim:0")).square().mean()).backward()
+    for grad, p in zip(grads, net.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad.cpu())
+
+
+def losses_by_two_streams(*, waits: bool) -> list[list[float]]:
+    """Train two models alike, each in a stream of its own; what is uploaded is there for the stream of the copy alone."""
+    first = torch.accelerator.current_stream("sim:0")
+    streams = [torch.Stream("sim:0"), torch.Stream("sim:0")] if waits else [first, first]
+    nets = [model().to("sim"), model().to("sim")]
+    amps = []
+    for net, stream in zip(nets, streams, strict=True):
+        with stream:
+            optimizer = mezzo.optim.AdamW(net.parameters(), lr=2.0**-7, state_dtype=torch.bfloat16)
+            amps.append(mezzo.prepare(net, optimizer, "fp16, guard.check_every=0, scaling.init_scale=256"))
+    losses: list[list[Tensor]] = [[], []]
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).to("sim")
+    for batch in x:
+        for net, amp, stream, found in zip(nets, amps, streams, losses, strict=True):
+            with stream:
+                amp.zero_grad()
+                loss = net(batch).float().square().mean()
+                amp.backward(loss)
+                amp.step(max_norm=0.5)
+                found.append(loss.detach())
+    torch.accelerator.synchronize("sim:0")
+    return [[loss.item() for loss in found] for found in losses]
+
+
+def tables_are_not_lent_to_another_stream() -> None:
+    """What one stream has uploaded is nothing to another that has not waited; a cache that knows no streams is found out."""
+    expected = losses_by_two_streams(waits=False)
+    with sim.late_uploads():
+        assert losses_by_two_streams(waits=True) == expected
+        own, device_numbers._stream = device_numbers._stream, lambda _: 0
+        try:
+            spoilt = losses_by_two_streams(waits=True)
+        except Exception:
+            spoilt = [[]]
+        finally:
+            device_numbers._stream = own
+    assert spoilt != expected
+    assert expected[0] == expected[1]
+
+
+def a_table_in_use_is_not_written_when_a_cache_drops_it() -> None:
+    """An optimizer whose steps alternate between streams, while the caches turn over: each launch finds its own table."""
+    expected, found = [], []
+    for losses, streams in (
+        (expected, [torch.accelerator.current_stream("sim:0")]), (found, [torch.Stream("sim:0"), torch.Stream("sim:0")])
+    ):  # fmt: skip
+        net = model().to("sim")
+        optimizer = mezzo.optim.AdamW(net.parameters(), lr=2.0**-7, state_dtype=torch.bfloat16)
+        with sim.late_uploads():
+            for index in range(6):
+                stream = streams[index % len(streams)]
+                stream.wait_stream(streams[(index - 1) % len(streams)])
+                with stream:
+                    optimizer.zero_grad()
+                    loss = net(torch.ones(6, 8, device="sim")).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.detach())
+                    for number in range(70):
+                        torch_lists._table((number,), torch.device("sim:0"))
+        torch.accelerator.synchronize("sim:0")
+    assert [loss.item() for loss in found] == [loss.item() for loss in expected]
