@@ -3,7 +3,7 @@
 PRESETS = ("fp32", "bf16", "fp16", "bf16-master", "fp16-master")
 OPTIMIZERS = ("torch.AdamW", "mezzo.AdamW", "mezzo.SGD", "torch.SGD", "torch.Muon")
 WAYS = ("plain", "clip", "accumulation")
-STEPS = 8
+STEPS = 6
 
 LOOKED_AT = 3
 """The first steps, which mezzo looks at closely, with reads."""

@@ -63,9 +63,10 @@ class Weights:
         Returns:
             Its shape, int64, in [0, 2**32), as `rounding.random_bits`. Syncs: no.
         """
-        places, like = self.places, self.values[index]
-        seed = self.seeds[index] if places is None else places.seeds
-        return random_bits(random_key(seed, step, stream), like, self.offset(index) if places is None else places)
+        like = self.values[index]
+        if self.places is not None:
+            return random_bits(random_key(self.places.seeds, step, stream), like, self.places)
+        return random_bits(random_key(self.seeds[index], step, stream), like, self.offset(index))
 
 
 def read_master(mode: Master, value: Tensor, aux: Tensor | None) -> Tensor:

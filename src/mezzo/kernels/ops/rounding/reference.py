@@ -41,7 +41,7 @@ class EndToEnd:
     index: Tensor
 
 
-def random_key(seed: int | Tensor, step: Tensor, stream: int = 0) -> Tensor:
+def random_key(seed: Whole, step: Tensor, stream: int = 0) -> Tensor:
     """Return what tells the random bits of one parameter, step and stream from any other.
 
     Args:
