@@ -36,7 +36,7 @@ class Part:
     def split(self, long: Tensor) -> list[Tensor]:
         """Return views of a long tensor in the shapes of the weights. Host only."""
         values = self.operands.weights.values
-        pieces = long.split([value.numel() for value in values])
+        pieces = torch.split(long, [value.numel() for value in values])
         return [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
 
     def store_(self) -> None:
