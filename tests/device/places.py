@@ -10,7 +10,8 @@ from tests.device.program import model, run
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.kernels import device_numbers
+from mezzo.casting.cast_cache import WeightCastCache
+from mezzo.kernels import device_numbers, registry
 from mezzo.kernels.backends import torch_lists
 
 
@@ -135,13 +136,13 @@ def tables_are_not_lent_to_another_stream() -> None:
     expected = losses_by_two_streams(waits=False)
     with sim.late_uploads():
         assert losses_by_two_streams(waits=True) == expected
-        own, device_numbers._stream = device_numbers._stream, lambda _: 0
+        own, device_numbers.stream_number = device_numbers.stream_number, lambda _: 0
         try:
             spoilt = losses_by_two_streams(waits=True)
         except Exception:
             spoilt = [[]]
         finally:
-            device_numbers._stream = own
+            device_numbers.stream_number = own
     assert spoilt != expected
     assert expected[0] == expected[1]
 
@@ -168,3 +169,32 @@ def a_table_in_use_is_not_written_when_a_cache_drops_it() -> None:
                         torch_lists._table((number,), torch.device("sim:0"))
         torch.accelerator.synchronize("sim:0")
     assert [loss.item() for loss in found] == [loss.item() for loss in expected]
+
+
+def kept_casts_belong_to_a_stream() -> None:
+    """Nobody waits for the stream that made one, so another makes its own; and neither writes over what the other reads."""
+    weight, cache = nn.Parameter(torch.ones(4, device="sim")), WeightCastCache()
+    streams = [torch.Stream("sim:0"), torch.Stream("sim:0")]
+
+    def casts() -> list[Tensor]:
+        found = []
+        for stream in streams:
+            with stream, torch.no_grad():
+                found.append(cache.cast(weight, torch.bfloat16))
+        return found
+
+    one, other = casts()
+    assert one.data_ptr() != other.data_ptr()
+    assert [cast.data_ptr() for cast in casts()] == [one.data_ptr(), other.data_ptr()]
+    with torch.no_grad():
+        weight.fill_(2.0)
+        with streams[1]:
+            cache.cast(weight, torch.bfloat16)
+    assert one.tolist() == [1.0] * 4 and other.tolist() == [2.0] * 4
+
+
+def a_device_on_which_triton_fails_is_told_from_others() -> None:
+    """As an old GPU beside a new one: the new one keeps its kernels."""
+    with sim.triton_kernels(RuntimeError("too old"), on=1):
+        chosen = [registry.choose("decision", torch.device("sim", index), torch.float32).backend for index in (0, 1)]
+    assert chosen == ["triton", "reference"]

@@ -211,13 +211,14 @@ def _choose_anew() -> None:
 
 
 @contextmanager
-def triton_kernels(failure: Exception | None = None) -> Iterator[None]:
+def triton_kernels(failure: Exception | None = None, on: int | None = None) -> Iterator[None]:
     """Have mezzo's Triton kernels run here, by Triton's interpreter on the device's memory; each launch counts as one.
 
     A launch on another device than the current one is an error, as on a GPU.
 
     Args:
         failure: what each launch raises, as where a kernel cannot be compiled.
+        on: the device where it does; None: on each.
     """
     os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, which is here
     from triton.runtime.interpreter import GridExecutor
@@ -225,9 +226,9 @@ def triton_kernels(failure: Exception | None = None) -> Iterator[None]:
     run, take, give = GridExecutor.__call__, GridExecutor._init_args_hst, GridExecutor._restore_args_dev
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        if failure is not None:
-            raise failure
         (device,) = {arg.device for arg in args if isinstance(arg, Tensor)}
+        if failure is not None and on in (None, device.index):
+            raise failure
         current = torch.accelerator.current_device_index()
         assert device.index == current, f"{self.fn.__name__} was launched on {current}, its tensors are on {device}"
         if _observers[0] is not None:

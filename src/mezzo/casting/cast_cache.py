@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._torch import forward_ad_level, functorch_level, storage_id, tracing_state, version, view_base
+from ..kernels import stream_number
 from ..stamp import Stamp
 
 _hooked = False
@@ -121,7 +122,8 @@ class WeightCastCache:
     cast, another row each time: an edit of the whole weight is noticed at once, one of a single row when its turn
     comes. On an accelerator that would wait for the device: call `clear` after such a write.
 
-    Slices of a weight have casts of their own, the latest ones, in no more bytes than the weight's.
+    Slices of a weight have casts of their own, the latest ones, in no more bytes than the weight's. On an accelerator each
+    stream has its own too: nobody waits for the one that made a cast, or that reads it.
     """
 
     def __init__(self) -> None:
@@ -144,7 +146,8 @@ class WeightCastCache:
     def _fresh(self, weight: Tensor, dtype: torch.dtype, is_first: bool) -> Tensor:
         owner = weight if isinstance(weight, Parameter) else view_base(weight)
         assert owner is not None
-        key = (id(owner), weight.storage_offset(), tuple(weight.shape), weight.stride(), dtype)
+        stream = stream_number(weight.device)
+        key = (id(owner), weight.storage_offset(), tuple(weight.shape), weight.stride(), stream, dtype)
         found = self._casts.get(key)
         if found is None or not found.owner.is_of(owner) or found.owner.storage != storage_key(weight):
             gone = weakref.ref(owner, lambda _: self._casts.pop(key, None))

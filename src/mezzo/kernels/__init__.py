@@ -4,6 +4,7 @@ from .device_numbers import GraphTables as GraphTables
 from .device_numbers import factor_for as factor_for
 from .device_numbers import kept_on_device as kept_on_device
 from .device_numbers import move as move
+from .device_numbers import stream_number as stream_number
 from .dtensor import PLAIN as PLAIN
 from .dtensor import any_dtensor as any_dtensor
 from .dtensor import global_offset as global_offset

@@ -96,11 +96,11 @@ def kept_on_device(make: Callable[[T, torch.device], Tensor]) -> Callable[[T, to
 
     @functools.wraps(make)
     def get(numbers: T, device: torch.device) -> Tensor:
-        return make(numbers, device) if _open is not None else known(numbers, device, _stream(device))
+        return make(numbers, device) if _open is not None else known(numbers, device, stream_number(device))
 
     return get
 
 
-def _stream(device: torch.device) -> int:
-    """Return the number of the stream that a device's work goes to."""
+def stream_number(device: torch.device) -> int:
+    """Return the number of the stream that a device's work goes to; 0 on the CPU. Host only."""
     return 0 if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id

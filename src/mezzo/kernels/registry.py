@@ -72,7 +72,7 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
 def _missing(backend: str, op: str, device: torch.device) -> str:
     """Say what a backend lacks on this machine; empty if nothing."""
     if backend == "triton":
-        return _triton_fails(device.type) if importlib.util.find_spec("triton") else "triton is not installed"
+        return _triton_fails(device) if importlib.util.find_spec("triton") else "triton is not installed"
     if backend == "cpu":
         try:
             library(Path(__file__).parent / "ops" / op / "cpu.cpp")
@@ -94,16 +94,16 @@ def _said(error: NativeBuildError) -> str:
 
 
 @functools.cache
-def _triton_fails(device_type: str) -> str:
-    """Say why Triton's kernels do not run on a kind of device, after a warning; empty if one that does nothing ran."""
+def _triton_fails(device: torch.device) -> str:
+    """Say why Triton's kernels do not run on a device, after a warning; empty if one that does nothing ran."""
     try:
-        importlib.import_module(".backends.triton.tiles", __package__).probe(device_type)
+        importlib.import_module(".backends.triton.tiles", __package__).probe(device)
     except Exception as error:  # of the driver, of a compiler that is not there, of a GPU that is too old
         reason = f"Triton fails here with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         _log.warning(
             "optimizer steps and decisions on %s run in plain torch, which launches several times as much: %s. "
             "Install a C compiler, or another version of Triton.",
-            device_type,
+            device,
             reason,
         )
         return reason

@@ -198,6 +198,6 @@ def probe_kernel(p_number):
     tl.store(p_number, 1.0)
 
 
-def probe(device_type: str) -> None:
+def probe(device: torch.device) -> None:
     """Compile and launch a kernel that does next to nothing, which raises where none can run. Syncs: no."""
-    launch_once(probe_kernel, torch.empty((), dtype=torch.float32, device=device_type))
+    launch_once(probe_kernel, torch.empty((), dtype=torch.float32, device=device))
