@@ -278,7 +278,7 @@ def main(calls: int) -> None:
     bounded(given(st.integers(min_value=0, max_value=1 << 62))(check))()
     for seed in range(calls // 20):
         check_linear(seed)
-    print(f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}")
+    print(f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}", flush=True)
 
 
 def planted() -> None:
@@ -290,4 +290,6 @@ def planted() -> None:
 
 
 if __name__ == "__main__":
-    planted() if sys.argv[1] == "planted" else main(int(sys.argv[1]))
+    main(int(sys.argv[1]))
+    if "planted" in sys.argv:
+        planted()
