@@ -278,7 +278,10 @@ def main(calls: int) -> None:
     bounded(given(st.integers(min_value=0, max_value=1 << 62))(check))()
     for seed in range(calls // 20):
         check_linear(seed)
-    print(f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}", flush=True)
+    print(
+        f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}",
+        flush=True,
+    )
 
 
 def planted() -> None:
