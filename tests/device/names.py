@@ -19,7 +19,7 @@ CHECKS = (
     "a_device_on_which_triton_fails_is_told_from_others",
     "a_device_that_mezzo_has_no_kernel_for_takes_torchs_fused_one",
     "masters_of_16_bit_weights_are_stepped_by_torchs_fused_kernel",
-    "dampened_sgd_is_stepped_by_torchs_fused_kernel",
+    "dampened_sgd_is_stepped_end_to_end",
     "many_weights_are_stepped_in_the_launches_of_few",
     "a_rate_on_the_host_is_not_copied",
     "a_step_that_is_looked_at_reads_once",

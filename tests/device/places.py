@@ -116,7 +116,7 @@ def losses_by_two_streams(*, waits: bool) -> list[list[float]]:
     for net, stream in zip(nets, streams, strict=True):
         with stream:
             optimizer = mezzo.optim.AdamW(net.parameters(), lr=2.0**-7, state_dtype=torch.bfloat16)
-            amps.append(mezzo.prepare(net, optimizer, "fp16, guard.check_every=0, scaling.init_scale=256"))
+            amps.append(mezzo.prepare(net, optimizer, "fp16, state=bf16, guard.check_every=0, scaling.init_scale=256"))
     losses: list[list[Tensor]] = [[], []]
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).to("sim")
     for batch in x:
@@ -136,7 +136,7 @@ def tables_are_not_lent_to_another_stream() -> None:
     expected = losses_by_two_streams(waits=False)
     with sim.late_uploads():
         assert losses_by_two_streams(waits=True) == expected
-        own, device_numbers.stream_number = device_numbers.stream_number, lambda _: 0
+        own, device_numbers.stream_number = device_numbers.stream_number, lambda _: -1
         try:
             spoilt = losses_by_two_streams(waits=True)
         except Exception:

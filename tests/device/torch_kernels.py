@@ -68,8 +68,8 @@ def masters_of_16_bit_weights_are_stepped_by_torchs_fused_kernel() -> None:
             assert launches[0] < (0.6 if kind is mezzo.optim.AdamW else 1.0) * launches[1], (mode, kind, launches)
 
 
-def dampened_sgd_is_stepped_by_torchs_fused_kernel() -> None:
-    """Close to torch's, in a third of the reference's launches; a bad first step leaves every bit, and is not the first."""
+def dampened_sgd_is_stepped_end_to_end() -> None:
+    """Close to torch's, in half of the reference's launches for six weights; a bad first step leaves every bit, and is not the first."""
     options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
     for maximize in (False, True):
         found, launches = [], []
@@ -92,7 +92,7 @@ def dampened_sgd_is_stepped_by_torchs_fused_kernel() -> None:
         assert amp.counters().skipped == 1
         for other in found[1:]:
             torch.testing.assert_close(found[0], other, rtol=2.0**-20, atol=2.0**-22)
-        assert launches[0] < 0.4 * launches[1], launches
+        assert launches[0] < 0.5 * launches[1], launches
 
 
 MODES = (
@@ -135,7 +135,7 @@ def many_weights_are_stepped_in_the_launches_of_few() -> None:
     """By torch's own kernels, whatever keeps weights and moments; where no kernel of torch's computes, with the reference's bits."""
     for name, (mode, dtype) in itertools.product(STEPPED, MODES):
         found, launches = stepped(name, mode, dtype, "auto", 20)
-        assert launches == stepped(name, mode, dtype, "auto", 4)[1] <= 130, (name, mode, launches)
+        assert launches == stepped(name, mode, dtype, "auto", 4)[1] <= 180, (name, mode, launches)
         expected, one_by_one = stepped(name, mode, dtype, "reference", 20)
         assert launches < one_by_one / 2, (name, mode, launches, one_by_one)
         if name in ("AdamW", "SGD"):  # torch's fused kernels round elsewhere than its other ones
