@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.distributed.group import Group
 
@@ -50,14 +51,13 @@ def test_a_time_limit_is_for_the_host_alone(
     assert work.limits == limits
 
 
-@pytest.mark.parametrize(
-    ("home", "bound", "expected"), [("meta:1", None, "meta:1"), (None, "meta:0", "meta:0"), (None, None, "cpu")]
-)
+@pytest.mark.parametrize(("home", "bound", "expected"), [("cuda:1", None, "cuda:1"), (None, "cuda:1", "cuda:1")])
 def test_words_of_the_ranks_travel_on_the_device_of_the_model(
     home: str | None, bound: str | None, expected: str, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not on the current one, which is the same on all ranks of a program that never sets it."""
-    monkeypatch.setattr(dist, "get_backend_config", lambda _: "meta:fake")
-    monkeypatch.setattr(type(group.handle), "bound_device_id", bound and torch.device(bound), raising=False)
-    there = Group(home=home and torch.device(home)).to_device(torch.zeros(2))
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+    monkeypatch.setattr(type(group.handle), "bound_device_id", bound and torch.device(bound))
+    with FakeTensorMode():
+        there = Group(home=home and torch.device(home)).to_device(torch.zeros(2))
     assert there.device == torch.device(expected)
