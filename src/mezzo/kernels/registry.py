@@ -72,7 +72,8 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
 def _missing(backend: str, op: str, device: torch.device) -> str:
     """Say what a backend lacks on this machine; empty if nothing."""
     if backend == "triton":
-        return _triton_fails(device) if importlib.util.find_spec("triton") else "triton is not installed"
+        where = torch.device(device.type, device.index or 0)
+        return _triton_fails(where) if importlib.util.find_spec("triton") else "triton is not installed"
     if backend == "cpu":
         try:
             library(Path(__file__).parent / "ops" / op / "cpu.cpp")
