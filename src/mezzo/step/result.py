@@ -142,7 +142,7 @@ def check_grads(
     )
     if consensus is None and len(grads) == 1 and grads[0].check.is_plain:
         check, bad = grads[0].check, own
-        norms: Sequence[Tensor | float] = [move(check.norm, home) if check.known is None else check.known]
+        norms: Sequence[Tensor | float] = [check.norm.to(home) if check.known is None else check.known]
     else:
         bad, norms = combine(own, grads, home, consensus, num_optimizers)
     if host_decides(home):
