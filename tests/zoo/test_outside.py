@@ -77,18 +77,42 @@ def test_healthy(name: str) -> None:
     assert report.answer == "healthy"
 
 
-@pytest.mark.parametrize("name", rows([n for n in FAULTY if EXPECTED[n]["verdict"] in ("overflow", "underflow")]))
-def test_the_printed_edit_removes_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = diagnosis(name).findings[0]
-    if not first.fix.edit:
-        assert any(word in first.fix.advice for word in ("no rule", "no policy", "optimizer", "scale")), first.fix
-        return
-    prepare = mezzo.prepare
-    if "mezzo.prepare" in (FOLDER / f"{name}.py").read_text(encoding="utf-8"):
-        monkeypatch.setattr(
-            mezzo, "prepare", lambda m, o, policy, **also: prepare(m, o, f"{policy}, {first.fix.edit}", **also)
-        )
-    else:
-        apply(monkeypatch, f"fp16, {first.fix.edit}")
-    found = [f for f in diagnosis(name).findings if f.verdict not in ("loss-scale", "lost-update")]
-    assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in found] == []
+UNREACHED = ("a04_click_bce", "a06_vae_logvar")
+"""Scripts that the printed edit does not make finite yet: what is computed outside of a prepared model, and a sum of exponentials."""
+
+
+def precise() -> list[Any]:
+    names = [n for n in FAULTY if EXPECTED[n]["verdict"] in ("overflow", "underflow")]
+    known = {
+        n: [pytest.mark.xfail(reason="the printed edit does not make it finite")] if n in UNREACHED else []
+        for n in names
+    }
+    return [pytest.param(n, marks=[*known[n], *[pytest.mark.slow] * (n not in QUICK)]) for n in names]
+
+
+@pytest.mark.parametrize("name", precise())
+def test_the_printed_edits_remove_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One edit after another, where layers that are alike fail one after another."""
+    edits: list[str] = []
+    report = diagnosis(name)
+    prepare, is_prepared = mezzo.prepare, "mezzo.prepare" in (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    while found := [f for f in report.findings if f.verdict not in ("loss-scale", "lost-update")]:
+        fix = found[0].fix
+        if not edits and not fix.edit:
+            assert any(
+                word in fix.advice for word in ("no rule", "no policy", "optimizer", "scale", "learning rate")
+            ), fix
+            return
+        assert fix.edit and fix.edit not in edits, (edits, found[0].why, fix)
+        edits.append(fix.edit)
+        rules = ", ".join(edits)
+        with monkeypatch.context() as patched:
+            if is_prepared:
+                patched.setattr(
+                    mezzo,
+                    "prepare",
+                    lambda m, o, policy, rules=rules, **also: prepare(m, o, f"{policy}, {rules}", **also),
+                )
+            else:
+                apply(patched, f"fp16, {rules}")
+            report = diagnosis(name)
