@@ -20,7 +20,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("mezzo.step"), "disabled", True)
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(k, marks=pytest.mark.slow if k % 2 else []) for k in range(CHUNKS)])
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_generated_programs(chunk: int) -> None:
     for seed in range(chunk, PROGRAMS, CHUNKS):
         program = drawn(seed)
