@@ -43,7 +43,8 @@ class GradientCheck:
     @property
     def norm(self) -> Tensor:
         """Shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients. Syncs: no."""
-        return torch.as_tensor(self._norm, dtype=torch.float32)
+        norm = self._norm
+        return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @property
     def tensor_norms(self) -> Tensor:
