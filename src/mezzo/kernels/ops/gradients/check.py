@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from array import array
 from collections.abc import Sequence
 
@@ -106,16 +105,24 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
     host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
     if host_looks and inv_scale is None and (known := _known_norms(aux)) is not None:
-        return GradientCheck(array("f", (math.hypot(*known),))[0], known, aux, is_plain=is_plain)
+        return GradientCheck(
+            float(_norm_of(torch.frombuffer(known, dtype=torch.float32))), known, aux, is_plain=is_plain
+        )
     norms = _gather(aux, home)
     if host_looks:
         _bring_in_range_(norms, aux)
     if inv_scale is not None:
         norms = norms * inv_scale.to(home)
-    norm = torch.linalg.vector_norm(norms)
-    if host_looks and not _SMALL < float(norm.numpy()) < _LARGE:
-        norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
+    norm = _norm_of(norms) if host_looks else torch.linalg.vector_norm(norms)
     return GradientCheck(norm, norms, aux, is_plain=is_plain)
+
+
+def _norm_of(norms: Tensor) -> Tensor:
+    """Return the norm of norms as torch has it on every device, in fp64 where fp32 cannot hold its square; CPU only."""
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    if not _SMALL < float(norm.numpy()) < _LARGE:
+        norm = torch.linalg.vector_norm(norms, dtype=torch.float64).to(torch.float32)
+    return norm
 
 
 def _known_norms(grads: Sequence[Tensor]) -> array[float] | None:
