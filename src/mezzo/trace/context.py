@@ -171,7 +171,7 @@ class TraceContext:
             op=origin.op if "CopySlices" in node.name() and not nearer else ran,
             step=self.step,
             rank=self.rank,
-            is_own=nearer,
+            own_node=node_op(node.name()) if nearer else "",
         )
 
     def _site(self, phase: Phase, place: Place, user: Any, library: Any, op: str) -> Site:

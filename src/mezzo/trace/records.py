@@ -44,7 +44,7 @@ class Site:
         op: plain name of the op; in backward, of the forward op whose gradient ran, or of what the program's own lines ran there.
         step: optimizer steps before this one, skipped ones counted.
         rank: of this process.
-        is_own: it ran in backward by the program's own lines: a hook, or the backward of a Function of its own.
+        own_node: of what the program's own lines ran in backward, the Function whose backward they are, or the op they hook; else empty.
     """
 
     phase: Phase
@@ -57,7 +57,12 @@ class Site:
     op: str
     step: int
     rank: int
-    is_own: bool = False
+    own_node: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it ran in backward by the program's own lines: a hook, or the backward of a Function of its own."""
+        return bool(self.own_node)
 
     @property
     def frame(self) -> Frame | None:

@@ -110,6 +110,8 @@ class OpRun:
     @property
     def label(self) -> str:
         """What a report calls it."""
+        if self.site.is_own:
+            return f"{self.name} in backward of {self.site.own_node}"
         return self.name if self.site.phase == "forward" else f"backward of {self.site.op}"
 
     @property

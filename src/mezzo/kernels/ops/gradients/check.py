@@ -106,7 +106,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
     if host_looks and inv_scale is None and (known := _known_norms(aux)) is not None:
         return GradientCheck(
-            float(_norm_of(torch.frombuffer(known, dtype=torch.float32))), known, aux, is_plain=is_plain
+            float(_norm_of(torch.frombuffer(known, dtype=torch.float32)).numpy()), known, aux, is_plain=is_plain
         )
     norms = _gather(aux, home)
     if host_looks:
@@ -144,10 +144,11 @@ _SMALL, _LARGE = 1e-12, 1e18
 
 def _bring_in_range_(norms: Tensor | array[float], grads: Sequence[Tensor]) -> None:
     """Compute norms that are out of fp32's range again in fp64. Writes: `norms`. Syncs: no; CPU only."""
-    for index in [k for k, norm in enumerate(norms.tolist()) if not _SMALL < norm < _LARGE]:
+    numbers = norms.numpy() if isinstance(norms, Tensor) else norms
+    for index in [k for k, norm in enumerate(numbers.tolist()) if not _SMALL < norm < _LARGE]:
         parts = torch.split(values(grads[index]).flatten(), reference.CHUNK)
         squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts])
-        norms[index] = float(squares.sum().sqrt())
+        numbers[index] = float(squares.sum().sqrt().to(torch.float32).numpy())
 
 
 def _gather(grads: Sequence[Tensor], home: torch.device) -> Tensor:

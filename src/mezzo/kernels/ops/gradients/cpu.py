@@ -30,7 +30,11 @@ def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
 
     Syncs: no.
     """
-    return torch.frombuffer(known_norms(grads), dtype=torch.float32) if grads else torch.zeros(0, device="cpu")
+    return (
+        torch.frombuffer(known_norms(grads), dtype=torch.float32)
+        if grads
+        else torch.zeros(0, dtype=torch.float32, device="cpu")
+    )
 
 
 def known_norms(grads: Sequence[Tensor]) -> array[float]:
