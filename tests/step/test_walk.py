@@ -14,8 +14,8 @@ import mezzo
 
 ROOT = Path(mezzo.__file__).parent
 OWN = ("step", "loss_scale", "stamp.py")
-SCALERS = ("loss_scale/grad_tracker.py", "loss_scale/grad_checks.py")
-"""A GradScaler that lives elsewhere in the process is asked before any optimizer steps."""
+SCALERS = ("loss_scale/grad_tracker.py", "loss_scale/grad_checks.py", "step/foreign_scaler.py", "loss_scale/fused.py")
+"""Whoever scales elsewhere in the process, a GradScaler or another stepper, is asked before any optimizer steps."""
 
 
 def walk(call: Callable[[], object]) -> list[str]:
