@@ -30,11 +30,12 @@ class Together(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """An optimizer that holds another one and steps it itself."""
+    """An optimizer that holds another one, which holds it too, and steps it itself."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
         self.base, self.slow, self.count = torch.optim.Adam(params_of(self), lr), [], 0
+        self.base.holder = self  # type: ignore[attr-defined]  # as some do, to step the one around them
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

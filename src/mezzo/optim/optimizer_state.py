@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,11 +147,18 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     return {**state_dict, "state": sealed(state_dict["state"]), "param_groups": groups}
 
 
-def and_inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield an optimizer and those that it holds, alone or in a list or dict, and steps itself, as Lookahead does. Host only."""
-    yield optimizer
-    for held in vars(optimizer).values():
-        items = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else (held,)
-        for inner in items:
-            if isinstance(inner, torch.optim.Optimizer):
-                yield from and_inside(inner)
+def and_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those that it holds, alone or in a list or dict, and steps itself, as Lookahead does. Host only."""
+    found = [optimizer]
+    for one in found:  # which grows: one that is held may hold others, or its holder
+        for name, held in vars(one).items():
+            if name != "state":  # as long as there are parameters, and asked for in each step
+                items = (
+                    held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else (held,)
+                )
+                found += [
+                    inner
+                    for inner in items
+                    if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found)
+                ]
+    return found
