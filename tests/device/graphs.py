@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.casting import weight_casts
 from mezzo.errors import NonFiniteStep
-from mezzo.step.accumulation import constant
+from mezzo.kernels import constant
 
 
 def factors(*bad: int) -> list[float]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.step.accumulation import OptimizerGrads, grads_of
 from mezzo.step.combine import Findings, combine
+from mezzo.step.gradients import OptimizerGrads, grads_of
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,9 @@ import torch
 from tests.step.step_models import wait_for_nothing
 from torch import nn
 
-from mezzo.step.accumulation import AccumulationState, OptimizerGrads, Skip, grads_of
-from mezzo.step.result import StepFlags, check_grads
+from mezzo.loss_scale import AccumulationState
+from mezzo.step.gradients import OptimizerGrads, grads_of
+from mezzo.step.result import Skip, StepFlags, check_grads
 
 INF = math.inf
 CPU = torch.device("cpu")

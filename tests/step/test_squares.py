@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.step.accumulation import OptimizerGrads, grads_of
 from mezzo.step.combine import _squares
+from mezzo.step.gradients import OptimizerGrads, grads_of
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,7 @@
 """The arithmetic of a step: one definition in plain torch for each op, and faster paths that equal it."""
 
 from .device_numbers import GraphTables as GraphTables
+from .device_numbers import constant as constant
 from .device_numbers import factor_for as factor_for
 from .device_numbers import kept_on_device as kept_on_device
 from .device_numbers import move as move

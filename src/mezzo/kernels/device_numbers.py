@@ -101,6 +101,12 @@ def kept_on_device(make: Callable[[T, torch.device], Tensor]) -> Callable[[T, to
     return get
 
 
+@kept_on_device
+def constant(number: float, device: torch.device) -> Tensor:
+    """Return a number on a device: shape (), fp32, one tensor for good, so that no step makes it. Syncs: no."""
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
 def stream_number(device: torch.device) -> int:
     """Return the number of the stream that a device's work goes to; 0 on the CPU. Host only."""
     return 0 if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id

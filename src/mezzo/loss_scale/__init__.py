@@ -1,12 +1,19 @@
 """The loss scale: the rule by which it moves, dividing by it, and the scaler for a training loop of your own."""
 
+from .accumulation import AccumulationState as AccumulationState
+from .accumulation import Flag as Flag
+from .accumulation import GradVersions as GradVersions
+from .accumulation import check_loss as check_loss
+from .accumulation import either as either
+from .accumulation import grads_by_id as grads_by_id
+from .accumulation import host_decides as host_decides
+from .accumulation import is_bad as is_bad
+from .accumulation import stamps_of as stamps_of
+from .accumulation import without as without
 from .fused import StepScaling as StepScaling
 from .fused import handing as handing
 from .fused import parameters as parameters
 from .grad_tracker import ask_before_steps as ask_before_steps
-from .grad_versions import GradVersions as GradVersions
-from .grad_versions import grads_by_id as grads_by_id
-from .grad_versions import stamps_of as stamps_of
 from .scale_state import LastStep as LastStep
 from .scaler import GradScaler as GradScaler
 from .state import LossScale as LossScale

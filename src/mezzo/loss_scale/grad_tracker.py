@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from .._torch import after_backward, global_pre_hooks, graph_task_id
 from ..kernels import move
 from ..stamp import Stamp
+from .accumulation import GradSums, grads_by_id, same, stamps_of
 from .fused import parameters
-from .grad_versions import GradSums, grads_by_id, same, stamps_of
 from .scale_state import ScaleSnapshot
 
 

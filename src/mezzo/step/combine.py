@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..distributed import RankConsensus
 from ..kernels import any_dtensor, is_dtensor, kept_on_device, move, num_shards
-from .accumulation import Flag, OptimizerGrads
+from ..loss_scale import Flag
+from .gradients import OptimizerGrads
 
 
 class Findings(NamedTuple):

@@ -16,18 +16,17 @@ from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
-from ..loss_scale import LossScale, NoScaling, ask_before_steps
+from ..loss_scale import LossScale, NoScaling, ask_before_steps, is_bad
 from ..policy import Policy
-from .accumulation import GradStats, OptimizerGrads, Skip, is_bad
 from .buffers import Buffers
 from .foreign_scaler import refuse_stranger
-from .gradients import Gradients
+from .gradients import Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
-from .result import StepFlags, StepResult, check_grads
+from .result import GradStats, Skip, StepFlags, StepResult, check_grads
 from .update import Clip, Stepped, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]

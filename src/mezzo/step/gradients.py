@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -13,23 +14,62 @@ from .._torch import is_pipeline_dry_run
 from ..casting import backward_message
 from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, listed
-from ..kernels import move, norm_and_finite
-from ..loss_scale import GradVersions, parameters
-from ..stamp import Stamp
-from .accumulation import (
+from ..kernels import GradientCheck, move, norm_and_finite
+from ..loss_scale import (
     AccumulationState,
     Flag,
-    OptimizerGrads,
+    GradVersions,
     check_loss,
     either,
-    grads_of,
+    host_decides,
     is_bad,
-    measure_flush,
-    multiply_,
+    parameters,
     without,
 )
+from ..read_only import read_only
+from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
+from .grad_edits import measure_flush, true_gradients
 from .leftovers import Leftovers, forget_zeroed, is_stale
+
+
+@read_only
+class OptimizerGrads:
+    """The gradients of one optimizer in a step.
+
+    Attributes:
+        optimizer: whose gradients they are.
+        index: which of the prepared optimizers it is.
+        params: those with gradients; at least one.
+        check: of their gradients.
+    """
+
+    optimizer: Optimizer
+    index: int
+    params: list[Tensor]
+    check: GradientCheck
+
+    def is_bad(self, home: torch.device) -> Flag:
+        """Return whether their norm is inf or NaN; see `is_bad`."""
+        known = self.check.known
+        return is_bad(self.check.norm, home) if known is None or not host_decides(home) else not math.isfinite(known)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradients. A list made anew, since a step may replace them. Host only."""
+        return [p.grad for p in self.params if p.grad is not None]
+
+
+def grads_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> list[OptimizerGrads]:
+    """Return the gradients of each optimizer that has any, checked. Syncs: no."""
+    found = []
+    for index, optimizer in optimizers.items():
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if params:
+            check = norm_and_finite([p.grad for p in params], inv_scale)
+            found.append(OptimizerGrads(optimizer=optimizer, index=index, params=params, check=check))
+    return found
+
 
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 
@@ -45,11 +85,7 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        names: Mapping[Tensor, str],
-        loss_dtype: torch.dtype,
+        self, model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], loss_dtype: torch.dtype
     ) -> None:
         self.home = next((p.device for p in names), torch.device("cpu"))
         self._model = model
@@ -176,7 +212,7 @@ class Gradients:
         pending.gradients_bad = either(seen, pending.gradients_bad)
         self._is_shown = True
         try:
-            with _true_gradients(params, pending.scale):
+            with true_gradients(params, pending.scale):
                 yield {self._name(p): p.grad for p in params if p.grad is not None}
         finally:
             self._is_shown = False
@@ -325,40 +361,6 @@ class Gradients:
 
     def _name(self, param: Tensor) -> str:
         return self._names.get(param, "a parameter")
-
-
-@contextmanager
-def _true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[None]:
-    """Have `.grad` hold the true gradients inside the block.
-
-    fp16 gradients are replaced by fp32 ones inside the block, since dividing in fp16 would flush the small ones.
-
-    Args:
-        params: parameters, with or without gradients.
-        scale: shape (), fp32: that the gradients carry; None: they are true already.
-
-    Writes: gradients. Syncs: no.
-    """
-    if scale is None:
-        yield
-        return
-    narrow = {p: p.grad for p in params if p.grad is not None and p.grad.dtype is torch.float16}
-    for p, grad in narrow.items():
-        _replace(p, grad.float())
-    multiply_([p.grad for p in params if p.grad is not None], scale.reciprocal())
-    try:
-        yield
-    finally:
-        multiply_([p.grad for p in params if p.grad is not None], scale)
-        for p, grad in narrow.items():
-            wide = p.grad
-            _replace(p, None if wide is None else grad.copy_(wide), torch.float16)
-
-
-def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
-    param.grad = None
-    param.grad_dtype = dtype
-    param.grad = grad
 
 
 def _why_no_gradients(

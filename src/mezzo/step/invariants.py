@@ -17,7 +17,7 @@ from ..errors import InvariantError, listed
 from ..formats import widest
 from ..kernels import AUX_STATE, CHUNK, chunks, is_dtensor, local, read_master, values
 from ..optim import MOMENTS, keeps_masters
-from .accumulation import OptimizerGrads
+from .gradients import OptimizerGrads
 from .report import StateReport, refuse_differing
 from .result import StepFlags
 

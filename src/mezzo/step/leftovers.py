@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from ..errors import StepError, listed
 from ..kernels import move
-from ..loss_scale import parameters
+from ..loss_scale import AccumulationState, parameters
 from ..stamp import Stamp
-from .accumulation import AccumulationState, multiply_
+from .grad_edits import multiply_
 
 
 class Leftovers:

@@ -31,12 +31,12 @@ from ..binding.bind import bind
 from ..errors import PolicyError, StepError, StepTypeError, did_you_mean
 from ..optim import adopt, parameters
 from ..policy import CacheName, PolicyLike, as_policy
-from .accumulation import Skip
 from .capture import P, R
 from .loading import MastersFollow
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
 from .report import ParameterNames
+from .result import Skip
 from .stepper import Stepper
 from .update import is_owned
 

@@ -16,7 +16,6 @@ from ..distributed import RankConsensus
 from ..errors import StepError
 from ..policy import Policy
 from . import state_dict as checkpoint
-from .accumulation import Skip
 from .engine import Engine
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
@@ -24,6 +23,7 @@ from .loading import MastersFollow, load_run_
 from .recovery import check_demotion
 from .release import Original, Released, release_
 from .report import StateReport, refuse_differing
+from .result import Skip
 from .update import forbid_direct_steps
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,8 +16,18 @@ from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
 from .prepared_run import PreparedRun
-from .result import StepObserver, StepResult
+from .result import StepResult
 from .update import Clip
+
+
+class StepObserver(Protocol):
+    """What is told of every step, around it."""
+
+    def before_step(self) -> None:
+        """Called with the gradients of the step, as they are carried."""
+
+    def after_step(self, result: StepResult) -> None:
+        """Called with what happened, which the host has not read yet."""
 
 
 class Stepper(PreparedRun):

@@ -19,13 +19,23 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import global_post_hooks, global_pre_hooks, is_fused, step_hooks
 from ..errors import StepError, listed
 from ..kernels import CLIP_EPS, choose
-from ..loss_scale import LossScale, NoScaling, StepScaling, can_move_in_place, handing, move_, next_state
+from ..loss_scale import (
+    AccumulationState,
+    LossScale,
+    NoScaling,
+    StepScaling,
+    can_move_in_place,
+    handing,
+    move_,
+    next_state,
+)
 from ..optim import keeps_masters, wrapped_optimizer
 from ..policy import ScalingConfig
-from .accumulation import AccumulationState, OptimizerGrads, Skip, clamp_, multiply_
 from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
-from .result import StepFlags
+from .grad_edits import clamp_, multiply_
+from .gradients import OptimizerGrads
+from .result import Skip, StepFlags
 
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 

@@ -1,8 +1,9 @@
-"""Gradients as they were left: what changed, what was edited, and what only looks so."""
+"""Gradients as they were left: of which losses, what changed, what was edited, and what only looks so."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.errors import ScalerError, StepError
-from mezzo.loss_scale import GradScaler
-from mezzo.loss_scale.grad_versions import GradVersions
+from mezzo.loss_scale import GradScaler, GradVersions, check_loss, either, is_bad, without
 
 
 def noted(*values: list[float]) -> tuple[GradVersions, list[Tensor]]:
@@ -199,3 +199,45 @@ def test_a_backward_that_failed_keeps_no_gradient_alive() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert param.unique().tolist() == [0.5]
+
+
+FLAGS = {True: (True, torch.tensor(1.0)), False: (False, torch.tensor(0.0))}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product([True, False], repeat=2)))
+def test_flags_are_joined_alike_wherever_they_lie(one: bool, other: bool) -> None:
+    for a, b in itertools.product(FLAGS[one], FLAGS[other]):
+        assert bool(either(a, b)) is (one or other)
+        assert bool(without(a, b)) is (one and not other)
+        if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+            assert isinstance(either(a, b), bool), "the host goes on knowing"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.0, -2.5, math.inf, -math.inf, math.nan])
+def test_a_number_is_bad_if_it_is_not_finite(value: float, dtype: torch.dtype) -> None:
+    assert bool(is_bad(torch.tensor(value, dtype=dtype), torch.device("cpu"))) is not math.isfinite(value)
+
+
+LOSS = torch.ones((), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted", "words"),
+    [
+        (torch.ones(2, requires_grad=True), torch.float32, r"takes one floating number with its graph, not fp32\[2\]"),
+        (1.5, torch.float32, "not float"),
+        (torch.tensor(3), torch.float32, "not int64"),
+        (torch.ones(()), torch.float32, "no parameter leads to"),
+        ((LOSS * 1).half(), torch.float32, "a fp16 loss, and the policy declares loss=fp32"),
+        ((LOSS * 1).half(), torch.float16, ""),
+        ((LOSS * 1).double(), torch.float32, ""),
+        ((LOSS * 1).reshape(1), torch.float32, ""),
+    ],
+)
+def test_a_loss_is_one_number_with_a_graph_and_wide_enough(loss: object, wanted: torch.dtype, words: str) -> None:
+    if not words:
+        check_loss(loss, wanted)  # type: ignore[arg-type]
+        return
+    with pytest.raises(StepError, match=words):
+        check_loss(loss, wanted)  # type: ignore[arg-type]

@@ -1,0 +1,253 @@
+"""Gradients as backward passes left them: at which scale, of which losses, and what became of each since.
+
+Shared by the scaler and the step.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .._torch import version
+from ..errors import StepError
+from ..formats import dtype_name
+from ..kernels import move
+from ..stamp import Stamp
+from .unscale import real_values
+
+Flag = Tensor | bool
+"""A finding: known to the host, or shape (), not 0 (NaN, for one) if so, on a device that the host does not wait for.
+
+On accelerators it is fp32 from the start, so that packing a step's findings casts nothing."""
+
+
+_FIRST_STEPS = 3
+_new, _ref = tuple.__new__, weakref.ref
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class GradSums:
+    """Sums over the values of gradients: they tell a write that changed nothing from an edit.
+
+    Who writes a gradient without changing it, as clipping to an infinite norm does, does no harm; its version moves all
+    the same. Sums are taken in the first steps, and from then on in a run that had such a write.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._steps_left: float = _FIRST_STEPS
+
+    def note(self, grads: Iterable[tuple[int, Tensor]]) -> None:
+        """Write down what gradients hold, by the ids of their parameters. Syncs: no."""
+        if self._steps_left > 0:
+            self._sums.update((key, _sum_of_bits(grad)) for key, grad in grads)
+
+    def clear(self, *, is_step_over: bool = False) -> None:
+        """Forget all gradients, before others are noted or because their step is over."""
+        self._sums.clear()
+        self._steps_left -= is_step_over
+
+    def is_harmless(self, param: Tensor) -> bool:
+        """Whether a gradient that was written or replaced since it was noted may be taken as the one noted.
+
+        It may if it has the values it had; and if it is inf or NaN, since its step is skipped either way.
+
+        Syncs: yes.
+        """
+        noted, grad = self._sums.get(id(param)), param.grad
+        if grad is None:
+            return True
+        is_same = noted is not None and bool(noted == _sum_of_bits(grad))
+        if is_same or not bool(real_values(grad).isfinite().all()):
+            self._steps_left = math.inf
+            return True
+        return False
+
+
+class GradVersions:
+    """Identity and version of each gradient, as it was last left; and what it held, as `GradSums` has it."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[int, Stamp] = {}
+        self._sums = GradSums()
+
+    @property
+    def stamps(self) -> Mapping[int, Stamp]:
+        """The stamps by the parameters' ids; what is handed out stays as it is when gradients are noted anew."""
+        return self._stamps
+
+    def note(self, params: Iterable[Tensor]) -> None:
+        """Write down the gradients as they are now, instead of those before. Syncs: no."""
+        grads = grads_by_id(params)
+        self._stamps = stamps_of(grads)
+        self._sums.clear()
+        self._sums.note(grads)
+
+    def note_zeros(self, params: Iterable[Tensor]) -> None:
+        """Write down that what gradients there are hold zeros, and may be added to. Syncs: no."""
+        stamps = stamps_of(grads_by_id(params))
+        self._stamps = {key: stamp._replace(version=-1) for key, stamp in stamps.items()}
+        self._sums.clear()
+
+    def close(self, params: Sequence[Tensor]) -> None:
+        """Write down the gradients as a step leaves them. Syncs: no."""
+        self._sums.clear(is_step_over=True)
+        if self.changed(params):
+            self.note(params)
+
+    def changed(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient is not the one noted. A dropped one is no change. Syncs: no."""
+        stamps = self._stamps
+        return [
+            p
+            for p in params
+            if (g := p.grad) is not None
+            and ((stamp := stamps.get(id(p))) is None or stamp[0]() is not g or stamp[1] != version(g))
+        ]
+
+    def edited(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient has other values than the one noted, or may have.
+
+        Writes that change no value are forgiven: the gradients count as noted. Syncs: only if any was written.
+        """
+        changed = self.changed(params)
+        edited = [p for p in changed if not self._sums.is_harmless(p)]
+        if changed and not edited:
+            self.note(params)
+        return edited
+
+
+def same(one: Stamp | None, other: Stamp) -> bool:
+    """Whether two stamps are of one tensor that was not written between them; None is of none."""
+    return (
+        one is not None and one[0] is other[0] and one[1] == other[1]
+    )  # Python makes one plain reference to an object
+
+
+def grads_by_id(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+    """Return the gradients that parameters have, by the ids of these. Host only."""
+    return [(id(p), g) for p in params if (g := p.grad) is not None]
+
+
+def stamps_of(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Stamp]:
+    """Return the stamps of many tensors by their keys, without their memory; no Python call for each. Syncs: no."""
+    try:
+        return {key: _new(Stamp, (_ref(t), version(t), None)) for key, t in tensors}
+    except RuntimeError:  # one of them was made in inference mode
+        return {key: Stamp.of(t) for key, t in tensors}
+
+
+def _sum_of_bits(grad: Tensor) -> Tensor:
+    """Return the sum over a gradient's elements, read as whole numbers: another after almost any change."""
+    values = real_values(grad.detach())
+    return values.view(_BITS[values.element_size()]).sum(dtype=torch.int64)
+
+
+def host_decides(device: torch.device) -> bool:
+    """Whether the host may read what it finds on a device, since nothing has to be waited for."""
+    return device.type == "cpu"
+
+
+@dataclass(slots=True, eq=False)
+class AccumulationState:
+    """The gradients of one step, all of which carry the scale that the first backward pass captured.
+
+    Attributes:
+        scale: shape (), fp32; None without scaling.
+        device: where the flags lie that the host does not know.
+        loss_bad: a loss was inf or NaN before scaling.
+        gradients_bad: inf or NaN were seen before somebody edited the gradients.
+        penalty_bad: inf or NaN were in what `grad` returned, so that a loss made of it is no witness.
+        flushed: shape (), fp32: share of the gradients' elements that 16 bit flushed to zero; None: not measured.
+        broken: what failed halfway, so that the gradients are no longer those of the loss; else empty.
+        stale: parameters whose gradients were used up by an earlier step when this one began, with their stamps.
+    """
+
+    scale: Tensor | None
+    device: torch.device
+    loss_bad: Flag = False
+    gradients_bad: Flag = False
+    penalty_bad: Flag = False
+    flushed: Tensor | None = None
+    broken: str = ""
+    stale: dict[Tensor, Stamp] = field(default_factory=dict)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss times the scale, and remember whether it was finite. Syncs: no."""
+        self.loss_bad = either(self.loss_bad, is_bad(loss, self.device))
+        if self.scale is None:
+            return loss
+        with torch.enable_grad():  # backward runs where gradients are off too, as in torch
+            return loss * move(self.scale, loss.device)
+
+
+def is_bad(number: Tensor, home: torch.device) -> Flag:
+    """Return whether a tensor of one element is inf or NaN: on a device NaN if so, else 0. Syncs: only where the host decides."""
+    if host_decides(home):
+        return not math.isfinite(number.item())
+    return move(number.detach() * 0, home).reshape(()).to(torch.float32)  # inf and NaN times 0 are NaN
+
+
+def either(*flags: Flag) -> Flag:
+    """Return whether any of several flags is set: a bool where the host knows all of them. Syncs: no."""
+    found: Flag = False
+    for flag in flags:
+        if isinstance(found, Tensor) and isinstance(flag, Tensor):
+            found = torch.maximum(found, flag)
+        elif flag is not False:
+            found = flag if found is False else True  # one of the two is known to be
+    return found
+
+
+def without(flag: Flag, other: Flag) -> Flag:
+    """Return whether a flag is set and another is not. Syncs: no."""
+    if not isinstance(other, Tensor):
+        return False if other else flag
+    if isinstance(flag, Tensor):
+        return torch.where(other != 0, torch.zeros_like(flag), flag)
+    return flag and other == 0
+
+
+def _instead(loss: object) -> str:
+    if not isinstance(loss, Tensor):
+        return "Hand over the tensor that the loss function returned, before .item() or float()."
+    if not loss.dtype.is_floating_point:
+        return "Counts and other whole or complex numbers have no gradient: write a loss of real numbers."
+    return "Write loss.mean()."
+
+
+_ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
+    """Refuse a loss that backward could not give true gradients for.
+
+    Raises:
+        StepError: not one number, no graph, or a dtype narrower than the policy's.
+
+    Host only.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
+        what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise StepError(f"backward(loss) takes one floating number with its graph, not {what}. {_instead(loss)}")
+    if loss.is_meta:
+        raise StepError(
+            "backward(loss) was given a loss on the meta device, where nothing has values: the model was moved there after "
+            "mezzo.prepare. Move it before, or amp.release() it, move it, and prepare it again where it has values."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "backward(loss) was given a loss that no parameter leads to: it was detached, made anew with torch.tensor, "
+            "computed under torch.no_grad(), or every parameter is frozen. Hand over the loss as the model made it."
+        )
+    if _ORDER.index(loss.dtype) < _ORDER.index(wanted):
+        raise StepError(
+            f"backward(loss) was given a {dtype_name(loss.dtype)} loss, and the policy declares loss={dtype_name(wanted)}: "
+            f"its scaled gradient may overflow {dtype_name(loss.dtype)}. Compute it from outputs in "
+            f"{dtype_name(wanted)}, as in loss_fn(output.float(), target), or write policy 'loss={dtype_name(loss.dtype)}'."
+        )
