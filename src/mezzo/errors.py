@@ -53,6 +53,10 @@ class StepTypeError(StepError, TypeError):
     """A prepared step called with arguments it does not have, or unpacked; Python raises TypeError there."""
 
 
+class StepAttributeError(StepError, AttributeError):
+    """A stepper asked for what it does not have; names what to write."""
+
+
 class StoppedRun(MezzoError, RuntimeError):
     """A run that cannot go on; base of the errors that `step()` raises about inf, NaN and underflow.
 

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mezzo
-from mezzo.errors import CastError, InvariantError, MasterError, MezzoError, PolicyError, StepError
+from mezzo.errors import (
+    CastError,
+    InvariantError,
+    MasterError,
+    MezzoError,
+    PolicyError,
+    StepAttributeError,
+    StepError,
+    StepTypeError,
+)
 
 POLICIES = pytest.mark.parametrize("policy", ["bf16", "fp16, scaling.init_scale=16", "bf16-master"])
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
@@ -104,6 +115,83 @@ def test_backward_where_gradients_are_off(policy: str) -> None:
     with torch.no_grad():
         amp.backward(loss)
         assert amp.step()
+
+
+def written(amp: mezzo.Stepper, path: Path, optimizer: torch.optim.Optimizer, batches: int = 2) -> mezzo.StepResult:
+    """Take a step as the sentences below say it is written, and save and load."""
+    for _ in range(batches):
+        amp.backward(F.mse_loss(amp.model(X), X) / batches)
+    with amp.unscaled_grads() as grads:
+        assert all(grad.isfinite().all() for grad in grads.values())
+    result = amp.step(max_norm=1.0)
+    torch.save(amp.state_dict(), path)
+    amp.load_state_dict(torch.load(path))
+    amp.model.train().zero_grad()
+    assert amp.optimizers[0].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] and amp.scale > 0
+    return result
+
+
+WORDS = {
+    "unscale_": "Clip with amp.step(max_norm=...)", "clip_grad_norm_": "Clip with amp.step(max_norm=...)",
+    "clip_gradients": "edit gradients inside `with amp.unscaled_grads():`", "update": "amp.step() moves the loss scale too",
+    "get_scale": "Read amp.scale", "autocast": "leave the block out", "accumulate": "amp.backward(loss / n)",
+    "save_state": "torch.save(amp.state_dict(), path)", "optimizer_step_was_skipped": "result.applied",
+    "train": "Write amp.model.train", "zzz": "Valid: backward, capture", "param_groups": "Write amp.optimizers[0].param_groups",
+    "bakward": "Did you mean 'backward'?",
+}  # fmt: skip
+
+
+@POLICIES
+def test_words_of_other_libraries(policy: str, tmp_path: Path) -> None:
+    model = net()
+    amp = mezzo.prepare(model, optimizer := adamw(model), policy)
+    for word, advice in WORDS.items():
+        refused(lambda word=word: getattr(amp, word), StepAttributeError, f"a stepper has no '{word}'", advice)  # type: ignore[misc]
+        assert not hasattr(amp, word)
+    refused(lambda: amp(X), StepTypeError, "write model(x)")
+    refused(lambda: list(amp), StepTypeError, "Write amp = mezzo.prepare(model, optimizer, policy)")
+    assert written(amp, tmp_path / "run.pt", optimizer).applied
+    train(amp)
+
+
+class ModelEma(nn.Module):
+    """As timm keeps one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model).eval()
+
+
+def test_an_average_of_16_bit_weights(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    amp = mezzo.prepare(model, adamw(model), "bf16-master")
+    for make in (AveragedModel, ModelEma):
+        caplog.clear()
+        make(model)
+        assert caplog.text.count(f"{make.__name__} copies weights in bf16 without their masters") == 1
+    caplog.clear()
+    plain = copy.deepcopy(model).float()
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.999))  # type: ignore[no-untyped-call]
+    expected = {}
+    for _ in range(8):
+        amp.zero_grad()
+        amp.backward(F.mse_loss(model(X), X.flip(1)))
+        amp.step()
+        plain.load_state_dict(amp.export_weights())
+        average.update_parameters(plain)
+        masters = {name: weight.double() for name, weight in amp.export_weights().items()}
+        expected = {name: torch.lerp(expected.get(name, new), new, 0.001) for name, new in masters.items()}
+    for name, weight in average.module.state_dict().items():
+        torch.testing.assert_close(weight.double(), expected[name], rtol=8 * 2**-24, atol=1e-7)
+    assert "copies weights" not in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_an_average_of_fp32_weights_needs_no_word(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    mezzo.prepare(model, adamw(model), policy)
+    AveragedModel(model)
+    assert caplog.text == ""
 
 
 def test_a_learning_rate_that_ruined_the_weights_is_named() -> None:

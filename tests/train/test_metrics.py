@@ -82,6 +82,17 @@ def test_the_picture_shows_the_records(tmp_path: Path) -> None:
     assert picture.read_bytes() == (tmp_path / "again.png").read_bytes()
 
 
+def test_a_run_without_loss_scale_has_no_empty_panel(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for step in range(1, 30):
+        log.add(**update(step, scale=1.0))
+    log.flush()
+    save_curves(path, tmp_path / "curves.png")
+    drawn = np.rint(imread(tmp_path / "curves.png")[..., :3] * 255).astype(int)
+    assert drawn.shape[0] < 800 and not (drawn == (44, 160, 44)).all(-1).any()
+
+
 def test_numbers_reach_a_run_of_wandb_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -141,6 +141,7 @@ CAUGHT: tuple[type[mezzo.errors.MezzoError], ...] = (
     mezzo.errors.ScalerError,
     mezzo.errors.ScalerArgumentError,
     mezzo.errors.StepError,
+    mezzo.errors.StepAttributeError,
     mezzo.errors.StepTypeError,
     mezzo.errors.StoppedRun,
     mezzo.errors.LossScaleExhausted,

@@ -18,8 +18,8 @@ from .performance import RESULTS as RESULTS
 from .performance import figures as figures
 from .performance import page as page
 from .performance import with_figures as with_figures
-from .results_table import footnotes as footnotes
 from .results_table import header as header
+from .results_table import label as label
 from .results_table import machine_name as machine_name
 from .results_table import print_result as print_result
 from .results_table import row as row

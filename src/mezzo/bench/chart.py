@@ -19,10 +19,12 @@ _GAP = 26
 def _of_variants(result: Result) -> tuple[Chart, ...]:
     found = result.measurements
     labels = tuple(label(m) for m in found)
+    times = [m.median / m.units for m in found]
+    unit, a_second = ("s", 1.0) if min(times) >= 1 else ("ms", 1e3)
     return tuple(
-        Chart(title=name, kind="bars", labels=labels, series=(Series(name=unit, values=values),), unit=unit)
-        for name, unit, values in (
-            (f"{title(result)}: time a {result.unit}", "ms", tuple(1e3 * m.median / m.units for m in found)),
+        Chart(title=name, kind="bars", labels=labels, series=(Series(name=unit_of, values=values),), unit=unit_of)
+        for name, unit_of, values in (
+            (f"{title(result)}: time a {result.unit}", unit, tuple(a_second * time for time in times)),
             ("peak memory above import", "MB", tuple(m.peak_bytes / 1e6 for m in found)),
         )
     )

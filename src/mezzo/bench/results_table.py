@@ -118,7 +118,8 @@ def title(result: Result) -> str:
     points = points_of(result)
     size = f" {points[0]}" if len(points) == 1 else ""
     rounds = len(result.measurements[0].seconds)
-    return f"{result.workload}{size} on {machine_name(result)}: median of {rounds} interleaved rounds"
+    taken = f"median of {rounds} interleaved rounds" if rounds > 1 else "one round"
+    return f"{result.workload}{size} on {machine_name(result)}: {taken}"
 
 
 def footnotes(result: Result) -> tuple[str, ...]:

@@ -71,18 +71,19 @@ class Binding:
         return policy.why_engine("cpu", self.cache).engine == "dispatcher"
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.is_trained:
+            self.stepper._note_copy()
         return {**self.__dict__, "before_forward": None, "owner": None, "_regions": {}}
 
     @property
-    def is_owned(self) -> bool:
-        """Whether the stepper that was made with it lives."""
-        return self.owner is not None and self.owner() is not None
+    def stepper(self) -> Any:
+        """The stepper that was made with it, if it lives."""
+        return None if self.owner is None else self.owner()
 
     @property
     def is_trained(self) -> bool:
         """Whether that stepper has optimizers, which know the weights in the dtype that they have."""
-        owner = None if self.owner is None else self.owner()
-        return owner is not None and len(owner.optimizers) > 0
+        return self.stepper is not None and len(self.stepper.optimizers) > 0
 
     def region(self, precision: Precision, traced: bool) -> autocast:
         """Return the region in which a precision holds.
@@ -321,7 +322,6 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make_class(original: type[nn.Module]) -> type[nn.Module]:
-
     @dynamo_graph_break
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -18,8 +18,8 @@ from ..bench import (
     Result,
     Reviews,
     default_device,
-    footnotes,
     header,
+    label,
     machine_name,
     parse_device,
     row,
@@ -30,6 +30,8 @@ from ..policy import Policy
 from .bench import measured, save
 
 NOT_TESTED = "not run: a demonstration"
+MEANING = """prepare: mezzo.prepare with the policy behind it; kept: the C library keeps what a step frees, for the next (docs/memory.md).
+Peak memory is above the process's baseline after import."""
 COLUMNS = ("time", "faster than fp32", "peak memory", "of fp32's", "loss")
 
 
@@ -80,17 +82,18 @@ def _cells(result: Result, measurement: Measurement) -> tuple[str, ...]:
     said = dict(zip(header(result), row(result, measurement), strict=True))
     accuracy = measurement.measures.get("accuracy")
     shown = "-" if accuracy is None else f"{accuracy:.4f}"
-    return (result.workload, measurement.variant, *(said[name] for name in COLUMNS), shown)
+    return (result.workload, label(measurement), *(said[name] for name in COLUMNS), shown)
 
 
 def _print(results: Sequence[Result], pictures: Sequence[Path], device: torch.device) -> None:
     sections = [[_cells(result, measurement) for measurement in result.measurements] for result in results]
     table = text_table(("job", "variant", *COLUMNS, "test accuracy"), sections)
-    print(f"on {machine_name(results[0])}", table, "", footnotes(results[0])[2], sep="\n")
+    low = dtype_name(low_dtype(device))
+    print(f"on {machine_name(results[0])}, mixed precision in {low}", table, "", MEANING, sep="\n")
     native = native_support(device, low_dtype(device))
     if not native.native:
         print(
-            f"This device has no fast units for {dtype_name(low_dtype(device))} ({native.reason}), so mixed precision "
+            f"This device has no fast units for {low} ({native.reason}), so mixed precision "
             "saves memory here, not time; `mezzo env` measures it."
         )
     for path in pictures:

@@ -1,7 +1,9 @@
-"""Who scales or steps beside a stepper: a GradScaler, found by the loss that it multiplied, and optimizers that were not prepared."""
+"""Who scales, steps or averages beside a stepper: a GradScaler, found by the loss that it multiplied, optimizers that were not prepared, averages."""
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -14,10 +16,13 @@ from torch.optim import Optimizer
 
 from .._torch import constant_factor
 from ..errors import StepError, listed
+from ..formats import dtype_name
 from ..loss_scale import GradScaler, parameters
 from ..optim import wrapped_optimizer
 from ..stamp import Stamp
 
+_log = logging.getLogger("mezzo.step")
+_AVERAGES = re.compile("Averag|E[Mm]A|Ema")
 NO_SCALER = (
     "After mezzo.prepare there is no GradScaler: the stepper scales where the policy says so. Write amp.backward(loss), then "
     "amp.step()."
@@ -26,12 +31,18 @@ NO_SCALER = (
 
 def is_called_by_scaler() -> bool:
     """Whether a method of a GradScaler is among the calls that led here. Host only."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return True
-        frame = frame.f_back
-    return False
+    return any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame in _callers())
+
+
+def warn_of_average(dtype: torch.dtype) -> None:
+    """Say what is lost where an average of weights is about to copy 16-bit ones, whose masters stay behind. Host only."""
+    made = (type(frame.f_locals.get("self")).__name__ for frame in _callers() if frame.f_code.co_name == "__init__")
+    if (name := next(filter(_AVERAGES.search, made), None)) is not None:
+        _log.warning(
+            "%s copies weights in %s without their masters, and rounds away what it adds to them. Write "
+            "plain = copy.deepcopy(model).float(), %s(plain, ...), and plain.load_state_dict(amp.export_weights()) before each update "
+            "from plain.", name, dtype_name(dtype), name,
+        )  # fmt: skip
 
 
 def refuse_stranger(
@@ -71,7 +82,7 @@ def refuse_scaled(loss: Tensor) -> None:
     factor = constant_factor(loss)
     if factor is None:
         return
-    for scaler in _scalers(sys._getframe(1)):
+    for scaler in _scalers():
         scale = getattr(scaler, "_scale", None)
         if scaler.is_enabled() and isinstance(scale, Tensor) and _is_from(scaler, scale, factor):
             raise StepError(
@@ -85,12 +96,18 @@ def _is_from(scaler: torch.amp.GradScaler, scale: Tensor, factor: Tensor) -> boo
     return scale.device == factor.device and scale.data_ptr() == factor.data_ptr()
 
 
-def _scalers(frame: FrameType | None) -> Iterator[torch.amp.GradScaler]:
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _scalers() -> Iterator[torch.amp.GradScaler]:
+    for frame in _callers():
         variables = list(frame.f_locals.values())
         owner = frame.f_locals.get("self")
         members: Any = getattr(owner, "__dict__", {}).values()
         for value in chain(variables, members, frame.f_globals.values()):
             if isinstance(value, torch.amp.GradScaler):
                 yield value
-        frame = frame.f_back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from ..binding import Binding
 from ..distributed import RankConsensus
 from ..errors import StepError
+from ..formats import LOW_DTYPES
 from ..policy import Policy
 from . import state_dict as checkpoint
 from .engine import Engine
+from .foreign_scaler import warn_of_average
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
 from .loading import MastersFollow, load_run_
@@ -67,11 +69,6 @@ class PreparedRun:
         """Return what a notebook shows: what was done, and what is kept."""
         report = "" if isinstance(self._engine, Released) else self.report()._repr_html_()
         return f"<p><code>{escape(repr(self))}</code></p>{report}"
-
-    @property
-    def agree(self) -> NoReturn:
-        """The former name of `consensus`."""
-        raise AttributeError("amp.agree is now called amp.consensus")
 
     @property
     def consensus(self) -> RankConsensus | None:
@@ -176,6 +173,11 @@ class PreparedRun:
         self.optimizers = self._was.optimizers
         self._engine = cast(Engine, Released())
         del self._forward_hook
+
+    def _note_copy(self) -> None:
+        """Called by the binding when the model is copied."""
+        if self.policy.params in LOW_DTYPES:
+            warn_of_average(self.policy.params)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StepError(

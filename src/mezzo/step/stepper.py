@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import StepTypeError
+from ..errors import StepAttributeError, StepTypeError, did_you_mean
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
@@ -18,6 +18,27 @@ from .closure import step_by_closure
 from .prepared_run import PreparedRun
 from .result import StepResult
 from .update import Clip
+
+_CLIP = "amp.step() divides gradients by the loss scale. Clip with amp.step(max_norm=...) or amp.step(clip_value=...), and edit gradients inside `with amp.unscaled_grads():`."
+_SAVE = "Write torch.save(amp.state_dict(), path), and amp.load_state_dict(torch.load(path))."
+_ELSEWHERE = {
+    **dict.fromkeys(("unscale_", "clip_grad_norm_", "clip_grad_value_", "clip_gradients"), _CLIP),
+    **dict.fromkeys(("save", "load", "save_state", "load_state", "save_checkpoint", "load_checkpoint"), _SAVE),
+    "agree": "amp.agree is now called amp.consensus.",
+    "update": "amp.step() moves the loss scale too: leave it out.",
+    "get_scale": "Read amp.scale.",
+    "autocast": "The model runs in its policy wherever it is called: leave the block out.",
+    "accumulate": "Write amp.backward(loss / n) for each of n micro-batches, then amp.step().",
+    "optimizer_step_was_skipped": "amp.step() returns what happened: write result = amp.step(), and read result.applied.",
+}
+"""What to write for words that other libraries have for the steps of a training loop."""
+
+
+def _refused(what: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise StepTypeError(f"mezzo.prepare returns one stepper, which cannot be {what}")
+
+    return refuse
 
 
 class StepObserver(Protocol):
@@ -44,11 +65,24 @@ class Stepper(PreparedRun):
 
     _observers: tuple[StepObserver, ...] = ()
 
-    def __iter__(self) -> NoReturn:
-        raise StepTypeError(
-            "mezzo.prepare returns one stepper, which cannot be unpacked or looped over: model and optimizer stay the objects "
-            "they are. Write amp = mezzo.prepare(model, optimizer, policy)."
-        )
+    __call__ = _refused("called: write model(x), since the model stays the object it is.")
+    __iter__ = _refused(
+        "unpacked or looped over: model and optimizer stay the objects they are. Write amp = mezzo.prepare(model, optimizer, policy)."
+    )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise StepAttributeError(f"a stepper has no '{name}'. {self._meant(name)}")
+
+    def _meant(self, name: str) -> str:
+        if name in _ELSEWHERE:
+            return _ELSEWHERE[name]
+        if name in dir(self.__dict__.get("model")):
+            return f"Write amp.model.{name}: the model stays the object it is."
+        if any(name in dir(optimizer) for optimizer in self.__dict__.get("optimizers", ())):
+            return f"Write amp.optimizers[0].{name}, or ask the optimizer that mezzo.prepare was given."
+        return did_you_mean(name, (word for word in dir(self) if not word.startswith("_"))).lstrip()
 
     def backward(
         self,

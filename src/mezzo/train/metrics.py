@@ -130,7 +130,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def save_curves(metrics: Path, picture: Path) -> None:
-    """Draw the curves of a metrics file as PNG.
+    """Draw the curves of a metrics file as PNG; the loss scale's where there is one, or where steps were skipped.
 
     Args:
         metrics: the records.
@@ -148,21 +148,23 @@ def save_curves(metrics: Path, picture: Path) -> None:
     skipped = [r["step"] for r in records if r["kind"] == "update" and not r["applied"]]
     evaluations = [r for r in records if r["kind"] == "evaluation"]
     steps = [r["step"] for r in updates]
-    figure = Figure(figsize=(7, 8), layout="constrained")
-    loss, accuracy, scale = figure.subplots(3, 1, sharex=True)
+    scales = [(r["step"], r["scale"]) for r in records if r["kind"] == "update"]
+    is_scaled = any(value != 1.0 for _, value in scales) or bool(skipped)
+    figure = Figure(figsize=(7, 8 if is_scaled else 5.5), layout="constrained")
+    loss, accuracy, *scale = figure.subplots(3 if is_scaled else 2, 1, sharex=True)
     loss.plot(steps, [r["loss"] for r in updates], color="0.8", linewidth=0.8, label="train, each update")
     loss.plot(steps, smooth([r["loss"] for r in updates]), label="train, smoothed")
     loss.plot([r["step"] for r in evaluations], [r["loss"] for r in evaluations], "o-", label="dev")
     loss.set(ylabel="loss", ylim=(0.0, None))
     loss.legend()
     accuracy.plot([r["step"] for r in evaluations], [r["accuracy"] for r in evaluations], "o-", color="C1")
-    accuracy.set(ylabel="dev accuracy")
-    scale.step([r["step"] for r in records if r["kind"] == "update"],
-               [r["scale"] for r in records if r["kind"] == "update"], where="post", color="C2", label="loss scale")  # fmt: skip
-    scale.set_yscale("log", base=2)
-    for step in skipped:
-        scale.axvline(step, color="C3", linewidth=0.8)
-    scale.set(ylabel=f"loss scale ({len(skipped)} skipped)", xlabel="update")
+    accuracy.set(ylabel="dev accuracy", xlabel="" if scale else "update")
+    for below in scale:
+        below.step(*zip(*scales, strict=True), where="post", color="C2", label="loss scale")
+        below.set_yscale("log", base=2)
+        for step in skipped:
+            below.axvline(step, color="C3", linewidth=0.8)
+        below.set(ylabel=f"loss scale ({len(skipped)} skipped)", xlabel="update")
     content = io.BytesIO()
     figure.savefig(content, format="png")
     write_whole(picture, lambda file: file.write(content.getvalue()))
