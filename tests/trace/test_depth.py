@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mezzo.trace.depth import BINADES, LAYERS, STEADY, chains, trends
+from mezzo.trace.depth import BINADES, LAYERS, STEADY, chains, grew_over_steps, trends
 from mezzo.trace.records import Size
 
 
@@ -77,3 +78,21 @@ def test_chains_keep_classes_patterns_and_first_calls_apart() -> None:
     again = stack([9.0] * 8, call=1)
     found = chains([*linear, *tanh, *again])
     assert {key[2]: [s.rms for s in chain] for key, chain in found.items()} == {"Linear": [1.0] * 8, "Tanh": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("values", "grows"),
+    [
+        ([5.0, 3.0, 40.0, 700.0, 9e3], True),
+        ([3.0, 3.0, 60.0, 60.0, 60.0, 4e3], True),  # steps that a loss scaler leaves out change nothing
+        ([1.5**n for n in range(20)], True),
+        ([1.0, 5e3], False),
+        ([3.0, 40.0, 2.0, 900.0, 1.0, 5e3], False),
+        ([1.0, 2.0, 3.0, 900.0], False),
+    ],
+)
+def test_training_diverges_where_sizes_keep_growing_from_step_to_step(values: list[float], grows: bool) -> None:
+    sizes = [replace(size("head", 1.0), amax=value, step=n) for n, value in enumerate(values)]
+    told = grew_over_steps(sizes, len(values))
+    assert told.startswith("outputs of head grow from step to step: ") == grows == bool(told)
+    assert not grew_over_steps(sizes, 1)

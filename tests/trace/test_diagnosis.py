@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mezzo
 import mezzo.diagnose as diagnose
 from mezzo.trace.diagnosis import preserve_state, rerun_traced, trace_loss
 
@@ -68,18 +69,20 @@ def test_inside_a_trace_the_batch_is_not_run_again() -> None:
     assert found.report is None
 
 
-def test_a_loss_that_overflows_outside_the_model_has_no_rule_of_its_policy() -> None:
+@pytest.mark.parametrize(("policy", "advice"), [("fp16, output=fp16", "output=fp32"), ("fp16", "write .float()")])
+def test_a_loss_that_overflows_outside_the_model_has_no_rule_but_that_on_outputs(policy: str, advice: str) -> None:
     net = nn.Linear(2, 2)
+    mezzo.prepare(net, None, policy)
     out = net(torch.ones(1, 2))
     watch = trace_loss(net, step=0)
     assert watch is not None
-    (out.half() * 0 + 60000).square().sum().backward()
+    (out * 0 + torch.full((1, 2), 6e4, dtype=torch.float16)).half().square().sum().backward()
     found = watch.stop()
     assert found is not None and found.edit == ""
     assert found.sentence.startswith(
         "The model's outputs are finite; what was computed from them shows overflow in pow"
     )
-    assert "output=fp32" in found.fix
+    assert advice in found.fix
 
 
 def test_a_side_thread_traces_no_loss() -> None:

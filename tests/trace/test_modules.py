@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mezzo
 from mezzo.trace.modules import OUTSIDE, ModuleStack, Place, tensors_in
 
 
@@ -53,6 +54,16 @@ def followed(model: nn.Module | None) -> Iterator[tuple[ModuleStack, list[Place]
         yield stack, places, roots
     finally:
         stack.remove()
+
+
+def test_a_part_of_a_prepared_model_that_is_called_by_itself_is_named_as_rules_name_it() -> None:
+    net = Net()
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16")
+    with followed(None) as (stack, places, roots):
+        net.layers[1](torch.ones(1, 3))
+        assert (places[0].root, places[0].module, roots) == ("Net", "layers.1", [net.layers[1]])
+        assert stack.parameter_name(net.layers[1].weight) == "layers.1.weight"
+    amp.release()
 
 
 def test_modules_are_placed_below_the_outermost_one() -> None:

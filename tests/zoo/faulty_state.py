@@ -188,6 +188,48 @@ def lost_updates(dtype: torch.dtype) -> Run:
     return run
 
 
+def weights_stepped_by_hand(dtype: torch.dtype) -> Run:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).to(dtype)
+    x = torch.randn(16, 8).to(dtype)
+
+    def run() -> None:
+        for _ in range(3):
+            model.zero_grad()
+            model(x).float().square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 1e-5 * p.grad  # FAULT
+
+    return run
+
+
+def average_that_does_not_move(dtype: torch.dtype) -> Run:
+    model = nn.Linear(8, 8).to(dtype)
+    average = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8).to(dtype)).float().square().mean().backward()
+            optimizer.step()
+            for mean, p in zip(average, model.parameters(), strict=True):
+                mean.mul_(0.999).add_(p.detach(), alpha=0.001)  # FAULT
+
+    return run
+
+
+def sum_over_nothing(dtype: torch.dtype) -> Run:
+    model = nn.Linear(3, 5)
+
+    def run() -> None:
+        hidden = torch.tensor([[False] * 5, [True] * 5])
+        scores = model(torch.randn(2, 3)).masked_fill(hidden, -torch.inf)
+        torch.logsumexp(scores, 1).mean().backward()  # FAULT
+
+    return run
+
+
 def learning_rate_too_high(dtype: torch.dtype) -> Run:
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e38)
@@ -342,6 +384,11 @@ CASES = [
     ),
     Case(build=eps_of_adam_in_fp16, op="addcdiv", module="0", verdict="underflow", phase="optimizer", names=("1e-08",)),
     Case(build=lost_updates, op="step", module="0", verdict="lost-update", phase="optimizer", dtypes=(BF16,)),
+    Case(
+        build=weights_stepped_by_hand, op="step", module="0", verdict="lost-update", phase="optimizer", dtypes=(BF16,)
+    ),
+    Case(build=average_that_does_not_move, op="step", verdict="lost-update", phase="optimizer", dtypes=(BF16,)),
+    Case(build=sum_over_nothing, op="logsumexp", verdict="singularity", dtypes=(FP32,)),
     Case(build=learning_rate_too_high, op="add", module="0", verdict="overflow", phase="optimizer", dtypes=(FP32,)),
     Case(build=momentum_overflows_in_fp16, op="add", module="0", verdict="overflow", phase="optimizer"),
     Case(build=deep_tanh, op="gradient", module="*.bias", verdict="vanishing", phase="backward", dtypes=(FP32,)),

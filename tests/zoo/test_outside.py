@@ -77,20 +77,7 @@ def test_healthy(name: str) -> None:
     assert report.answer == "healthy"
 
 
-UNREACHED = ("a04_click_bce", "a06_vae_logvar")
-"""Scripts that the printed edit does not make finite yet: what is computed outside of a prepared model, and a sum of exponentials."""
-
-
-def precise() -> list[Any]:
-    names = [n for n in FAULTY if EXPECTED[n]["verdict"] in ("overflow", "underflow")]
-    known = {
-        n: [pytest.mark.xfail(reason="the printed edit does not make it finite")] if n in UNREACHED else []
-        for n in names
-    }
-    return [pytest.param(n, marks=[*known[n], *[pytest.mark.slow] * (n not in QUICK)]) for n in names]
-
-
-@pytest.mark.parametrize("name", precise())
+@pytest.mark.parametrize("name", rows([n for n in FAULTY if EXPECTED[n]["verdict"] in ("overflow", "underflow")]))
 def test_the_printed_edits_remove_the_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One edit after another, where layers that are alike fail one after another."""
     edits: list[str] = []

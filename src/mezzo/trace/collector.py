@@ -80,7 +80,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._on_sink, self._told_loss = on_sink, on_loss
         self.events: list[Event] = []
         self.sinks: list[Sink] = []
-        self.ops = 0
         self.updates = UpdateWatch()
         self.lints = LintWatch()
         self.lines = LineWatch()
@@ -94,12 +93,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._shared: StorageNotes[bool] = StorageNotes()
         self._counts: StorageNotes[bool] = StorageNotes()
         self._scalars: StorageNotes[Causes] = StorageNotes()
-        self.skipped = self.backwards = 0
-        self._was_updated = False
+        self.ops = self.skipped = self.backwards = 0
+        self._was_updated = self._has_scaled_grads = False
         self._stop_with: BaseException | None = None
         self._stops_left = 0
         self._reached_step = -1
-        self._has_scaled_grads = False
 
     def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and judge its results."""
@@ -212,19 +210,22 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if len(self._causes) or bad:
             self._follow(call, site, bad)
         if call.facts.name in _COUNTS and call.out and not any(t.requires_grad for _, t in call.inputs):
-            is_count = call.facts.name != "to" or not call.inputs
-            self._counts.note(call.out[0], is_count)
+            self._counts.note(call.out[0], call.facts.name != "to" or not call.inputs)
         self.lines.see(site, call.out, tops)
         self.lints.see(call, site)
         if site.phase == "optimizer":
             self.updates.see(call)
-        elif self._has_scaled_grads and not site.root and site.phase == "forward" and is_called_from(_CLIPS):
+        elif site.phase == "forward" and not site.root:
+            self.updates.see_by_hand(call, site, self.context.name_of)
+        if self._has_scaled_grads and not site.root and site.phase == "forward" and is_called_from(_CLIPS):
             self.lints.add("clip-before-unscale", site, call.out[0].dtype if call.out else torch.float32,
                            "gradients", self.context.loss_scale)  # fmt: skip
 
     def _follow(self, call: Call, site: Site, bad: list[Tensor]) -> None:
         """Take in an op while non-finite values are about."""
-        sources = [s for s in call.inputs if (bad or self._is_marked(call, s[1])) and not is_finite(s[1])]
+        sources = [
+            s for s in call.inputs if (bad or self._causes.get(call.original(s[1])) is not None) and not is_finite(s[1])
+        ]
         causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))
         if sources and site.phase == "forward" and self._fp64.is_too_large(call):
             self.events = [replace(e, followers=(*e.followers, site)) if e.index in causes else e for e in self.events]
@@ -238,9 +239,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             for tensor in call.out:
                 self._causes.forget(tensor)
 
-    def _is_marked(self, call: Call, tensor: Tensor) -> bool:
-        return self._causes.get(call.original(tensor)) is not None
-
     def _on_nonfinite(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> None:
         causes = self._causes_of(call, site, sources, bad)
         if not sources and site.op == "scalar_tensor" and site.called not in _WRITERS:
@@ -253,7 +251,9 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             causes = self._event(call, site, bad, "constant")
         elif self._reached_step != self.context.step and self._is_source_anyway(call):
             causes |= self._event(call, site, bad, "source", causes)
-        elif any_nan(bad) and not any_nan(t for _, t in sources):
+        elif (any_nan(bad) and not any_nan(t for _, t in sources)) or (
+            call.facts.name == "logsumexp" and full_rows(call.facts, call.args, call.inputs)
+        ):
             causes = self._event(call, site, bad, "mixed", causes)
         for tensor in bad:
             older = self._causes.get(tensor) if call.facts.writes else None
@@ -335,9 +335,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             outputs=tuple(tensor_facts(n or f"result {i}", t) for i, (n, t) in enumerate(zip(names, bad, strict=True))),
             parents=parents,
             wide=wide_results(call.func, call.facts, args, kwargs, bad[0].dtype) if kind == "source" else (),
-            offending=(*offending_values([*call.inputs, *call.whole], bad[0]), *divisors(call.facts, call.args))
-            if computed
-            else (),
+            offending=(*offending_values([*call.inputs, *call.whole], bad[0]), *divisors(call.facts, call.args)),
             where=first_bad(bad[0]) if computed else (),
             full_rows=full_rows(call.facts, call.args, call.inputs) if computed else 0,
             loss_scale=self.context.loss_scale if site.phase == "backward" else 1.0,
@@ -350,7 +348,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),
         )
         self.events.append(event)
-        if event.full_rows:
+        if event.full_rows and event.outputs[0].nan:
             self.lints.softmax(site, bad[0].dtype, event.full_rows, call.facts.kernel)
         return frozenset((index,))
 
@@ -395,6 +393,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         with self.aside():
             self._told_loss(loss)
         if (value := plain(loss)) is not None and not is_finite(value):
-            self.sink("loss", "loss", value)
+            wide = self.reference.get(value)
+            size = 0.0 if wide is None else amax(wide) / self.context.loss_scale
+            self.reach(replace(self.sink_of("loss", "loss", value), reference=size))
         else:
             self._pending_reads.clear()

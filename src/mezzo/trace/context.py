@@ -39,11 +39,15 @@ class Names(TorchFunctionMode):
         current: name of the function that runs; empty where torch calls itself.
         backward_dtype: what the region around the running `backward` casts to; None outside regions.
         on_read: called with a tensor before it becomes an array or a list.
+        in_region: whether the last function was called in a region.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.current = ""
+        self.in_region = False
+        accelerator = torch.accelerator.current_accelerator()
+        self._devices = {"cpu", "cpu" if accelerator is None else accelerator.type}
         self.backward_dtype: torch.dtype | None = None
         self.on_read: Callable[[Tensor], None] | None = None
 
@@ -52,6 +56,7 @@ class Names(TorchFunctionMode):
     ) -> Any:
         """Run a function under its own name."""
         above, self.current = self.current, public_name(getattr(func, "__name__", ""))
+        self.in_region = any(torch.is_autocast_enabled(device) for device in self._devices)
         if self.current in _READS and self.on_read is not None and args and isinstance(args[0], Tensor):
             self.on_read(args[0])
         if self.current == "backward":
@@ -172,6 +177,7 @@ class TraceContext:
             step=self.step,
             rank=self.rank,
             own_node=node_op(node.name()) if nearer else "",
+            is_ruled=origin.is_ruled,
         )
 
     def _site(self, phase: Phase, place: Place, user: Any, library: Any, op: str) -> Site:
@@ -187,6 +193,7 @@ class TraceContext:
             op=op,
             step=self.step,
             rank=self.rank,
+            is_ruled=bool(place.root) or self.names.in_region,
         )
 
     def _remember(self, site: Site, sequence: int) -> None:

@@ -23,7 +23,9 @@ fp16 has 30 normal binades, 2^-14 to 2^16, and the elements of one gradient spre
 STEADY = 0.8
 """Share of layers that must move the same way: a jump at one layer is a fault of that layer, not of depth."""
 _DIVERGED = 1e3
-"""Growth of the largest output over a few steps at which training diverges."""
+"""Growth over steps at which training diverges."""
+_TOLD = 5
+"""Steps whose sizes are told."""
 PER_LAYER = 0.5
 """Binades per layer that count as growth when a layer overflows: a factor of sqrt(2)."""
 
@@ -162,15 +164,20 @@ def _beyond_fp32(event: Event, sizes: Iterable[Size]) -> Trend | None:
     return None
 
 
-def grew_over_steps(sizes: Iterable[Size], step: int) -> bool:
-    """Say whether module outputs grew a thousandfold over the steps before one, the last ones always."""
-    largest: dict[int, float] = {}
+def grew_over_steps(sizes: Iterable[Size], step: int) -> str:
+    """Say how the outputs of a module, or else a gradient, grew a thousandfold over the steps up to one; empty if none did."""
+    largest: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for s in sizes:
-        if s.kind == "output" and s.step <= step and math.isfinite(s.amax):
-            largest[s.step] = max(largest.get(s.step, 0.0), s.amax)
-    values = [largest[n] for n in sorted(largest)][-4:]
-    grows = len(values) > 1 and all(b > 2 * a for a, b in itertools.pairwise(values))
-    return grows and values[-1] > _DIVERGED * values[0]
+        if s.step <= step and not s.nonfinite and s.amax > 0:
+            by_step = largest[s.kind, s.name or s.root]
+            by_step[s.step] = max(by_step.get(s.step, 0.0), s.amax)
+    for (kind, name), by_step in sorted(largest.items(), key=lambda item: item[0][0], reverse=True):
+        values = [value for value, _ in itertools.groupby(by_step[n] for n in sorted(by_step))]
+        values = values[values.index(min(values)) :]  # steps that a loss scaler leaves out repeat a value
+        grows = len(values) > 2 and values[-1] > _DIVERGED * values[0] and _is_steady([_log(v) for v in values])
+        if grows:
+            return f"{kind}s of {name} grow from step to step: {', '.join(f'{v:.3g}' for v in values[-_TOLD:])}."
+    return ""
 
 
 def _is_on_the_way(event: Event, pattern: str, bad: Size) -> bool:

@@ -12,6 +12,8 @@ from torch import nn
 
 from .. import random_state
 from .._torch import dispatch_modes, function_modes
+from ..binding import innermost, record
+from ..formats import LOW_DTYPES
 from .collector import Collector
 from .findings import Finding
 from .frames import source_line
@@ -65,15 +67,15 @@ def rerun_traced(model: nn.Module, run: Callable[[], object], *, step: int, scal
 class LossTrace:
     """A trace from the end of a forward to the end of a backward, taken off only where nobody's mode lies above it."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace.__enter__()
+    def __init__(self, trace: Trace, *, is_narrow: bool) -> None:
+        self._trace, self._is_narrow = trace.__enter__(), is_narrow
 
     def stop(self) -> Diagnosis | None:
         """Return what was found; None if it cannot be taken off yet. Writes: the modes of this thread."""
         if not self._trace.is_on_top:
             return None
         self._trace.__exit__(None, None, None)
-        return _of_loss(self._trace.report)
+        return _of_loss(self._trace.report, self._is_narrow)
 
 
 def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
@@ -89,7 +91,9 @@ def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
     is_aside = threading.current_thread() is not threading.main_thread()
     if is_aside or functions or dispatch_modes():
         return None
-    return LossTrace(Trace(model, step=step))
+    bound = record(innermost(model))
+    is_narrow = bound is not None and bound.binding.policy.output in LOW_DTYPES
+    return LossTrace(Trace(model, step=step), is_narrow=is_narrow)
 
 
 def _of_batch(report: TraceReport) -> Diagnosis:
@@ -107,12 +111,12 @@ def _of_batch(report: TraceReport) -> Diagnosis:
     )
 
 
-def _of_loss(report: TraceReport) -> Diagnosis:
-    """Return what was found outside the model, where no rule of its policy reaches."""
+def _of_loss(report: TraceReport, is_narrow: bool) -> Diagnosis:
+    """Return what was found outside the model, where no rule of its policy reaches but that on its outputs."""
     fault = next(iter(report.faults), None)
     if fault is None:
         return Diagnosis(report=report, sentence="", fix="", edit="")
-    is_narrow = fault.verdict in ("overflow", "underflow") and bool(fault.fix.edit)
+    is_narrow = is_narrow and fault.verdict in ("overflow", "underflow")
     return Diagnosis(
         report=report,
         sentence=f"The model's outputs are finite; what was computed from them shows {_found(fault)}",

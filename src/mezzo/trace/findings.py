@@ -86,7 +86,7 @@ def is_mostly_flushed(gradients: Iterable[FlushedGradient]) -> bool:
 
 
 def find(record: TraceRecord) -> tuple[Finding, ...]:
-    """Return the faults of a trace, the first one first.
+    """Return the faults of a trace, the first one first; behind them what a loss scaler does by itself.
 
     A non-finite value is a fault only if it reached a loss, a gradient, a parameter, a buffer or an output; of the
     events behind it, those that are not consequences of others are named. A mask's -inf is written on purpose and is
@@ -96,7 +96,7 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     found += _of_flushed(record, bool(found))
     found += _of_trends(record, bool(found))
     found += _of_lost_updates(record.lost)
-    return _merged(found)
+    return tuple(sorted(_merged(found), key=lambda f: not f.is_fault))
 
 
 def _ancestors(record: TraceRecord, causes: frozenset[int]) -> list[Event]:
@@ -124,7 +124,9 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     if sink.kind == "read":
         # a value made outside, such as the best loss so far, may be asked for
         events = [e for e in events if not (e.kind == "leaf" and _is_mask(e))]
-    mixed = [e for e in events if e.kind == "mixed"]
+    is_asked = sink.kind in ("output", "read", "exit")
+    # the sum over nothing is -inf, as a lattice's states that cannot be reached are
+    mixed = [e for e in events if e.kind == "mixed" and (not is_asked or any(t.nan for t in e.outputs))]
     has_full_rows = any(e.full_rows for e in mixed)
     leaves = [e for e in events if e.kind == "leaf" and not (mixed and _is_mask(e, has_full_rows))]
     constants = [e for e in events if e.kind == "constant"]
@@ -133,7 +135,7 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     if mixed:
         return mixed[:1]
     # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not
-    if sink.kind not in ("output", "read", "exit"):
+    if not is_asked:
         return constants
     return [e for e in constants if sink.is_loss and any(t.nan for t in e.outputs)]
 
@@ -151,15 +153,16 @@ def _at(site: Site, **said: Any) -> Finding:
 
 def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
     verdict, why = verdict_of(event)
-    trend = grew_into(event, record.sizes) if verdict == "overflow" else None
+    site = event.site
+    growth = grew_over_steps(record.sizes, site.step) if verdict == "overflow" else ""
+    trend = grew_into(event, record.sizes) if verdict == "overflow" and not growth else None
     if trend is not None:
         verdict, why = "exploding", f"{trend} {why}"
-    site = event.site
-    fix = fix_for(verdict, event)
+    fix = fix_for(verdict, event, max((s.reference for s in sinks), default=0.0))
     if verdict == "loss-scale" and any(s.kind in ("parameter", "buffer") for s in sinks):
         fix = Fix(edit="", advice=STEPPED)
-    elif verdict == "overflow" and grew_over_steps(record.sizes, site.step):
-        fix = Fix(edit="", advice=DIVERGED)
+    elif growth:
+        fix, why = Fix(edit="", advice=DIVERGED), f"{growth} {why}"
     return _at(
         site,
         verdict=verdict,
@@ -261,7 +264,9 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
             rank=site.rank,
             why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
             f"of {first.dtype} at the weight, and were rounded away.",
-            fix=Fix(
+            fix=Fix(edit="", advice="keep in fp32 what is updated, and hand out a copy of it in 16 bit.")
+            if site.phase == "forward"
+            else Fix(
                 edit="params=bf16, master=split" if first.dtype == "bf16" else "params=fp16, master=fp32",
                 advice="keep the weights in fp32, or use mezzo.optim, which keeps what 16 bits cannot hold.",
             ),

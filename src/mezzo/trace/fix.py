@@ -32,10 +32,13 @@ class Fix:
 
 
 def edit_of(site: Site) -> str:
-    """Return the smallest fp32 rule that covers what ran at a place; no rule on ops reaches the program's own lines in backward."""
+    """Return the smallest fp32 rule that covers what ran at a place; empty where none does.
+
+    No rule on ops reaches the program's own lines in backward, nor what stands outside of models and regions.
+    """
     if site.module:
         return write_module_rule(ModuleRule(pattern=site.module, precision=Rule.FP32))
-    if site.is_own:
+    if site.is_own or not site.is_ruled:
         return ""
     known = next((name for name in (site.called, site.op) if name in known_ops()), None)
     return "" if known is None else f"op:{write_op_rule(known, Rule.FP32)}"
@@ -76,23 +79,25 @@ STEPPED = (
     "scaler.step(optimizer), which leaves such steps out."
 )
 """For a loss scale that was too high and that nobody guarded."""
-DIVERGED = "sizes grew from step to step before this: lower the learning rate, warm it up, or clip the gradients."
+DIVERGED = (
+    "training diverges: lower the learning rate, warm it up, or clip the gradients; no rule of a policy repairs this."
+)
 """For an overflow at the end of steps that grew."""
 _NEAR = 0.1
 """A negative argument of a logarithm or power that is further from 0 is no cancellation; roots are taken of variances, of any size."""
 _ROOTS = frozenset({"sqrt", "rsqrt", "log", "log2", "log10", "pow"})
 
 
-def fix_for(verdict: Verdict, event: Event) -> Fix:
-    """Return what removes a fault of this kind."""
+def fix_for(verdict: Verdict, event: Event, loss: float = 0.0) -> Fix:
+    """Return what removes a fault of this kind, which made a loss of this size in an fp32 run non-finite."""
     if event.site.phase == "optimizer" and verdict in ("underflow", "singularity"):
         return _fix_update(event)
     is_narrow = any(t.dtype in _LOW_NAMES for t in (*event.inputs, *event.outputs))
-    if event.site.is_own and not event.site.module and is_narrow and verdict in ("overflow", "underflow"):
-        return Fix(edit="", advice=f"no rule reaches the program's own lines in backward: write .float() there before {event.site.op}, or bound "
-                    "what it is given.")  # fmt: skip
+    is_far = not event.site.module and (event.site.is_own or not event.site.is_ruled)
+    if is_far and is_narrow and verdict in ("overflow", "underflow") and not _narrowed_by_hand(event):
+        return _fix_out_of_reach(event)
     fixes: dict[Verdict, Callable[[Event], Fix]] = {
-        "overflow": _fix_overflow,
+        "overflow": lambda e: _fix_overflow(e, loss),
         "underflow": _fix_underflow,
         "singularity": _fix_singularity,
         "inherited": lambda e: Fix(edit="", advice=_inherited_advice(e)),
@@ -100,6 +105,25 @@ def fix_for(verdict: Verdict, event: Event) -> Fix:
         "exploding": lambda _: Fix(edit="", advice=_LAYERS),
     }
     return fixes[verdict](event)
+
+
+def _narrowed_by_hand(event: Event) -> Site | None:
+    """Return where the program itself casts what failed to 16 bit; None where it does not."""
+    sites = (*(event.flush.made_by if event.flush else ()), event.site)
+    return next((s for s in sites if s.op == "to" and s.phase == "forward" and s.called in CASTS), None)
+
+
+def _fix_out_of_reach(event: Event) -> Fix:
+    """Fix a loss of precision where no rule of a policy holds: the program has to widen what it computes there."""
+    flush = event.flush
+    first = next((s for s in (*flush.made_by, flush.site) if not s.is_ruled), event.site) if flush else event.site
+    if first.is_ruled:  # its own line in a backward
+        return Fix(edit="", advice=f"no rule reaches the program's own lines in backward: write .float() there before {event.site.op}, or bound "
+                    "what it is given.")  # fmt: skip
+    name = "the value" if first.op == "to" else f"what {first.op} is given"
+    better = f"; or better {event.fused}" if event.fused else ""
+    return Fix(edit="", advice=f"no rule reaches what stands outside of models and regions: write .float() on {name} at {first.frame}, or "
+                f"bound the argument of {event.site.op}{better}.")  # fmt: skip
 
 
 def _fix_update(event: Event) -> Fix:
@@ -111,17 +135,17 @@ def _fix_update(event: Event) -> Fix:
     return Fix(edit="", advice="give the optimizer an eps above 0, for example eps=1e-8.")
 
 
-def _fix_overflow(event: Event) -> Fix:
+def _fix_overflow(event: Event, loss: float) -> Fix:
     if event.site.op == "to" and event.site.phase == "backward":
         return Fix(edit="", advice=f"the gradient is narrowed on its way out of {event.site.path}, because what feeds it "
                     "is 16 bit: give that, the module or op before it, an fp32 rule too.")  # fmt: skip
-    if event.site.op == "to" and event.site.called in CASTS:
+    if _narrowed_by_hand(event) is event.site:
         return Fix(edit="", advice=f"no rule undoes what {event.site.called}() narrows at {event.site.user or event.site.library}: "
                     f"leave {event.leaf or 'the value'} in fp32 there, or use bf16, whose range is that of fp32.")  # fmt: skip
     widest = next((w for w in event.wide if w.is_finite), None)
     if event.outputs[0].dtype in _LOW_NAMES and (widest is None or widest.dtype == "fp32"):
         edit = _edits([event.site, *event.followers])
-        if widest is not None and edit.startswith("op:") and _is_slope_too_large(event, widest.amax):
+        if widest is not None and edit.startswith("op:") and _is_slope_too_large(event, widest.amax, loss):
             return Fix(edit="compute=bf16", advice=f"{edit} makes the forward finite alone: the gradient of {event.site.op} is as large as its "
                         f"result, {number(widest.amax)}, which {event.outputs[0].dtype} does not hold; or bound the argument.")  # fmt: skip
         return Fix(
@@ -143,15 +167,15 @@ _OWN_SLOPE = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 """Functions whose derivative is as large as their value."""
 
 
-def _is_slope_too_large(event: Event, top: float) -> bool:
-    """Say whether the gradient of a function overflows where it was 16 bit, also of a mean over as many values as the format goes."""
-    return event.tracked and event.site.op in _OWN_SLOPE and top > format_of(narrow_dtype(event)).max ** 2
+def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
+    """Say whether the gradient of a function overflows where it was 16 bit: that of a sum, or of a mean over as many values as the format goes."""
+    limit = format_of(narrow_dtype(event)).max
+    return event.tracked and event.site.op in _OWN_SLOPE and (top > limit**2 or limit < loss < math.inf)
 
 
 def _fix_underflow(event: Event) -> Fix:
     """Fix a loss of precision where it happened, and in the op that failed on it."""
-    flush = event.flush
-    cast = next((site for site in flush.made_by if site.op == "to"), None) if flush else None
+    flush, cast = event.flush, _narrowed_by_hand(event)
     if flush is not None and cast is not None:
         return Fix(edit="", advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
                     f"value in fp32 there, or bound the result of {flush.site.op} away from 0.")  # fmt: skip
@@ -209,7 +233,7 @@ def _singular_advice(event: Event) -> str:
     names = [event.site.op, event.site.called] + [plain_name(event.kernel)] * is_forward
     if event.site.op == "div" and is_forward and ("other", 0.0) in event.offending and len(event.inputs) == 1:
         return f"the divisor is the number 0: divide by max(divisor, {eps:g})."
-    name = "softmax" if event.full_rows else next((n for n in names if n in _SINGULAR), "")
+    name = next((n for n in names if n in _SINGULAR), "softmax" if event.full_rows else "")
     if not name:
         values = ", ".join(f"{n}={number(v)}" for n, v in event.offending)
         what = "value" if is_forward else "derivative"

@@ -94,7 +94,11 @@ class LintWatch:
             return
         wide = source.to(widest(source.device))
         top = amax(wide)
-        whole = math.isfinite(top) and top > exact_integers(low.dtype) and bool((wide == wide.round()).all())
+        # fp32 has nothing but whole numbers beyond those that it holds exactly
+        is_count = not source.is_floating_point() or top < exact_integers(torch.float32)
+        whole = (
+            is_count and math.isfinite(top) and top > exact_integers(low.dtype) and bool((wide == wide.round()).all())
+        )
         if whole and bool((low.to(wide.dtype) != wide).any()):
             self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel)
 

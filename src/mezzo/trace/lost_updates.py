@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
+from .frames import Owner, caller
 from .measure import amax, rerun_wide
 from .ops import Call
 from .records import Flush, FlushedGradient, LostUpdate, Site
@@ -110,11 +112,19 @@ def _rescue(wide: Tensor, lost: Tensor) -> float:
     return 2.0 ** max(1, min(wanted, room))
 
 
+_ADDITIONS = frozenset({"add", "sub", "lerp", "addcmul", "addcdiv"})
+_TOLD = 64
+
+
 class UpdateWatch:
-    """Compares what one optimizer step meant to write, in fp32, with what 16-bit weights hold after it."""
+    """Compares what one optimizer step meant to write, in fp32, with what 16-bit weights hold after it.
+
+    So it does with what a program adds by hand, outside of modules, to a weight or a running average, from the second time on.
+    """
 
     def __init__(self) -> None:
         self.lost: list[LostUpdate] = []
+        self._by_hand: StorageNotes[int] = StorageNotes()
         self._before: dict[int, Tensor] = {}
         self._intended: dict[int, Tensor] = {}
 
@@ -144,6 +154,27 @@ class UpdateWatch:
             if before is not None:
                 meant = want != before.float()
                 self._intended[id(tensor)] = self._intended.get(id(tensor), torch.zeros_like(meant)) | meant
+
+    def see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
+        """Take in an op outside of modules and optimizers. Syncs: where it adds to 16 bit that no gradient goes through."""
+        is_addition = bool(call.facts.writes) and call.facts.name.removeprefix("foreach_") in _ADDITIONS
+        if not is_addition or len(self.lost) >= _TOLD or caller() is Owner.MEZZO:
+            return
+        before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
+        kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES and t.numel() > 1]
+        wide = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float32) if kept else None
+        if wide is None or any(t.requires_grad and torch.is_grad_enabled() for t in kept):
+            return
+        for tensor, want in zip(call.out, wide, strict=True):
+            old = before[id(tensor)]
+            meant = want != old.float()
+            intended, lost = int(meant.sum()), int((meant & (tensor.detach() == old)).sum())
+            times = (self._by_hand.get(tensor) or 0) + 1 if 2 * lost > intended else 0
+            self._by_hand.note(tensor, times)
+            if times > 1:
+                name = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
+                self.lost.append(LostUpdate(name=name, dtype=dtype_name(tensor.dtype), optimizer="the program", intended=intended,
+                                            lost=lost, site=site))  # fmt: skip
 
     def end(self, optimizer: torch.optim.Optimizer, names: dict[int, str], site: Site) -> None:
         """Count what was lost in the step that ended. Syncs: yes."""

@@ -13,6 +13,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import storage_id
+from ..binding import innermost, record
 
 
 def tensors_in(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -66,6 +67,14 @@ class Place:
 
 
 OUTSIDE = Place()
+
+
+def _prepared_around(module: nn.Module) -> nn.Module:
+    """Return the prepared model that a module called by itself is a part of, whose names rules match; else the module."""
+    bound = record(module)
+    stepper = bound.binding.owner() if bound is not None and bound.binding.owner is not None else None
+    root = module if stepper is None else innermost(stepper.model)
+    return root if any(part is module for part in root.modules()) else module
 
 
 class ModuleStack:
@@ -126,7 +135,7 @@ class ModuleStack:
     def _place_of(self, module: nn.Module) -> Place:
         above = self.place
         if id(module) not in self._names and not self._stack:
-            self._learn(module)
+            self._learn(_prepared_around(module))
         cls = type(module).__name__
         root, name = self._names.get(id(module), (above.root, f"{above.module}.<{cls}>".lstrip(".")))
         return Place(root, name, (*above.classes, cls))

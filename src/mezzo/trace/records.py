@@ -45,6 +45,7 @@ class Site:
         step: optimizer steps before this one, skipped ones counted.
         rank: of this process.
         own_node: of what the program's own lines ran in backward, the Function whose backward they are, or the op they hook; else empty.
+        is_ruled: whether a policy's rules reach it: it ran inside a module, or in a region.
     """
 
     phase: Phase
@@ -58,6 +59,7 @@ class Site:
     step: int
     rank: int
     own_node: str = ""
+    is_ruled: bool = True
 
     @property
     def is_own(self) -> bool:
@@ -85,10 +87,7 @@ class TensorFacts:
         shape: sizes.
         device: as torch prints it.
         amax: largest finite magnitude.
-        nan: count.
-        posinf: count.
-        neginf: count.
-        zeros: count.
+        nan, posinf, neginf, zeros: counts.
     """
 
     name: str
@@ -215,6 +214,7 @@ class Sink:
         step: as in `Site`.
         after: number of events before it.
         is_loss: one number that leads to gradients, which the host read.
+        reference: of a loss, its size in an fp32 run, without the loss scale; 0 where that is not known.
     """
 
     kind: SinkKind
@@ -223,6 +223,7 @@ class Sink:
     step: int
     after: int
     is_loss: bool = False
+    reference: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +264,7 @@ class LostUpdate:
     Attributes:
         name: of the parameter.
         dtype: short name.
-        optimizer: class name.
+        optimizer: class name; "the program" where the program updates it itself.
         intended: elements whose update, computed in fp32, is not zero.
         lost: those of them whose stored value did not change.
         site: of the optimizer step.

@@ -74,7 +74,8 @@ def _inherited(event: Event) -> str:
 
 def _mixed(event: Event) -> str:
     if event.full_rows:
-        return f"every entry of {event.full_rows} row{'s' * (event.full_rows > 1)} is -inf, so there is nothing to share out: 0/0."
+        follows = "nothing to share out: 0/0" if event.outputs[0].nan else "no sum to take the logarithm of"
+        return f"every entry of {event.full_rows} row{'s' * (event.full_rows > 1)} is -inf, so there is {follows}."
     values = ", ".join(f"{name}={number(v)}" for name, v in event.offending)
     return f"infinities written on purpose meet and give NaN{' at ' + values if values else ''}."
 
