@@ -102,6 +102,18 @@ def test_it_is_the_same_without_gradients(policy: str, rows: int) -> None:
     torch.testing.assert_close(plain, wide(x.float()).to(BF16), rtol=torch.finfo(BF16).eps, atol=0)
 
 
+def test_evaluation_of_a_small_input_copies_nothing() -> None:
+    """A copy to fp32 and back costs more than the norm there. What is trained keeps to one kernel, which a checkpoint needs."""
+    norm = nn.LayerNorm(64)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(8, 64).to(BF16)
+    wide = norm(x.float()).to(BF16)
+    with torch.no_grad(), Ops() as seen:
+        out = layer_norm(norm.eval(), x)
+    assert seen.seen == [("native_layer_norm", BF16)]
+    torch.testing.assert_close(out, wide, rtol=torch.finfo(BF16).eps, atol=0)
+
+
 def test_penalty_through_a_layer_norm() -> None:
     norm = nn.LayerNorm(8)
     nn.init.normal_(norm.weight)

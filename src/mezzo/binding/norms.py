@@ -84,9 +84,10 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     shape, weight, bias, eps = list(module.normalized_shape), module.weight, module.bias, module.eps
     if _sums_in_fp32(x, weight, bias):
         return F.layer_norm(x, shape, weight, bias, eps)
-    if x.numel() < SMALL:
+    has_grad = torch.is_grad_enabled()
+    if x.numel() < SMALL and (has_grad or module.training):  # a checkpoint's first run gives what its second does
         return torch.layer_norm(x.float(), shape, _wide(weight), _wide(bias), eps).to(x.dtype)
-    if not torch.is_grad_enabled():
+    if not has_grad:
         return _forward(x, shape, weight, bias, eps)[0]
     out: Tensor = _LayerNorm.apply(x, shape, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch's own
     return out
