@@ -1,10 +1,11 @@
 """Before and after: one workload by the code of two checkouts in turn, each in a process of its own.
 
-Run: `python benchmarks/paired.py BEFORE AFTER WORKLOAD [--variants prepare-master] [--points LABEL] [--rounds 11] [--threads 2] [--quick]`
+Run: `python benchmarks/paired.py BEFORE AFTER WORKLOAD [--variants prepare-master] [--points LABEL] [--rounds 11] [--pairs 1] [--threads 2] [--quick]`
 
 BEFORE and AFTER are folders of checkouts, or commits of this one. Both get the numbers of this checkout's workload, and every round swaps
-who begins. It prints one line a point and variant: the median of the rounds' ratios, before over after, so that more than 1 is faster
-after; the middle half of the ratios; and one line of JSON. A variant that has another name before is found by it.
+who begins. Of equal processes one may be some percent slower all along: `--pairs` takes the rounds again with new ones. It prints one line
+a point and variant: the median of the rounds' ratios, before over after, so that more than 1 is faster after; the middle half of the
+ratios; and one line of JSON. A variant that has another name before is found by it.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["prepare-master"])
     parser.add_argument("--points", nargs="+", help="labels; all without it")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of new processes, each for all rounds")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
@@ -112,7 +114,11 @@ def main() -> None:
     with source_of(asked.before) as before, source_of(asked.after) as after:
         for point in asked.points or known:
             for variant in asked.variants:
-                seconds = paired((before, after), {**job, "variant": variant}, point, asked.rounds)
+                pairs = [
+                    paired((before, after), {**job, "variant": variant}, point, asked.rounds)
+                    for _ in range(asked.pairs)
+                ]
+                seconds = [both for pair in pairs for both in pair]
                 row = summary(seconds)
                 print(
                     f"{asked.workload} {point}, {variant}: {row['ratio']:.3f}x ({row['low']:.3f}-{row['high']:.3f}), "

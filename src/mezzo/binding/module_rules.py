@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._torch import TREE_NODES, num_function_modes, own_parameters, tree_map_only
+from .._torch import TREE_NODES, num_function_modes, own_parameters
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
 from .norms import layer_norm
@@ -55,8 +55,9 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return {key: cast_floating(item, dtype) for key, item in value.items()}
     if value is None or isinstance(value, (bool, int, float, str, torch.Size)):
         return value
-    if type(value) in TREE_NODES:
-        return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), value)
+    if (node := TREE_NODES.get(type(value))) is not None:
+        items, context = node.flatten_fn(value)
+        return node.unflatten_fn([cast_floating(item, dtype) for item in items], context)
     return _cast_unregistered(value, dtype)
 
 
@@ -83,7 +84,7 @@ def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
         for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
             nest[key] = cast_floating(item, dtype)
         return nest
-    return tree_map_only(Tensor, lambda tensor: cast_floating(tensor, dtype), value)
+    return value
 
 
 def run_ruled(
