@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..errors import StepError
 from ..loss_scale import StepScaling, parameters
 from .engine import Engine
-from .grad_edits import clamp_
+from .grad_passes import clamp_
 from .gradients import OptimizerGrads
 from .result import StepFlags, StepResult
 from .update import Clip, true_grads_for

@@ -20,13 +20,14 @@ from ..loss_scale import LossScale, NoScaling, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
 from .foreign_scaler import refuse_stranger
+from .grad_passes import GradStats
 from .gradients import Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
-from .result import GradStats, Skip, StepFlags, StepResult, check_grads
+from .result import Skip, StepFlags, StepResult, check_grads
 from .update import Clip, Stepped, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]
@@ -302,7 +303,13 @@ class Engine:
         written = self.buffers.written() if self.buffers.slots and self.policy.guard.restore_buffers else []
         flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers), max_norm)
         guard = self.guard
-        stats = GradStats.of(grads, self.names, self.gradients.stamps, count=guard.state.is_troubled)
+        stats = GradStats(
+            params=[p for one in grads for p in one.params],
+            names=self.names,
+            norms=[one.check.norms for one in grads],
+            counts=[one.check.count_nonfinite() for one in grads] if guard.state.is_troubled else None,
+            stamps=self.gradients.stamps,
+        )
         return flags, StepResult(flags, stats, guard.last, is_captured=self.is_captured)
 
     def finish_step(

@@ -23,14 +23,13 @@ from ..loss_scale import (
     either,
     host_decides,
     is_bad,
-    parameters,
     without,
 )
 from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
-from .grad_edits import measure_flush, true_gradients
-from .leftovers import Leftovers, forget_zeroed, is_stale
+from .grad_passes import measure_flush, true_gradients
+from .leftovers import Leftovers, forget_zeroed, is_stale, why_no_gradients
 
 
 @read_only
@@ -289,7 +288,7 @@ class Gradients:
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
         if not found:
             was_reached = not self._versions.stamps.keys().isdisjoint(map(id, self.parameters()))
-            raise StepError(_why_no_gradients(self._model, list(chosen.values()), self._names, was_reached=was_reached))
+            raise StepError(why_no_gradients(self._model, list(chosen.values()), self._names, was_reached=was_reached))
         if pending.stale:
             self._leftovers.refuse_stale(pending, [p for one in found for p in one.params])
         return found
@@ -361,40 +360,3 @@ class Gradients:
 
     def _name(self, param: Tensor) -> str:
         return self._names.get(param, "a parameter")
-
-
-def _why_no_gradients(
-    model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], *, was_reached: bool
-) -> str:
-    """Return the sentence that says which of the causes it is: nothing trainable, strangers, or out of reach."""
-    params = [p for optimizer in optimizers for p in parameters(optimizer)]
-    known = set(model.parameters())
-    trainable = [p for p in params if p.requires_grad]
-    if not trainable:
-        return (
-            f"step() found no gradients: all {len(params)} parameters of the optimizer are frozen (requires_grad=False). "
-            "Unfreeze some, or give the optimizer the trainable ones."
-        )
-    strangers = [p for p in trainable if p not in known]
-    if len(strangers) == len(trainable):
-        return (
-            f"step() found no gradients: none of the optimizer's {len(trainable)} trainable parameters belongs to the "
-            "prepared model; the model was copied or replaced after the optimizer was made. "
-            "Make the optimizer from model.parameters() of the prepared model."
-        )
-    reached = [p for p in known if p.grad is not None]
-    if reached:
-        return (
-            f"step() found no gradients: the loss reaches {len(reached)} parameters of the model, but none of the "
-            f"optimizer's {len(trainable)} ({listed([names[p] for p in trainable])}). "
-            "Step the optimizer whose parameters this loss trains, or check where the graph is cut."
-        )
-    if not was_reached:
-        return (
-            f"step() found no gradients: backward(loss) reached none of the optimizer's {len(trainable)} trainable parameters: "
-            "the loss was made by another model, or behind a detach(). Hand over a loss that this model made."
-        )
-    return (
-        f"step() found no gradients: those that backward(loss) left on the optimizer's {len(trainable)} parameters were "
-        "dropped before step(). Call amp.zero_grad() after step(), or before the first backward(loss)."
-    )

@@ -1,17 +1,17 @@
-"""What earlier steps left in gradients, and what a backward pass may add to."""
+"""What earlier steps left in gradients, what a backward pass may add to, and why there may be none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import StepError, listed
 from ..kernels import move
 from ..loss_scale import AccumulationState, parameters
 from ..stamp import Stamp
-from .grad_edits import multiply_
+from .grad_passes import multiply_
 
 
 class Leftovers:
@@ -142,3 +142,40 @@ def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[
     for p in zeroed:
         del pending.stale[p]
     return zeroed
+
+
+def why_no_gradients(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], *, was_reached: bool
+) -> str:
+    """Return the sentence that says which of the causes it is: nothing trainable, strangers, or out of reach."""
+    params = [p for optimizer in optimizers for p in parameters(optimizer)]
+    known = set(model.parameters())
+    trainable = [p for p in params if p.requires_grad]
+    if not trainable:
+        return (
+            f"step() found no gradients: all {len(params)} parameters of the optimizer are frozen (requires_grad=False). "
+            "Unfreeze some, or give the optimizer the trainable ones."
+        )
+    strangers = [p for p in trainable if p not in known]
+    if len(strangers) == len(trainable):
+        return (
+            f"step() found no gradients: none of the optimizer's {len(trainable)} trainable parameters belongs to the "
+            "prepared model; the model was copied or replaced after the optimizer was made. "
+            "Make the optimizer from model.parameters() of the prepared model."
+        )
+    reached = [p for p in known if p.grad is not None]
+    if reached:
+        return (
+            f"step() found no gradients: the loss reaches {len(reached)} parameters of the model, but none of the "
+            f"optimizer's {len(trainable)} ({listed([names[p] for p in trainable])}). "
+            "Step the optimizer whose parameters this loss trains, or check where the graph is cut."
+        )
+    if not was_reached:
+        return (
+            f"step() found no gradients: backward(loss) reached none of the optimizer's {len(trainable)} trainable parameters: "
+            "the loss was made by another model, or behind a detach(). Hand over a loss that this model made."
+        )
+    return (
+        f"step() found no gradients: those that backward(loss) left on the optimizer's {len(trainable)} parameters were "
+        "dropped before step(). Call amp.zero_grad() after step(), or before the first backward(loss)."
+    )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
@@ -15,11 +12,11 @@ from torch import Tensor
 
 from ..distributed import RankConsensus
 from ..errors import StepError
-from ..kernels import choose, constant, decision_slots, local, move, norm_and_finite, num_decided, pack_decision
+from ..kernels import choose, constant, decision_slots, move, norm_and_finite, num_decided, pack_decision
 from ..loss_scale import AccumulationState, Flag, either, host_decides, is_bad, without
 from ..read_only import read_only
-from ..stamp import Stamp
 from .combine import Findings, combine
+from .grad_passes import GradStats
 from .gradients import OptimizerGrads
 
 Skip = Literal["together", "independent"]
@@ -193,64 +190,6 @@ def _decide_on_device(
 def _on_device(home: torch.device, value: Tensor | float) -> Tensor:
     """Return a number or a flag as a tensor of shape (). Syncs: no."""
     return move(value, home).reshape(()) if isinstance(value, Tensor) else constant(float(value), home)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class GradStats:
-    """The gradients behind a result, by parameter.
-
-    Attributes:
-        params: that had gradients.
-        names: of parameters.
-        norms: of each optimizer's gradients, each of shape (number of gradients,), fp32, or as many numbers: the norm of each.
-        counts: as `norms`, int64: inf and NaN in each, where they were counted in the step.
-        stamps: of each gradient as it was, by the parameter's id.
-    """
-
-    params: Sequence[Tensor]
-    names: Mapping[Tensor, str]
-    norms: Sequence[Tensor | array[float]]
-    counts: Sequence[Tensor] | None
-    stamps: Mapping[int, Stamp]
-
-    @classmethod
-    def of(
-        cls, grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str], stamps: Mapping[int, Stamp], count: bool
-    ) -> GradStats:
-        """Return those of each optimizer that has any; `count` counts inf and NaN now, in a second pass. Syncs: no."""
-        return cls(
-            params=[p for one in grads for p in one.params],
-            names=names,
-            norms=[one.check.norms for one in grads],
-            counts=[one.check.count_nonfinite() for one in grads] if count else None,
-            stamps=stamps,
-        )
-
-    def replayed(self) -> GradStats:
-        """Return those of a replay that was just queued; the next one overwrites them. Syncs: no."""
-        return replace(self, norms=[torch.as_tensor(norms).clone() for norms in self.norms], counts=None, stamps={})
-
-    def nonfinite(self) -> dict[str, int | None]:
-        """Return the parameters whose gradients are not finite, and how many elements are not.
-
-        None stands for at least one: the gradient was gone, or written, before anybody asked. Syncs: yes.
-        """
-        bad = [not math.isfinite(norm) for norms in self.norms for norm in norms.tolist()]
-        counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]
-        return {
-            self.names.get(p, "a parameter"): counts[index] if counts is not None else self._count(p)
-            for index, p in enumerate(self.params)
-            if bad[index]
-        }
-
-    def _count(self, param: Tensor) -> int | None:
-        stamp = self.stamps.get(id(param))
-        grad = None if stamp is None else stamp.tensor()
-        if stamp is None or grad is None or not stamp.is_current(grad):
-            return None
-        # Of a sharded gradient the part here: one rank may ask alone, so nobody waits for the others.
-        values = grad.coalesce().values() if grad.is_sparse else local(grad)
-        return int((~values.isfinite()).sum())
 
 
 class StepResult:

@@ -33,7 +33,7 @@ from ..optim import keeps_masters, wrapped_optimizer
 from ..policy import ScalingConfig
 from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
-from .grad_edits import clamp_, multiply_
+from .grad_passes import clamp_, multiply_
 from .gradients import OptimizerGrads
 from .result import Skip, StepFlags
 

@@ -1,10 +1,13 @@
-"""What is done to the gradients of a step between backward and update: measured, shown as they are, multiplied, clamped."""
+"""Passes over the gradients of a step beside its update: measured, shown as they are, multiplied, clamped, counted."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from .._torch import foreach_mul_, sparse_values
 from ..errors import StepError
 from ..kernels import factor_for, is_dtensor, local, move
 from ..loss_scale import AccumulationState
+from ..stamp import Stamp
 
 _log = logging.getLogger("mezzo.step")
 _PROBE = 2.0**24
@@ -118,3 +122,48 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
 
 def _distinct(grads: Iterable[Tensor]) -> Iterable[Tensor]:
     return {id(grad): local(grad) for grad in grads}.values()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class GradStats:
+    """The gradients behind a result, by parameter.
+
+    Attributes:
+        params: that had gradients.
+        names: of parameters.
+        norms: of each optimizer's gradients, each of shape (number of gradients,), fp32, or as many numbers: the norm of each.
+        counts: as `norms`, int64: inf and NaN in each, where they were counted in the step.
+        stamps: of each gradient as it was, by the parameter's id.
+    """
+
+    params: Sequence[Tensor]
+    names: Mapping[Tensor, str]
+    norms: Sequence[Tensor | array[float]]
+    counts: Sequence[Tensor] | None
+    stamps: Mapping[int, Stamp]
+
+    def replayed(self) -> GradStats:
+        """Return those of a replay that was just queued; the next one overwrites them. Syncs: no."""
+        return replace(self, norms=[torch.as_tensor(norms).clone() for norms in self.norms], counts=None, stamps={})
+
+    def nonfinite(self) -> dict[str, int | None]:
+        """Return the parameters whose gradients are not finite, and how many elements are not.
+
+        None stands for at least one: the gradient was gone, or written, before anybody asked. Syncs: yes.
+        """
+        bad = [not math.isfinite(norm) for norms in self.norms for norm in norms.tolist()]
+        counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]
+        return {
+            self.names.get(p, "a parameter"): counts[index] if counts is not None else self._count(p)
+            for index, p in enumerate(self.params)
+            if bad[index]
+        }
+
+    def _count(self, param: Tensor) -> int | None:
+        stamp = self.stamps.get(id(param))
+        grad = None if stamp is None else stamp.tensor()
+        if stamp is None or grad is None or not stamp.is_current(grad):
+            return None
+        # Of a sharded gradient the part here: one rank may ask alone, so nobody waits for the others.
+        values = grad.coalesce().values() if grad.is_sparse else local(grad)
+        return int((~values.isfinite()).sum())

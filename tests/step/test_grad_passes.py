@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import StepError
-from mezzo.step.grad_edits import clamp_, multiply_
+from mezzo.step.grad_passes import clamp_, multiply_
 
 
 def gradients() -> list[Tensor]:
