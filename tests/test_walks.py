@@ -15,7 +15,7 @@ import torch
 import mezzo
 
 ROOT = str(Path(mezzo.__file__).parent)
-AT_MOST = {"forward": 5, "backward": 4, "step": 14, "op": 4}
+AT_MOST = {"forward": 5, "backward": 4, "step": 12, "op": 4}
 
 
 def files_entered(call: Callable[[], object]) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import is_
 from types import ModuleType
 from typing import Any, overload
@@ -13,38 +13,24 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .._torch import global_post_hooks, global_pre_hooks, profiled_step, profiler_enabled, step_hooks
+from .._torch import global_post_hooks, global_pre_hooks, local_tensor, profiled_step, profiler_enabled, step_hooks
 from ..errors import ConfigError, MasterError
-from ..formats import describe
 from ..kernels import (
     AUX_STATE,
+    PLAIN,
     Operands,
     ScaledGradients,
+    any_dtensor,
     check_apart,
-    check_shape,
-    give_master_,
     like_dtensor,
     local,
-    read_master,
     registry,
     store_master,
 )
 from ..kernels.operands import operands
-from ..policy import Master
 from .checks import can_be_kept, check_dense, check_masters, check_options
-from .optimizer_state import (
-    OWN_OPTIONS,
-    Exact,
-    label_of,
-    mode_of,
-    moment_dtype,
-    own_state,
-    report,
-    seal_loaded,
-    take_master_,
-)
-from .param_batches import Active, GroupStep, KeptBatches, ParamBatch, aligned, batches_of
-from .saved_state import check_saved
+from .optimizer_state import KeepsMasters, mode_of, moment_dtype
+from .param_batches import Active, GroupStep, ParamBatch, aligned, batches_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -74,7 +60,76 @@ def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
     return bool(others or post or global_pre_hooks or global_post_hooks)
 
 
-class MasterOptimizer(torch.optim.Optimizer):
+class KeptBatches:
+    """The batches of a group, and what they were made of.
+
+    Args:
+        batches: of all its parameters with a gradient.
+        step: the group.
+        active: the parameters that have one.
+
+    Attributes:
+        batches: as given.
+    """
+
+    def __init__(self, batches: Sequence[ParamBatch], step: GroupStep, active: Sequence[Active]) -> None:
+        self.batches = batches
+        params = [one.param for one in active]
+        self._options, self._states = _options_of(step), [one.state for one in active]
+        self._has_grad = [grad is not None for grad in step.grads]
+        self._is_sharded = any_dtensor(params)
+        self._tensors = self._all(params)
+        self._can_last = all(type(t) in PLAIN for t in self._tensors)
+        if self._can_last:
+            # State that is held stays in memory, so that nothing else comes to lie where it lies.
+            self._held = [t.detach() for t in self._tensors[len(params) :]]
+            self._addresses = list(map(Tensor.data_ptr, self._tensors))
+            self._sizes = [t.nbytes for t in self._tensors[: len(params)]]
+            self._strides = [t.stride() for t in self._tensors[: len(params)] if not t.is_contiguous()]
+
+    def _all(self, params: Sequence[Tensor]) -> list[Any]:
+        tensors: list[Any] = [*params, *chain.from_iterable(map(dict.values, self._states))]
+        return [local_tensor(t) for t in tensors] if self._is_sharded else tensors
+
+    def fits(self, step: GroupStep) -> bool:
+        """Whether the batches are what they would be if they were made anew.
+
+        Parameters and states must lie where they did: somebody may have loaded, moved or replaced them. Plain loops over
+        methods of tensors, since this runs in every step. Syncs: no.
+
+        Args:
+            step: the group.
+        """
+        if not self._can_last or _options_of(step) != self._options:
+            return False
+        if [grad is not None for grad in step.grads] != self._has_grad:
+            return False
+        given = [grad for grad in step.grads if grad is not None]
+        if not self._is_sharded and not all([type(grad) is Tensor and grad.layout is torch.strided for grad in given]):
+            return False
+        active = [p for p, grad in zip(step.group["params"], step.grads, strict=True) if grad is not None]
+        tensors = self._all(active)
+        return (
+            len(tensors) == len(self._tensors)
+            and all(map(is_, tensors, self._tensors))
+            and list(map(Tensor.data_ptr, tensors)) == self._addresses
+            and [t.nbytes for t in tensors[: len(active)]] == self._sizes
+            and self._lie_as_before(tensors[: len(active)])
+        )
+
+    def _lie_as_before(self, params: Sequence[Tensor]) -> bool:
+        if not self._strides:
+            return all(map(Tensor.is_contiguous, params))
+        return [t.stride() for t in params if not t.is_contiguous()] == self._strides
+
+
+def _options_of(step: GroupStep) -> tuple[object, ...]:
+    """Return what of a group decides over its batches."""
+    group = step.group
+    return step.offset, step.names, group["master"], group["state_dtype"], group["rounding_seed"]
+
+
+class MasterOptimizer(KeepsMasters):
     """Base of the optimizers whose weights may be 16 bit and whose updates are fp32.
 
     A guard may set three attributes before `step` and must delete them after it. All are tensors that the host
@@ -88,8 +143,6 @@ class MasterOptimizer(torch.optim.Optimizer):
     definition: ModuleType
     """What defines it; torch.compile makes a kernel of that itself."""
     _step_supports_amp_scaling = True
-    saves_own_options: bool = True
-    """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
     counts_moments: bool = False
     """Whether a step count is that of the moments, and begins when they do."""
     moves_versions = True
@@ -104,10 +157,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._plans: dict[int, KeptBatches] = {}
         self._options: dict[int, tuple[list[Any], tuple[tuple[str, ...], Any]]] = {}
         self._entries: list[dict[str, Any]] = []
-
-    @abstractmethod
-    def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the running means that a parameter of this group has in its state."""
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Any:
@@ -178,54 +227,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
-
-    def master(self, param: Tensor) -> Tensor:
-        """Return the fp32 value that a parameter stands for.
-
-        Args:
-            param: a parameter of this optimizer.
-
-        Returns:
-            Its shape; fp32, or fp64 for an fp64 parameter. Before the first step, and for stochastic masters, the
-            weight itself in fp32. Not a copy where the parameter is its own master.
-
-        Syncs: no.
-        """
-        mode, aux = self.aux_state(param)
-        part = read_master(mode, local(param.detach()), None if aux is None else local(aux))
-        return like_dtensor(part, param)
-
-    @torch.no_grad()
-    def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
-
-        Args:
-            masters: for each parameter of this optimizer that is named, its value; same shape, fp32.
-
-        Raises:
-            ConfigError: not a parameter of this optimizer.
-            OperandError: a master of another shape than its parameter.
-
-        Writes: the parameters, and their aux state. Syncs: no.
-        """
-        for param, master in masters.items():
-            check_shape(label_of(self, param), "master", master, param)
-        for param, master in masters.items():
-            mode = mode_of(param, self._group_of(param))
-            aux = give_master_(mode, local(param), local(master.to(param.device)))
-            if aux is not None:
-                self.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
-
-    def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
-        """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
-        mode = mode_of(param, self._group_of(param))
-        return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
-
-    def _group_of(self, param: Tensor) -> dict[str, Any]:
-        for group in self.param_groups:
-            if any(param is p for p in group["params"]):
-                return group
-        raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
 
     def why(self) -> list[str]:
         """Return one line for each kind of parameter: which kernel takes its step, and what decided."""
@@ -302,7 +303,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         scale, clip, found = (getattr(self, name, None) for name in ("grad_scale", "clip_coef", "found_inf"))
         given: Any = [step.grads[index] for index in batch.indices]
         grads = ScaledGradients(
-            values=aligned(given, batch.orders),
+            values=aligned(given, batch.orders) if batch.needs_views else given,
             inv_scale=None if scale is None else scale.to(home, torch.float32).reciprocal(),
             clip_coef=None if clip is None else clip.to(home, torch.float32),
             found_inf=None if found is None else found.to(home),
@@ -331,63 +332,3 @@ class MasterOptimizer(torch.optim.Optimizer):
                 aux = store_master(mode, local(p.detach()).to(torch.float32), p.dtype, None)[1]
                 assert aux is not None
                 state[AUX_STATE[mode]] = like_dtensor(aux, p)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return state and options as torch's optimizers do; `torch.load(weights_only=True)` reads them back.
-
-        Returns:
-            The form of `torch.optim.Optimizer.state_dict`; each parameter has a step count of its own in it. Tensors are
-            not copied, except for those counts.
-
-        Syncs: no.
-        """
-        state_dict = super().state_dict()
-        state = {
-            index: {**entry, "step": entry["step"].clone()} if "step" in entry else entry
-            for index, entry in state_dict["state"].items()
-        }
-        if self.saves_own_options:
-            return {**state_dict, "state": state}
-        groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
-        return {**state_dict, "state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, also that of another master mode or of torch's own optimizer.
-
-        State of the same master mode and moment dtype is taken bit for bit. State of another is converted, as exactly
-        as the new mode allows, and each kind of conversion is logged. Load the weights first: a remainder
-        or compensation is part of a master only beside its weight.
-
-        Args:
-            state_dict: from `state_dict` of this class, or of the torch optimizer of the same name.
-
-        Raises:
-            CheckpointError: no state of such an optimizer; nothing was changed then.
-
-        Writes: state, options of the groups; the weights, where a conversion rounds their masters anew.
-        Syncs: yes.
-        """
-        check_saved(f"state of {type(self).__name__}", state_dict, self)
-        keep = self.register_load_state_dict_pre_hook(seal_loaded)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            keep.remove()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over pickled state, or what `load_state_dict` read."""
-        self._forget()
-        torch.optim.Optimizer.__setstate__(self, state)  # and not that of a torch optimizer that was taken over
-        clauses = [
-            self._unseal(p, group)
-            for group in self.param_groups
-            for p in group["params"]
-            if any(isinstance(item, Exact) for item in self.state.get(p, {}).values())
-        ]
-        report(clauses)
-
-    def _unseal(self, param: Tensor, group: Mapping[str, Any]) -> str:
-        entry = {name: item.tensor for name, item in self.state[param].items() if isinstance(item, Exact)}
-        aux, clause = take_master_(param, entry, mode_of(param, group))
-        self.state[param] = {**own_state(param, entry, self.moment_names(group), group), **aux}
-        return clause

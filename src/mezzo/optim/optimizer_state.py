@@ -1,8 +1,9 @@
-"""Optimizer state on its way out of a checkpoint: kept exactly, or converted to another master mode."""
+"""Optimizer state: the values that parameters stand for, saved, and loaded exactly or converted to another master mode."""
 
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import LOW_DTYPES
-from ..kernels import AUX_STATE, like_dtensor, local, read_master, store_master
+from ..errors import ConfigError
+from ..formats import LOW_DTYPES, describe
+from ..kernels import AUX_STATE, check_shape, give_master_, like_dtensor, local, read_master, store_master
 from ..policy import Master
+from .saved_state import check_saved
 
 _log = logging.getLogger("mezzo.optim")
 _LOSS = {
@@ -162,3 +165,126 @@ def and_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
                     if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found)
                 ]
     return found
+
+
+class KeepsMasters(torch.optim.Optimizer):
+    """An optimizer whose parameters may stand for fp32 values: reads, sets, saves and loads them."""
+
+    saves_own_options: bool = True
+    """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop what is kept from step to step: state was replaced."""
+
+    @abstractmethod
+    def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the running means that a parameter of this group has in its state."""
+
+    def master(self, param: Tensor) -> Tensor:
+        """Return the fp32 value that a parameter stands for.
+
+        Args:
+            param: a parameter of this optimizer.
+
+        Returns:
+            Its shape; fp32, or fp64 for an fp64 parameter. Before the first step, and for stochastic masters, the
+            weight itself in fp32. Not a copy where the parameter is its own master.
+
+        Syncs: no.
+        """
+        mode, aux = self.aux_state(param)
+        part = read_master(mode, local(param.detach()), None if aux is None else local(aux))
+        return like_dtensor(part, param)
+
+    @torch.no_grad()
+    def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
+
+        Args:
+            masters: for each parameter of this optimizer that is named, its value; same shape, fp32.
+
+        Raises:
+            ConfigError: not a parameter of this optimizer.
+            OperandError: a master of another shape than its parameter.
+
+        Writes: the parameters, and their aux state. Syncs: no.
+        """
+        for param, master in masters.items():
+            check_shape(label_of(self, param), "master", master, param)
+        for param, master in masters.items():
+            mode = mode_of(param, self._group_of(param))
+            aux = give_master_(mode, local(param), local(master.to(param.device)))
+            if aux is not None:
+                self.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
+
+    def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
+        """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
+        mode = mode_of(param, self._group_of(param))
+        return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
+
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(param is p for p in group["params"]):
+                return group
+        raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and options as torch's optimizers do; `torch.load(weights_only=True)` reads them back.
+
+        Returns:
+            The form of `torch.optim.Optimizer.state_dict`; each parameter has a step count of its own in it. Tensors are
+            not copied, except for those counts.
+
+        Syncs: no.
+        """
+        state_dict = super().state_dict()
+        state = {
+            index: {**entry, "step": entry["step"].clone()} if "step" in entry else entry
+            for index, entry in state_dict["state"].items()
+        }
+        if self.saves_own_options:
+            return {**state_dict, "state": state}
+        groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, also that of another master mode or of torch's own optimizer.
+
+        State of the same master mode and moment dtype is taken bit for bit. State of another is converted, as exactly
+        as the new mode allows, and each kind of conversion is logged. Load the weights first: a remainder
+        or compensation is part of a master only beside its weight.
+
+        Args:
+            state_dict: from `state_dict` of this class, or of the torch optimizer of the same name.
+
+        Raises:
+            CheckpointError: no state of such an optimizer; nothing was changed then.
+
+        Writes: state, options of the groups; the weights, where a conversion rounds their masters anew.
+        Syncs: yes.
+        """
+        check_saved(f"state of {type(self).__name__}", state_dict, self)
+        keep = self.register_load_state_dict_pre_hook(seal_loaded)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            keep.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over pickled state, or what `load_state_dict` read."""
+        self._forget()
+        torch.optim.Optimizer.__setstate__(self, state)  # and not that of a torch optimizer that was taken over
+        clauses = [
+            self._unseal(p, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if any(isinstance(item, Exact) for item in self.state.get(p, {}).values())
+        ]
+        report(clauses)
+
+    def _unseal(self, param: Tensor, group: Mapping[str, Any]) -> str:
+        entry = {name: item.tensor for name, item in self.state[param].items() if isinstance(item, Exact)}
+        aux, clause = take_master_(param, entry, mode_of(param, group))
+        self.state[param] = {**own_state(param, entry, self.moment_names(group), group), **aux}
+        return clause

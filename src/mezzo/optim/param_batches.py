@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import local_tensor
 from ..kernels import (
     AUX_STATE,
     PLAIN,
@@ -38,6 +35,7 @@ class ParamBatch:
     Attributes:
         indices: of each in its group.
         orders: of each, the order of dimensions that walks its memory; None if that is the order it has.
+        needs_views: whether kernels see gradients through views: reordered, of complex ones, or the parts on this rank.
         weights: the parameters as a kernel sees them.
         moments: the running means of each by name, laid out as the weights are.
         step: shape (n,), fp32: steps taken by each; "step" in a parameter's state is its element. The one under way is
@@ -47,6 +45,7 @@ class ParamBatch:
 
     indices: Sequence[int]
     orders: Sequence[Order]
+    needs_views: bool
     weights: Weights
     moments: Mapping[str, Sequence[Tensor]]
     step: Tensor
@@ -95,24 +94,12 @@ class GroupStep:
     offset: int
     grads: Sequence[Tensor | None]
 
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The parameters of the group. Host only."""
-        params: Sequence[Tensor] = self.group["params"]
-        return params
-
-    @property
-    def options(self) -> tuple[object, ...]:
-        """What of the group decides over its batches."""
-        group = self.group
-        return self.offset, self.names, group["master"], group["state_dtype"], group["rounding_seed"]
-
     def active(self, states: Mapping[Tensor, dict[str, Any]]) -> list[Active]:
         """Return the parameters that have a gradient, with the state that is there. Host only."""
         labels = self.group.get("param_names")
         return [
             Active(index, labels[index] if labels else f"parameter {self.offset + index}", p, grad, states.get(p, {}))
-            for index, (p, grad) in enumerate(zip(self.params, self.grads, strict=True))
+            for index, (p, grad) in enumerate(zip(self.group["params"], self.grads, strict=True))
             if grad is not None
         ]
 
@@ -151,11 +138,16 @@ def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
     return ParamBatch(
         indices=[one.index for one in active],
         orders=orders,
+        needs_views=any(orders) or any(map(_is_viewed, [*group["params"], *[one.grad for one in active]])),
         weights=weights,
         moments=moments,
         step=_bind_counts(states, params[0].device),
         layout=None if torch.compiler.is_compiling() else layout_of(weights, moments),
     )
+
+
+def _is_viewed(tensor: Tensor) -> bool:
+    return type(tensor) not in PLAIN or tensor.is_complex()
 
 
 def _bind_counts(states: Sequence[dict[str, Any]], device: torch.device) -> Tensor:
@@ -200,71 +192,7 @@ def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tens
 
     Of sharded tensors the parts that lie on this rank. Syncs: no.
     """
-    if any([type(t) not in PLAIN for t in tensors]):
-        tensors = local_tensors(tensors)
+    tensors = local_tensors(tensors)
     if any(orders):
         tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]
     return [torch.view_as_real(t) for t in tensors] if tensors and tensors[0].is_complex() else tensors
-
-
-class KeptBatches:
-    """The batches of a group, and what they were made of.
-
-    Args:
-        batches: of all its parameters with a gradient.
-        step: the group.
-        active: the parameters that have one.
-
-    Attributes:
-        batches: as given.
-    """
-
-    def __init__(self, batches: Sequence[ParamBatch], step: GroupStep, active: Sequence[Active]) -> None:
-        self.batches = batches
-        params = [one.param for one in active]
-        self._options, self._states = step.options, [one.state for one in active]
-        self._has_grad = [grad is not None for grad in step.grads]
-        self._is_sharded = any_dtensor(params)
-        self._tensors = self._all(params)
-        self._can_last = all(type(t) in PLAIN for t in self._tensors)
-        if self._can_last:
-            # State that is held stays in memory, so that nothing else comes to lie where it lies.
-            self._held = [t.detach() for t in self._tensors[len(params) :]]
-            self._addresses = list(map(Tensor.data_ptr, self._tensors))
-            self._sizes = [t.nbytes for t in self._tensors[: len(params)]]
-            self._strides = [t.stride() for t in self._tensors[: len(params)] if not t.is_contiguous()]
-
-    def _all(self, params: Sequence[Tensor]) -> list[Any]:
-        tensors: list[Any] = [*params, *chain.from_iterable(map(dict.values, self._states))]
-        return [local_tensor(t) for t in tensors] if self._is_sharded else tensors
-
-    def fits(self, step: GroupStep) -> bool:
-        """Whether the batches are what they would be if they were made anew.
-
-        Parameters and states must lie where they did: somebody may have loaded, moved or replaced them. Plain loops over
-        methods of tensors, since this runs in every step. Syncs: no.
-
-        Args:
-            step: the group.
-        """
-        if not self._can_last or step.options != self._options:
-            return False
-        if [grad is not None for grad in step.grads] != self._has_grad:
-            return False
-        given = [grad for grad in step.grads if grad is not None]
-        if not self._is_sharded and not all([type(grad) is Tensor and grad.layout is torch.strided for grad in given]):
-            return False
-        active = [p for p, grad in zip(step.params, step.grads, strict=True) if grad is not None]
-        tensors = self._all(active)
-        return (
-            len(tensors) == len(self._tensors)
-            and all(map(is_, tensors, self._tensors))
-            and list(map(Tensor.data_ptr, tensors)) == self._addresses
-            and [t.nbytes for t in tensors[: len(active)]] == self._sizes
-            and self._lie_as_before(tensors[: len(active)])
-        )
-
-    def _lie_as_before(self, params: Sequence[Tensor]) -> bool:
-        if not self._strides:
-            return all(map(Tensor.is_contiguous, params))
-        return [t.stride() for t in params if not t.is_contiguous()] == self._strides
