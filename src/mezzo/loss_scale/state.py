@@ -16,7 +16,7 @@ from ..policy import ScalingConfig
 _OVERFLOWS = 2.0**128 - 2.0**103
 """From here on a number rounds to inf in fp32."""
 
-Flag = Tensor | float | bool
+Found = Tensor | float | bool
 """A finding: zero or False for clean; a host number or a 0-d tensor of any dtype."""
 
 
@@ -61,7 +61,7 @@ class LossScale:
         """Return a loss times the scale, with its graph; any shape and dtype, any device. Syncs: as `move`."""
         return output * (move(self.scale, output.device) if isinstance(self.scale, Tensor) else self.scale)
 
-    def is_exhausted(self, found_nonfinite: Flag, config: ScalingConfig, patience: int | None) -> bool | Tensor:
+    def is_exhausted(self, found_nonfinite: Found, config: ScalingConfig, patience: int | None) -> bool | Tensor:
         """Say whether a step that starts from this state shows that no loss scale can help.
 
         Args:
@@ -102,16 +102,16 @@ class NoScaling:
         """Return the output itself. Syncs: no."""
         return output
 
-    def is_exhausted(self, found_nonfinite: Flag, config: ScalingConfig, patience: int | None) -> bool:
+    def is_exhausted(self, found_nonfinite: Found, config: ScalingConfig, patience: int | None) -> bool:
         """Return False: what is not there cannot run out."""
         return False
 
 
 @overload
-def next_state(state: LossScale, found_nonfinite: Flag, config: ScalingConfig) -> LossScale: ...
+def next_state(state: LossScale, found_nonfinite: Found, config: ScalingConfig) -> LossScale: ...
 @overload
-def next_state(state: NoScaling, found_nonfinite: Flag, config: ScalingConfig) -> NoScaling: ...
-def next_state(state: LossScale | NoScaling, found_nonfinite: Flag, config: ScalingConfig) -> LossScale | NoScaling:
+def next_state(state: NoScaling, found_nonfinite: Found, config: ScalingConfig) -> NoScaling: ...
+def next_state(state: LossScale | NoScaling, found_nonfinite: Found, config: ScalingConfig) -> LossScale | NoScaling:
     """Return the loss scale after a step: smaller after inf or NaN, larger after enough clean steps.
 
     A non-finite step multiplies the scale by the backoff factor once `hysteresis` of them stand in a row;

@@ -10,8 +10,8 @@ from .fields import Master as Master
 from .fields import ModuleRule as ModuleRule
 from .fields import OpRules as OpRules
 from .fields import ScalingConfig as ScalingConfig
-from .op_rule import FP32_RULES as FP32_RULES
-from .op_rule import Rule as Rule
+from .kinds import FP32_RULES as FP32_RULES
+from .kinds import Rule as Rule
 from .policy import PRESETS as PRESETS
 from .policy import Policy as Policy
 from .policy import PolicyLike as PolicyLike

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .op_rule import Rule
+from .kinds import Rule
 
 LOW, FP32, LOW_OUT = Rule.LOW, Rule.FP32, Rule.FP32_LOW_OUT
 PROMOTE, AS_IS, FORBID = Rule.PROMOTE, Rule.AS_IS, Rule.FORBID

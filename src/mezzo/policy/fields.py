@@ -12,8 +12,7 @@ import torch
 
 from ..errors import PolicyError, did_you_mean
 from ..formats import FP8, LOW_DTYPES, dtype_name, native_support
-from .kinds import check_kinds
-from .op_rule import Rule
+from .kinds import Rule, check_kinds
 from .table import TableName, known_ops
 
 Master = Literal["none", "split", "fp32", "kahan", "stochastic"]

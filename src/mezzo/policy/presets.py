@@ -9,7 +9,7 @@ import torch
 
 from ..errors import PolicyError
 from .fields import ModuleRule, PolicyFields, ScalingConfig, check_known
-from .op_rule import Rule
+from .kinds import Rule
 
 # Norm layers compute in fp32 and hand on 16 bit. Not "*LayerNorm": whole encoders have names that end so.
 NORM_PATTERNS = ("LayerNorm", "GroupNorm", "*RMSNorm", "*T5LayerNorm")

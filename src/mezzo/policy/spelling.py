@@ -13,8 +13,7 @@ import torch
 from ..errors import FormatError, PolicyError, did_you_mean
 from ..formats import dtype_name, parse_dtype
 from .fields import MODULE_RULES, GuardConfig, ModuleRule, PolicyFields, ScalingConfig, check, check_op
-from .kinds import NOUNS, dtypes_in_words, dtypes_of, is_word, kinds, options
-from .op_rule import Rule
+from .kinds import NOUNS, Rule, dtypes_in_words, dtypes_of, is_word, kinds, options
 
 Plain = str | int | float | bool
 """What a text or a TOML file can hold in one place."""

@@ -12,7 +12,7 @@ import torch
 
 from .._torch import ops_with_kernel
 from .families import FAMILIES, Family
-from .op_rule import Rule
+from .kinds import Rule
 
 TableName = Literal["torch", "mezzo"]
 DISPATCH_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU", "mps": "AutocastMPS", "xpu": "AutocastXPU"}

@@ -13,8 +13,7 @@ from typing import TypeVar
 from ..errors import PolicyError
 from ..files import write_atomically
 from .fields import GuardConfig, ModuleRule, OpRules, PolicyFields, ScalingConfig, check, check_known
-from .kinds import is_word, kinds, options
-from .op_rule import Rule
+from .kinds import Rule, is_word, kinds, options
 from .presets import preset_fields
 from .spelling import (
     CONFIGS,

@@ -17,7 +17,7 @@ import torch
 from ..errors import listed
 from ..formats import dtype_name
 from .fields import CacheName, ModuleRule, OpRules, PolicyFields, check_op
-from .op_rule import FP32_RULES, Rule
+from .kinds import FP32_RULES, Rule
 from .spelling import spell, write_module_rule, write_op_rule
 from .table import ALIASES, OpRow, op_table
 from .text import Written, written

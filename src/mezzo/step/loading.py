@@ -84,7 +84,7 @@ class _Inert:
 def load_run_(engine: Engine, follow: MastersFollow, state: Mapping[str, Any]) -> tuple[str, ...]:
     """Bring a run to where a checkpoint left it; see `Stepper.load_state_dict`.
 
-    Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
+    Writes: weights, buffers, optimizer states, loss scale, counters, rules that the run was demoted to; drops gradients. Syncs: yes.
     """
     complete = checkpoint.check(state, len(engine.optimizers))
     with follow.paused():

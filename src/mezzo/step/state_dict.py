@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,14 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import innermost
-from ..errors import CheckpointError, did_you_mean
+from ..errors import CheckpointError, PolicyError, did_you_mean, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import AUX_STATE, read_master
 from ..loss_scale import LossScale, NoScaling
-from ..optim import keeps_masters, parameters
+from ..optim import check_mapping, check_saved, check_tensor, keeps_masters, parameters, refuse
 from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
-from .state_check import check_numbers, check_tensors, remember_optimizer
 
 FORMAT = 1
 """Version of the layout; a later one is refused."""
@@ -107,14 +107,14 @@ def load_(
     """
     inner = innermost(model)
     weights = unwrapped(state["model"], inner)
-    check_numbers(state, policy)
+    _check_saved_numbers(state, policy)
     if weights is None:
         return ()
-    check_tensors(state["optimizers"], weights, inner, optimizers)
+    _check_tensors(state["optimizers"], weights, inner, optimizers)
     with ExitStack() as undo:
         for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
             if not keeps_masters(optimizer):
-                undo.callback(remember_optimizer(optimizer))
+                undo.callback(_remember_optimizer(optimizer))
                 _load_plain(optimizer, entry)
         sentences = tuple(load_weights_(inner, optimizers, {**state, "model": weights}))
         undo.pop_all()
@@ -276,3 +276,80 @@ def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype
         master = owner.master(value) if owner is not None and keeps_masters(owner) else value.detach()
         weights[name] = master.to(dtype, copy=True)
     return weights
+
+
+def _check_tensors(entries: Sequence[Any], weights: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse weights, under the names of this model, and optimizer states that could not be loaded as a whole."""
+    _check_weights(weights, model.state_dict())
+    for index, (optimizer, entry) in enumerate(zip(optimizers, entries, strict=True)):
+        check_saved(f"optimizers[{index}]", entry, optimizer)
+
+
+def _check_saved_numbers(state: Mapping[str, Any], policy: Policy) -> None:
+    """Refuse a policy, loss scale or counters that no run could have saved, in a checkpoint with every key."""
+    _check_policy(state["policy"])
+    _check_numbers("scaling", state["scaling"], LossScale)
+    counters = state["counters"]
+    _check_numbers("counters", counters, Counters)
+    for edit in (counters or {}).get("demoted", ()):
+        try:
+            Policy.parse(f"{policy}, {edit}")
+        except PolicyError as error:
+            refuse("counters.demoted", f"has {edit!r}: {error}")
+
+
+def _check_policy(saved: Any) -> None:
+    if saved is None:
+        return
+    check_mapping("policy", saved)
+    try:
+        Policy.from_dict(saved)
+    except PolicyError as error:
+        refuse("policy", f"cannot be read: {error}")
+
+
+def _check_weights(saved: Any, wanted: Mapping[str, Any]) -> None:
+    check_mapping("model", saved)
+    missing = [name for name in wanted if name not in saved]
+    unknown = [name for name in saved if name not in wanted]
+    if missing or unknown:
+        parts = [
+            f"{word} {len(names)} ({listed(names)})"
+            for word, names in (("missing", missing), ("unknown", unknown))
+            if names
+        ]
+        refuse("model", f"has other names: {' and '.join(parts)}")
+    for name, own in wanted.items():
+        if isinstance(own, Tensor):
+            check_tensor(f"model[{name!r}]", saved[name], own)
+
+
+def _check_numbers(part: str, saved: Any, kind: type[LossScale] | type[Counters]) -> None:
+    """Refuse numbers that no run could have saved."""
+    if saved is None:
+        return
+    check_mapping(part, saved)
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name, value in saved.items():
+        if name not in names:
+            refuse(part, f"has an unknown number {name!r}.{did_you_mean(name, names)}")
+        if name == "scale":
+            if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+                refuse(f"{part}.scale", f"is {value!r}, and must be a finite number above 0")
+        elif name == "demoted":
+            if not isinstance(value, (list, tuple)) or not all(isinstance(edit, str) for edit in value):
+                refuse(f"{part}.demoted", f"is {value!r}, and must be a list of policy edits")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            refuse(f"{part}.{name}", f"is {value!r}, and must be a whole number from 0")
+    if kind is LossScale and "scale" not in saved:
+        refuse(part, "has no scale")
+
+
+def _remember_optimizer(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that gives an optimizer groups and state back as they are now. Loading replaces both."""
+    kept: dict[str, Any] = {k: v for k, v in vars(optimizer).items() if k in ("state", "param_groups")}
+
+    def put_back() -> None:
+        optimizer.__dict__.update(kept)
+
+    return put_back

@@ -293,6 +293,7 @@ class Trace:
             self._collector.updates.begin(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """End the step of an optimizer: what it updated and left not finite goes into the trace, and nowhere else."""
         self._updates_running -= 1
         if self._updates_running:
             return

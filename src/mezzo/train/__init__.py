@@ -5,7 +5,7 @@ from .config import TrainConfig as TrainConfig
 from .config import demo_config as demo_config
 from .data import load_corpus as load_corpus
 from .dist_context import FailedOnOtherRank as FailedOnOtherRank
-from .launcher import launch as launch
+from .dist_context import launch as launch
 from .loop import run as run
 from .predictor import Prediction as Prediction
 from .predictor import Predictor as Predictor

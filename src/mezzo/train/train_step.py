@@ -55,6 +55,8 @@ class Updater:
 
     Raises:
         PolicyError: the policy does not fit the model.
+
+    Writes: the model's parameters, as `prepare` does.
     """
 
     def __init__(
