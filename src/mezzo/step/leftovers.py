@@ -147,7 +147,7 @@ def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[
 def why_no_gradients(
     model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], *, was_reached: bool
 ) -> str:
-    """Return the sentence that says which of the causes it is: nothing trainable, strangers, or out of reach."""
+    """Return the sentence that says which of the causes it is: nothing trainable, strangers, or out of reach. Host only."""
     params = [p for optimizer in optimizers for p in parameters(optimizer)]
     known = set(model.parameters())
     trainable = [p for p in params if p.requires_grad]
