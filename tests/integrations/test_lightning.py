@@ -214,6 +214,47 @@ def test_fused_and_unfused_optimizers_end_alike(policy: str, tmp_path: Path) -> 
     torch.testing.assert_close(ours, fused)
 
 
+class Closures(torch.optim.SGD):
+    """Evaluates the loss twice a step, as SAM does."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "fp16, scaling.init_scale=64"])
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Closures])
+def test_optimizers_that_evaluate_the_loss(kind: type[torch.optim.Optimizer], policy: str, tmp_path: Path) -> None:
+    norms: list[float] = []
+
+    class Evaluated(Module):
+        def configure_optimizers(self) -> Any:
+            return kind(self.net.parameters(), lr=1e-3)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(float(torch.cat([p.grad.double().flatten() for p in self.net.parameters()]).norm()))
+
+    fit = trainer(policy, tmp_path, max_epochs=1, gradient_clip_val=0.05, enable_checkpointing=False)
+    fit.fit(Evaluated(policy), loader())
+    model = loops.make_model()
+    amp = mezzo.prepare(model, kind(model.parameters(), lr=1e-3), policy)
+    expected = []
+    for x, y in loader():
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            amp.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            amp.backward(loss)
+            expected.append(float(amp.grad_norm()))
+            return loss
+
+        amp.step(closure, max_norm=0.05)
+        amp.zero_grad()
+    for found, weight in zip(fit.lightning_module.net.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, weight)
+    assert norms == pytest.approx(expected, rel=1e-6) and max(norms) > 0.05
+
+
 def test_a_step_without_a_loss_is_left_out(tmp_path: Path) -> None:
     class Skipping(Module):
         def training_step(self, batch: Any, index: int) -> torch.Tensor | None:

@@ -134,6 +134,10 @@ class Adapter:
         self._shown.close()
         self._shown.enter_context(self.stepper.unscaled_grads())
 
+    def hide(self) -> None:
+        """Have `.grad` hold what the step takes again."""
+        self._shown.close()
+
     def clip(self, optimizer: Optimizer, **bound: float) -> None:
         """Have the next step of an optimizer clip: `max_norm` or `clip_value` of `Stepper.step`."""
         self._clips.setdefault(id(optimizer), {}).update(bound)

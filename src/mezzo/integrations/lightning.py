@@ -10,11 +10,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from ..errors import StepError
+from ..optim import wrapped_optimizer
 from ..policy import PolicyLike
-from ..step import Stepper
+from ..step import Stepper, needs_closure
 from .adapter import Adapter, innermost_optimizer
 
 try:
@@ -81,9 +82,15 @@ class MezzoPrecision(Precision):
         if kwargs:
             raise StepError(f"optimizer.step was given {', '.join(kwargs)}, and takes a closure alone. Leave it out.")
         optimizer = innermost_optimizer(optimizer)
-        if not self._is_trainer or isinstance(optimizer, LBFGS):
+        if not self._is_trainer:
             return self._adapter.step(optimizer, closure)
         assert closure is not None
+        if needs_closure(type(wrapped_optimizer(optimizer))):
+            if not self._clips_now:
+                self._clip_gradients(
+                    model, optimizer, model.trainer.gradient_clip_val, model.trainer.gradient_clip_algorithm
+                )
+            return self._adapter.step(optimizer, partial(self._evaluate, closure, model, optimizer))
         loss = closure()
         if model.automatic_optimization and (loss is None or model.trainer.fit_loop._skip_backward):
             return loss  # training_step asked for no step, or the epoch runs for the statistics of batch norms alone
@@ -155,6 +162,13 @@ class MezzoPrecision(Precision):
         elif clip_val > 0:
             name = "clip_value" if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else "max_norm"
             self._adapter.clip(innermost_optimizer(optimizer), **{name: clip_val})
+
+    def _evaluate(self, closure: Callable[[], Any], model: LightningModule, optimizer: Optimizer) -> Any:
+        """Compute the loss as an optimizer asks for it inside its step, and call what looks at gradients before a step."""
+        loss = closure()
+        self._before_step(model, optimizer)
+        self._adapter.hide()
+        return loss
 
     def _before_step(self, model: LightningModule, optimizer: Optimizer) -> None:
         looking = [model, *model.trainer.callbacks]

@@ -117,7 +117,7 @@ class Stepped:
             StepError: it does; nothing was changed.
         """
         kind: Any = type(self._inner)
-        if _needs_closure(kind):
+        if needs_closure(kind):
             raise StepError(
                 f"step() was called without a closure, and {kind.__name__} computes the loss several times in one step. "
                 "Write amp.step(closure), where closure calls amp.zero_grad(), the model and amp.backward(loss), and returns the loss."
@@ -125,7 +125,8 @@ class Stepped:
 
 
 @functools.cache
-def _needs_closure(kind: type[Optimizer]) -> bool:
+def needs_closure(kind: type[Optimizer]) -> bool:
+    """Whether a kind of optimizer evaluates the loss by itself, as LBFGS and SAM do."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
