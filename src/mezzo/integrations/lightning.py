@@ -86,10 +86,9 @@ class MezzoPrecision(Precision):
             return self._adapter.step(optimizer, closure)
         assert closure is not None
         if needs_closure(type(wrapped_optimizer(optimizer))):
+            bound = model.trainer.gradient_clip_val, model.trainer.gradient_clip_algorithm
             if not self._clips_now:
-                self._clip_gradients(
-                    model, optimizer, model.trainer.gradient_clip_val, model.trainer.gradient_clip_algorithm
-                )
+                self._clip_gradients(model, optimizer, *bound)
             return self._adapter.step(optimizer, partial(self._evaluate, closure, model, optimizer))
         loss = closure()
         if model.automatic_optimization and (loss is None or model.trainer.fit_loop._skip_backward):
