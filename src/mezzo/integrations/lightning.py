@@ -85,7 +85,8 @@ class MezzoPrecision(Precision):
         if not self._is_trainer:
             return self._adapter.step(optimizer, closure)
         assert closure is not None
-        if needs_closure(type(wrapped_optimizer(optimizer))):
+        kind: Any = type(wrapped_optimizer(optimizer))
+        if needs_closure(kind):
             bound = model.trainer.gradient_clip_val, model.trainer.gradient_clip_algorithm
             if not self._clips_now:
                 self._clip_gradients(model, optimizer, *bound)
