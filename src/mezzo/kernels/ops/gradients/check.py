@@ -63,9 +63,9 @@ class GradientCheck:
 
         Syncs: no.
         """
-        home = self.grads[0].device if self.grads else torch.device("cpu")
+        home = self.tensor_norms.device
         counts = [(~values(grad).isfinite()).sum().to(home) for grad in self.grads]
-        return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=self.norm.device)
+        return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=home)
 
 
 def values(grad: Tensor) -> Tensor:
