@@ -149,7 +149,7 @@ class Accelerator(accelerate.Accelerator):
         return optimizer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a loss, divided by the number of micro-batches."""
+        """Add the gradients of a loss, divided by the number of micro-batches. Syncs: no."""
         self._adapter.backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -157,13 +157,13 @@ class Accelerator(accelerate.Accelerator):
         self._adapter.show()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip to a norm, and return the norm before."""
+        """Clip to a norm, and return the norm before; see `Adapter.clip_norm`. Syncs: no."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clip = partial(self._clip_grad_norm_dtensor_aware, max_norm=max_norm, norm_type=norm_type)
         return self._adapter.clip_norm(params, max_norm, clip_now=None if norm_type == 2 else clip)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp to a value in both directions."""
+        """Clamp to a value in both directions. Syncs: no."""
         self._adapter.clip_value([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
 
     @contextmanager

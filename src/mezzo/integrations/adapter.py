@@ -125,7 +125,7 @@ class Adapter:
         return autocast(home, enabled=enabled, policy=policy if home is None else policy.resolve(home))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a loss; see `Stepper.backward`."""
+        """Add the gradients of a loss; see `Stepper.backward`. Syncs: no."""
         self._shown.close()
         self.stepper.backward(loss, **kwargs)
 
@@ -168,7 +168,7 @@ class Adapter:
         return norm
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp the gradients of parameters to a value in both directions."""
+        """Clamp the gradients of parameters to a value in both directions. Syncs: no."""
         params = [p for p in parameters if p.grad is not None]
         owner = self._owner(params)
         if owner is None:

@@ -99,7 +99,7 @@ class MezzoPrecision(Precision):
         return loss
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Add the gradients of a loss."""
+        """Add the gradients of a loss. Syncs: no."""
         if self._is_trainer:
             args = args[1:]  # the optimizer
         self._adapter.backward(tensor, *args, **kwargs)
@@ -146,11 +146,11 @@ class MezzoPrecision(Precision):
         return self._adapter.region()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Call the hooks of the Trainer."""
+        """Call the hooks of the Trainer. Syncs: as they do."""
         return super().pre_backward(tensor, module) if self._is_trainer else tensor
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Call the hooks of the Trainer."""
+        """Call the hooks of the Trainer. Syncs: as they do."""
         return super().post_backward(tensor, module) if self._is_trainer else tensor
 
     def clip_gradients(
