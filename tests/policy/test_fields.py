@@ -214,6 +214,10 @@ class TestCheckModules:
              ("module rule 'layers.0.self_atn=fp32': no module of the model has a name or class that matches "
              "'layers.0.self_atn'. The nearest is 'layers.0.self_attn' (MultiheadAttention). "
              "A rule that may match nothing is written '?layers.0.self_atn=fp32'.")),
+            ("bf16, module:zzz=fp32",
+             ("module rule 'module:zzz=fp32': no module of the model has a name or class that matches 'zzz'. "
+             "It has 'layers' (ModuleList), 'layers.0' (TransformerEncoderLayer), 'layers.0.self_attn' (MultiheadAttention) and 18 more. "
+             "A rule that may match nothing is written '?module:zzz=fp32'.")),
         ],
     )  # fmt: skip
     def test_a_required_rule_without_a_module_is_refused(self, text: str, sentence: str) -> None:

@@ -212,7 +212,7 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
     ),
     unknown_optimizer: (
         "step(optimizer=...) was given SGD, which prepare(model, optimizer) was not given. Write one of amp.optimizers: "
-        "SGD."
+        "[0] SGD."
     ),
 }
 
@@ -228,7 +228,10 @@ def test_sentence(mistake: Callable[[mezzo.Stepper], None], policy: str) -> None
     _, amp = prepared(policy)
     with pytest.raises(StepError) as error:
         mistake(amp)
-    assert str(error.value) == SENTENCES[mistake]
+    want = SENTENCES[mistake]
+    if mistake is stepped_directly and policy != SCALED:
+        want = want.replace(" and on gradients that may carry the loss scale", "")  # there is none
+    assert str(error.value) == want
 
 
 @pytest.mark.parametrize("mistake", [m for m in SENTENCES if m is not stepped_directly], ids=lambda m: m.__name__)

@@ -195,6 +195,16 @@ class TestExport:
         assert low["inner.weight"].dtype is torch.float16 and low["stats.running_mean"].dtype is torch.float32
         assert torch.equal(low["inner.weight"], exported["inner.weight"].half())
 
+    def test_a_dtype_by_name_as_elsewhere(self) -> None:
+        amp = start("bf16")
+        assert amp.export_weights("fp16")["inner.weight"].dtype is torch.float16
+        with pytest.raises(mezzo.errors.FormatError, match=r"unknown dtype 'fp61'\. Did you mean 'fp64'"):
+            amp.export_weights("fp61")
+        with pytest.raises(
+            mezzo.errors.StepError, match=r"export_weights\(int8\) would cut weights to whole numbers. Write a floating"
+        ):
+            amp.export_weights(torch.int8)
+
 
 class TestWhatIsRefused:
     @pytest.mark.parametrize(

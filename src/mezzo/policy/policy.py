@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from ..errors import PolicyError
+from ..errors import PolicyError, listed
 from ..formats import dtype_name
 from .diff import PolicyDiff, diff
 from .fields import CacheName, PolicyFields
@@ -155,10 +155,15 @@ class Policy(PolicyFields):
         return why(self, module, op, torch.device(device), class_name)
 
 
+ALIKE = 0.5
+"""Likeness of two words, of 1 for the same, from which one may be meant by the other."""
+
+
 def _nearest(pattern: str, modules: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Name the module whose full name, last name or class is most like the pattern without its glob signs."""
+    """Name the module whose full name, last name or class is most like the pattern without its glob signs, or the first few."""
     core = pattern.strip("*?.").casefold()
-    best, nearest = 0.0, ""
+    there = [f"'{fqn}' ({class_names[0]})" for fqn, class_names in modules if fqn and class_names]
+    best, nearest = ALIKE, f" It has {listed(there)}." if there else ""
     for fqn, class_names in modules:
         own_class = class_names[0] if class_names else ""
         for word in (fqn, fqn.rpartition(".")[2], own_class):

@@ -282,7 +282,7 @@ class Gradients:
         if optimizer is not None and all(optimizer is not known for known in self._optimizers):
             raise StepError(
                 f"step(optimizer=...) was given {type(optimizer).__name__}, which prepare(model, optimizer) was not given. "
-                f"Write one of amp.optimizers: {', '.join(type(known).__name__ for known in self._optimizers)}."
+                f"Write one of amp.optimizers: {', '.join(f'[{i}] {type(o).__name__}' for i, o in enumerate(self._optimizers))}."
             )
         chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())

@@ -149,11 +149,15 @@ class PreparedRun:
             refuse_differing(report)
         return report
 
-    def export_weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    def export_weights(self, dtype: torch.dtype | str = torch.float32) -> dict[str, Tensor]:
         """Return a plain state dict of the model, its weights rounded once from their masters.
 
         Args:
-            dtype: of floating parameters; buffers stay as they are.
+            dtype: of floating parameters, or its name, "bf16"; buffers stay as they are.
+
+        Raises:
+            FormatError: an unknown name.
+            StepError: no floating dtype.
 
         Syncs: no.
         """

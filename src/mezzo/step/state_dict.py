@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import innermost
-from ..errors import CheckpointError, PolicyError, did_you_mean, listed
-from ..formats import LOW_DTYPES, dtype_name
+from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, listed
+from ..formats import LOW_DTYPES, dtype_name, parse_dtype
 from ..kernels import AUX_STATE, read_master
 from ..loss_scale import LossScale, NoScaling
 from ..optim import check_mapping, check_saved, check_tensor, keeps_masters, parameters, refuse
@@ -261,11 +261,16 @@ def say(sentences: Sequence[str]) -> None:
 
 
 @torch.no_grad()
-def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype) -> dict[str, Tensor]:
+def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype | str) -> dict[str, Tensor]:
     """Return the model's state dict with floating parameters, from their masters, in one dtype; buffers as they are.
 
     Fresh memory for every parameter. Syncs: no.
     """
+    dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    if not dtype.is_floating_point:
+        raise StepError(
+            f"export_weights({dtype_name(dtype)}) would cut weights to whole numbers. Write a floating dtype, as torch.float16."
+        )
     owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
     weights: dict[str, Tensor] = {}
     for name, value in innermost(model).state_dict(keep_vars=True).items():

@@ -43,6 +43,11 @@ _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.re
 class _Steps(Protocol):
     is_stepping: bool
 
+    @property
+    def scale(self) -> Tensor | None:
+        """The loss scale, if there is one."""
+        ...
+
 
 def is_owned(optimizer: Optimizer) -> bool:
     """Whether a stepper that lives takes the steps of an optimizer."""
@@ -60,10 +65,8 @@ def forbid_direct_steps(optimizer: Optimizer, engine: _Steps, stepper: object) -
         engine = reference()
         if engine is not None and not engine.is_stepping:
             advice = NO_SCALER if is_called_by_scaler() else "Write amp.step()."
-            raise StepError(
-                f"{type(optimizer).__name__}.step() was called directly, past the guard and on gradients that may carry "
-                f"the loss scale. {advice}"
-            )
+            past = "the guard" if engine.scale is None else "the guard and on gradients that may carry the loss scale"
+            raise StepError(f"{type(optimizer).__name__}.step() was called directly, past {past}. {advice}")
 
     allow_direct_steps(optimizer)
     _handles[optimizer] = optimizer.register_step_pre_hook(refuse), weakref.ref(stepper)
