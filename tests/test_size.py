@@ -97,6 +97,13 @@ def test_no_file_is_long() -> None:
     assert [path for path, lines in long.items() if lines > LONGER.get(path.name, 400)] == []
 
 
+def test_no_test_file_is_long() -> None:
+    found = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in Path(__file__).parent.rglob("*.py")
+    }
+    assert [name for name, lines in found.items() if lines > 400] == []
+
+
 @pytest.mark.slow
 def test_half_of_the_functions_have_at_most_ten_lines() -> None:
     assert median(length for source in sources().values() for length in function_lengths(source)) <= 10

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from tests.zoo.case import Case
-from tests.zoo.faulty_forward import ALL, FP32, Run, Wrapped, functional, train
+from tests.zoo.faulty_forward import ALL, BF16, FP32, Run, Wrapped, functional, train
 from torch import Tensor, nn
 
 
@@ -182,6 +182,15 @@ def fault_chosen_over_an_infinity(dtype: torch.dtype) -> Run:
     return functional(compute, dtype, torch.tensor([0.0, 1.0, 3.0]))
 
 
+def unguarded_bf16(dtype: torch.dtype) -> Run:
+    class Ratio(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            top = x.amax(-1, keepdim=True)
+            return (x - top) / (top - top.detach())  # FAULT
+
+    return train(nn.Sequential(nn.Linear(8, 8), Ratio()), dtype, torch.randn(4, 8))
+
+
 CASES = [
     Case(build=fault_chosen_over_an_infinity, op="sqrt", module="body", verdict="singularity", dtypes=ALL),
     Case(build=logarithm_of_zero, op="log", module="sick", verdict="singularity", dtypes=ALL, names=("self=0",)),
@@ -201,4 +210,5 @@ CASES = [
     Case(build=rounded_eps_in_a_library, op="div", module="body", verdict="underflow", names=("1e-12",)),
     Case(build=rounded_variance, op="rsqrt", module="body", verdict="underflow", names=("1e-12",)),
     Case(build=infinite_mask_reaches_the_loss, op="masked_fill", verdict="inherited", dtypes=ALL),
+    Case(build=unguarded_bf16, op="div", module="1", verdict="singularity", dtypes=(BF16,)),
 ]

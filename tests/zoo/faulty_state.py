@@ -319,15 +319,6 @@ def poisoned_by_an_earlier_step(dtype: torch.dtype) -> Run:
     return run
 
 
-def unguarded_bf16(dtype: torch.dtype) -> Run:
-    class Ratio(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            top = x.amax(-1, keepdim=True)
-            return (x - top) / (top - top.detach())  # FAULT
-
-    return train(nn.Sequential(nn.Linear(8, 8), Ratio()), dtype, torch.randn(4, 8))
-
-
 CASES = [
     Case(
         build=bad_parameter,
@@ -403,5 +394,4 @@ CASES = [
         dtypes=(FP32,),
     ),
     Case(build=poisoned_by_an_earlier_step, op="log", verdict="singularity", dtypes=(FP32,)),
-    Case(build=unguarded_bf16, op="div", module="1", verdict="singularity", dtypes=(BF16,)),
 ]
