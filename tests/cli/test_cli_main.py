@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -54,6 +55,17 @@ assert not {"torch", "numpy", "tyro", "rich"} & set(sys.modules), sorted(sys.mod
 def test_the_package_is_a_command() -> None:
     ended = subprocess.run([sys.executable, "-m", "mezzo", "--version"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"mezzo {mezzo.__version__}\n")
+
+
+@pytest.mark.parametrize("words", [[], ["--version"]], ids=" ".join)
+def test_a_reader_that_leaves_early_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-m", "mezzo", *words], stdout=pipe, stderr=subprocess.PIPE, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.packages])

@@ -40,6 +40,7 @@ COMMANDS = {
     "train": Command("train a BERT text classifier", ("tyro", "rich", "matplotlib", "transformers", "sklearn")),
     "completion": Command("print the completion script of a shell: bash, zsh or fish", ("tyro",)),
 }
+_HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 
 
 def _usage() -> str:
@@ -63,11 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Writes: standard output and error.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "-V", "--version"):
-        print(f"mezzo {__version__}" if words and words[0] in ("-V", "--version") else _usage())
-        return 0
-    name, rest = words[0], words[1:]
-    if name not in COMMANDS:
+    name, rest = (words[0], words[1:]) if words else ("--help", [])
+    if name not in COMMANDS and name not in (*_HELP, *_VERSION):
         print(f"mezzo: unknown command {name!r}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     return _run(name, rest)
@@ -78,6 +76,9 @@ def _run(name: str, words: Sequence[str]) -> int:
     try:
         if any("\0" in word for word in words):
             raise ConfigError("a word on the command line holds a NUL character.")
+        if name not in COMMANDS:
+            print(_usage() if name in _HELP else f"mezzo {__version__}", flush=True)
+            return 0
         check_installed(f"the command {name}", COMMANDS[name].packages)
         code = int(import_module(f".{name}", __package__).run(words))
         sys.stdout.flush()
