@@ -259,6 +259,8 @@ class Run(Sides):
     def release(self) -> None:
         """Take the policy off, and put it on again."""
         self.amp.release()
+        for side in self.sides:
+            side.drop(set_to_none=True)
         low = [name for name, p in self.model.named_parameters() if p.dtype is not torch.float32]
         if low:
             raise Difference(f"released, and {low} are not fp32")

@@ -71,6 +71,13 @@ FOUND = {
         "bf16",
         (Train(sizes=(2,), fails="forward"), Train(sizes=(3,), fault="input", fails="backward")),
     ),
+    "zeros that the programs by hand kept where a release drops gradients moved frozen weights": Program(
+        61141,
+        ("group norm",),
+        "torch.AdamW",
+        "fp32",
+        (Train(sizes=(2,), set_to_none=False), "release", "freeze", Train(sizes=(3,))),
+    ),
 }
 """What the programs found, each as small as it got."""
 

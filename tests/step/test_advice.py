@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mezzo
 from mezzo.errors import (
     CastError,
+    CheckpointError,
+    ConfigError,
     InvariantError,
     MasterError,
     MezzoError,
@@ -192,6 +196,118 @@ def test_an_average_of_fp32_weights_needs_no_word(policy: str, caplog: pytest.Lo
     mezzo.prepare(model, adamw(model), policy)
     AveragedModel(model)
     assert caplog.text == ""
+
+
+class Shows(nn.Module):
+    """A weight, and a tensor in its memory."""
+
+    def __init__(self, show: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        shown = show(self.first.weight.detach())
+        (self.register_parameter if isinstance(shown, nn.Parameter) else self.register_buffer)("shown", shown)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) + self.shown.sum())
+
+
+@pytest.mark.parametrize("show", [lambda w: w[2:4], lambda w: nn.Parameter(w.view(-1)[:8]), lambda w: w.t()])
+def test_a_weight_whose_memory_something_else_shows(show: Callable[[Tensor], Tensor]) -> None:
+    """Stored anew, the weight would go on alone."""
+    model = Shows(show)
+    before = model.first.weight.data_ptr()
+    refused(
+        lambda: mezzo.prepare(model, adamw(model), "bf16-master"), PolicyError, "lies in the memory of", "anew in bf16", "Write .clone()"
+    )  # fmt: skip
+    assert model.first.weight.data_ptr() == before and type(model) is Shows
+    train(mezzo.prepare(model, adamw(model), "bf16"))
+    cloned = Shows(lambda w: show(w).clone())
+    train(mezzo.prepare(cloned, adamw(cloned), "bf16-master"))
+
+
+def test_losses_in_something_else() -> None:
+    model = net()
+    amp = mezzo.prepare(model, adamw(model), "bf16")
+    loss = F.mse_loss(model(X), X)
+    for given, advice in (
+        ({"loss": loss}, "not dict. Hand over the loss in it, as in output['loss']"),
+        (SimpleNamespace(loss=loss), "not SimpleNamespace. Hand over output.loss."),
+        ((loss, X), "not tuple. Hand over the loss among them, as in output[0]"),
+    ):
+        refused(lambda given=given: amp.backward(given), StepError, advice)  # type: ignore[misc]
+    refused(lambda: amp.step(loss), StepError, "step(fp32[]", "Write amp.backward(loss), then amp.step().")
+    train(amp)
+
+
+def test_weights_of_inference_mode() -> None:
+    with torch.inference_mode():
+        model = net()
+    advice = ("4 of 4 trainable parameters", "Make the model and prepare it outside of that block")
+    refused(lambda: mezzo.prepare(model, adamw(model), "bf16"), PolicyError, *advice)
+    model = net()
+    optimizer = adamw(model)
+    with torch.inference_mode():
+        refused(lambda: mezzo.prepare(model, optimizer, "bf16-master"), PolicyError, *advice)
+        assert mezzo.prepare(copy.deepcopy(model), None, "bf16-master").model(X).isfinite().all()
+    train(mezzo.prepare(model, optimizer, "bf16-master"))
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = net()
+    refused(
+        lambda: mezzo.prepare(model, adamw(model), "bf16"),
+        PolicyError,
+        "on the meta device",
+        "model.to_empty(device=...)",
+    )
+    model.to_empty(device="cpu").load_state_dict(net().state_dict())
+    train(mezzo.prepare(model, adamw(model), "bf16"))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_the_state_of_another_kind_of_optimizer(policy: str) -> None:
+    amp, other = (
+        mezzo.prepare(model, make(model.parameters(), lr=0.01), policy)
+        for make, model in ((torch.optim.AdamW, net()), (partial(torch.optim.SGD, momentum=0.9), net()))
+    )
+    for one in (amp, other):
+        train(one)
+    saved, before = other.state_dict(), copy.deepcopy(amp.export_weights())
+    refused(
+        lambda: amp.load_state_dict(saved),
+        CheckpointError,
+        "of another kind of optimizer: it has momentum, dampening",
+        "has betas",
+    )
+    assert all(torch.equal(weight, before[name]) for name, weight in amp.export_weights().items())
+    train(amp)
+
+
+def test_options_and_state_that_are_gone() -> None:
+    model = net()
+    optimizer = adamw(model)
+    amp = mezzo.prepare(model, optimizer, "bf16-master")
+    train(amp)
+    group = optimizer.param_groups[0]
+    for name, value, advice in (
+        ("lr", None, "lr=None: write a finite number"),
+        ("betas", (1.5, 2), "write two finite numbers in [0, 1)"),
+    ):
+        was, group[name] = group[name], value
+        refused(lambda: train(amp), ConfigError, advice)
+        group[name] = was
+        amp.zero_grad()
+    was = group.pop("eps")
+    refused(lambda: train(amp), ConfigError, "has no eps any more: set it")
+    group["eps"] = was
+    amp.zero_grad()
+    state = next(iter(optimizer.state.values()))
+    moment = state.pop("exp_avg_sq")
+    refused(lambda: train(amp), ConfigError, "counts steps and has no exp_avg_sq", "Delete optimizer.state[parameter]")
+    state["exp_avg_sq"] = moment
+    amp.zero_grad()
+    train(amp)
 
 
 def test_a_learning_rate_that_ruined_the_weights_is_named() -> None:

@@ -63,6 +63,28 @@ class TestGroups:
         assert not torch.equal(model.extra[0].weight.float(), was["0.weight"])
         assert amp.report(strict=True)
 
+    @pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling.init_scale=16"])
+    @pytest.mark.parametrize("make", [torch.optim.AdamW, mezzo.optim.AdamW])
+    def test_a_group_that_is_removed(self, make: Any, policy: str) -> None:
+        runs = []
+        for removes in (lambda o: o.param_groups.pop(0), lambda o: o.param_groups[0]["params"].clear()):
+            torch.manual_seed(0)
+            model = Net()
+            options = (
+                {}
+                if make is torch.optim.AdamW or "master" not in policy
+                else {"master": mezzo.Policy.parse(policy).master}
+            )
+            optimizer = make([{"params": model.outer.parameters()}, {"params": half(model)}], lr=0.01, **options)
+            amp = mezzo.prepare(model, optimizer, policy + EVERY)
+            take(amp)
+            removes(optimizer)
+            model.outer.requires_grad_(False)
+            for _ in range(3):
+                assert take(amp)
+            runs.append([p.detach().clone() for p in model.parameters()])
+        assert all(map(torch.equal, *runs))
+
     def test_a_parameter_of_no_module(self) -> None:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -33,6 +33,16 @@ class TestNoGradients:
             "some, or give the optimizer the trainable ones."
         )
 
+    @pytest.mark.parametrize("empty", [lambda o: o.param_groups.clear(), lambda o: o.param_groups[0]["params"].clear()])
+    def test_no_parameters_any_more(self, empty: Callable[[torch.optim.Optimizer], None]) -> None:
+        _, amp = prepared()
+        empty(amp.optimizers[0])
+        amp.backward(loss_of(amp))
+        with pytest.raises(
+            StepError, match=r"has no parameters any more, in no group\. Write optimizer\.add_param_group"
+        ):
+            amp.step()
+
     def test_parameters_of_another_model(self) -> None:
         model, other = Net(), Net()
         amp = mezzo.prepare(model, torch.optim.SGD(other.parameters()), "fp32")

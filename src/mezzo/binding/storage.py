@@ -23,9 +23,15 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
     """Refuse a model whose weights no region would cast, or that has no weights yet.
 
     Raises:
-        PolicyError: low ops were asked for and weights are fp64, which regions leave alone; or lazy modules have not run.
+        PolicyError: low ops were asked for and weights are fp64, which regions leave alone; or lazy modules have not run; or the
+            model lies on the meta device.
     """
     params = list(model.parameters())
+    if params and params[0].is_meta:
+        raise PolicyError(
+            "the model lies on the meta device, where nothing has values, so a policy has nothing to store and no op to cast. Write "
+            "model.to_empty(device=...) and load or reset its weights before mezzo.prepare."
+        )
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise PolicyError(
@@ -46,10 +52,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Map
 
     Raises:
         MasterError: trainable weights are or will be 16 bit, and their optimizer keeps nothing beside them.
-        PolicyError: master mode or moment dtype of an optimizer differ from the policy's.
+        PolicyError: master mode or moment dtype of an optimizer differ from the policy's; or weights of inference mode.
     """
     for optimizer in map(local_optimizer, optimizers):
         trainable = [p for p in parameters(optimizer) if p.requires_grad]
+        if frozen := [names[p] for p in trainable if torch.is_inference_mode_enabled() or p.is_inference()]:
+            raise PolicyError(
+                f"{len(frozen)} of {len(trainable)} trainable parameters ({listed(frozen)}) are or would be stored as torch.inference_mode() "
+                "makes tensors, which no step may write. Make the model and prepare it outside of that block."
+            )
         low = {names[p]: p.dtype for p in trainable if p.dtype in LOW_DTYPES}
         if keeps_masters(optimizer):
             _check_masters(optimizer, policy)
@@ -125,7 +136,7 @@ def convert_(
 
     Raises:
         PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
-            DistributedDataParallel holds.
+            DistributedDataParallel holds, or whose memory another tensor of the model shows.
 
     Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: no.
     """
@@ -144,6 +155,8 @@ def convert_(
             "of them as they are. Write amp = mezzo.prepare(model, optimizer, policy) first, then "
             "ddp = DistributedDataParallel(amp.model)."
         )
+    if changed:
+        _check_apart(model, changed, policy)
     has_own_grad_dtype = [p for p in changed.values() if p.grad_dtype is p.dtype]
     spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
     if spread:
@@ -160,6 +173,36 @@ def convert_(
         if p.grad_dtype is not p.dtype:  # it was written down once, and then follows no more
             p.grad_dtype = p.dtype
     return list(changed)
+
+
+def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy) -> None:
+    """Refuse weights whose memory another tensor of the model shows, which would be left with the values of before."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    plain = [
+        (*_span(tensor), name) for name, tensor in tensors if type(tensor.detach()) is Tensor and _has_memory(tensor)
+    ]
+    end, last = 0, ""
+    for start, stop, name in sorted(plain):
+        if start < end and (name in changed or last in changed):
+            raise PolicyError(
+                f"{name} lies in the memory of {last}, and policy={policy!s} would store {name if name in changed else last} anew in "
+                f"{dtype_name(policy.params)}, so that each went on with values of its own. Write .clone() where one is made of the "
+                "other, compute it in forward, or keep weights in fp32 (params=fp32)."
+            )
+        if stop > end:
+            end, last = stop, name
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0 and not (tensor.is_meta or tensor.is_nested)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    start, last = (
+        tensor.data_ptr(),
+        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)),
+    )
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _convert_spread_(model: nn.Module, targets: Mapping[Tensor, torch.dtype]) -> None:

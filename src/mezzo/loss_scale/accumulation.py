@@ -214,6 +214,12 @@ def without(flag: Flag, other: Flag) -> Flag:
 
 
 def _instead(loss: object) -> str:
+    if hasattr(loss, "loss"):
+        return "Hand over output.loss."
+    if isinstance(loss, Mapping):
+        return "Hand over the loss in it, as in output['loss'], or the sum of losses."
+    if isinstance(loss, tuple | list):
+        return "Hand over the loss among them, as in output[0], or the sum of losses."
     if not isinstance(loss, Tensor):
         return "Hand over the tensor that the loss function returned, before .item() or float()."
     if not loss.dtype.is_floating_point:

@@ -254,7 +254,7 @@ class MasterOptimizer(KeepsMasters):
             for number, step in enumerate(steps)
             if number not in self._plans or not self._plans[number].fits(step)
         }
-        plans = {number: plan for number, plan in self._plans.items() if number not in stale}
+        plans = {number: self._plans[number] for number in range(len(steps)) if number not in stale}
         for number, active in stale.items():
             plans[number] = KeptBatches(self._made(steps[number], active), steps[number], active)
         if stale:
@@ -288,7 +288,7 @@ class MasterOptimizer(KeepsMasters):
         for one in active:
             if one.grad.layout is not torch.strided:
                 check_dense(self, one.param, one.grad)
-            one.check()
+            one.check(() if self.counts_moments else step.names)
         return active
 
     def _made(self, step: GroupStep, active: list[Active]) -> Sequence[ParamBatch]:

@@ -15,6 +15,7 @@ from ..kernels import registry
 from ..policy import Master
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
+_NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")
 
 
 def check_range(name: str, value: float, *, below: float = math.inf) -> None:
@@ -44,14 +45,21 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     """Refuse options that somebody set, since the optimizer was made, to what no update can use. Host only.
 
     Raises:
-        ConfigError: a rate, decay, eps, momentum or beta that is no finite number; tensors are not looked into.
+        ConfigError: an option that is gone, or a rate, decay, eps, momentum or beta that is no finite number; tensors are not
+            looked into.
     """
-    for name in ("lr", "weight_decay", "eps", "momentum", "dampening"):
+    if gone := [name for name in (*_NUMBERS, "betas") if name in optimizer.defaults and name not in group]:
+        raise ConfigError(
+            f"a group of {type(optimizer).__name__} has no {gone[0]} any more: set it, as in group['{gone[0]}'] = ..."
+        )
+    for name in _NUMBERS:
         if not _is_usable(value := group.get(name, 0.0)):
             raise ConfigError(f"a group of {type(optimizer).__name__} has {name}={value!r}: write a finite number.")
     betas = group.get("betas", (0.0, 0.0))
-    if not (isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_usable, betas))):
-        raise ConfigError(f"a group of {type(optimizer).__name__} has betas={betas!r}: write two finite numbers.")
+    if not (isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_beta, betas))):
+        raise ConfigError(
+            f"a group of {type(optimizer).__name__} has betas={betas!r}: write two finite numbers in [0, 1)."
+        )
 
 
 def can_be_kept(group: Mapping[str, Any]) -> bool:
@@ -66,6 +74,10 @@ _PLAIN = (float, int, str, type(None), torch.dtype)
 
 def _is_usable(value: object) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, float | int) and math.isfinite(value))
+
+
+def _is_beta(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, float | int) and 0 <= value < 1)
 
 
 def check_count(label: str, step: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..kernels import (
     AUX_STATE,
     PLAIN,
@@ -26,6 +27,8 @@ from .checks import check_count
 from .optimizer_state import mode_of, moment_dtype
 
 Order = tuple[int, ...] | None
+_LATER = "max_exp_avg_sq"
+"""What begins when amsgrad is switched on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,15 +65,23 @@ class Active:
     grad: Tensor
     state: dict[str, Any]
 
-    def check(self) -> None:
+    def check(self, moments: Sequence[str]) -> None:
         """Refuse a gradient, or state that is there already, of another shape than the parameter.
 
+        Args:
+            moments: that a state with a step count cannot do without.
+
         Raises:
-            ConfigError: a step count that is no number.
+            ConfigError: a step count that is no number, or one without moments.
             OperandError: the first of them.
         """
         check_shape(self.label, "gradient", self.grad, self.param)
         check_count(self.label, self.state.get("step", 0))
+        if "step" in self.state and (gone := [name for name in moments if name not in self.state and name != _LATER]):
+            raise ConfigError(
+                f"the state of {self.label} counts steps and has no {gone[0]}, which would begin at 0 as if it had taken none. Delete "
+                "optimizer.state[parameter] to begin anew, or load the whole state."
+            )
         for name, held in self.state.items():
             if name != "step" and isinstance(held, Tensor):
                 check_shape(self.label, name, held, self.param)

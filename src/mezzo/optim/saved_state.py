@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, listed
 from ..kernels import AUX_STATE
 from ..loss_scale import parameters
 
@@ -21,6 +21,8 @@ MOMENTS = frozenset(
 """State of torch's optimizers that a step turns into weights; what others keep may start at inf."""
 _COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch's optimizers that is one number a parameter."""
+_UPDATE = ("betas", "momentum", "dampening", "alpha", "rho", "etas", "lr_decay", "lambd", "beta2_decay", "history_size")
+"""Options of torch's optimizers that say whose update it is."""
 _NONE_YET = "momentum_buffer"
 """What torch's SGD saves as None before its first step with momentum."""
 
@@ -51,6 +53,12 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
             f"optimizer's have {sizes}",
         )
     for index, (group, given) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        own_only, saved_only = (_signs(options, beside) for options, beside in ((group, given), (given, group)))
+        if own_only and saved_only:
+            refuse(
+                f"{part}.param_groups[{index}]",
+                f"is of another kind of optimizer: it has {listed(saved_only)}, and {type(optimizer).__name__} has {listed(own_only)}",
+            )
         for name, own in group.items():
             if name in given and (wanted := _wanted(own, given[name])):
                 refuse(f"{part}.param_groups[{index}]['{name}']", f"is {_brief(given[name])}, and must be {wanted}")
@@ -88,6 +96,11 @@ def check_tensor(part: str, value: Any, own: Tensor) -> None:
         refuse(part, f"has shape {list(value.shape)}, and {list(own.shape)} is wanted")
     if value.layout is not own.layout or (value.is_meta and not own.is_meta):
         refuse(part, f"is a tensor of {value.layout} on {value.device}, and must be one of {own.layout} with values")
+
+
+def _signs(options: Mapping[str, Any], beside: Mapping[str, Any]) -> list[str]:
+    """Return the options of a group that say whose update it is and that another group lacks."""
+    return [name for name in _UPDATE if name in options and name not in beside]
 
 
 def _has_params(group: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StepError
+from ..formats import describe
 from ..loss_scale import StepScaling, parameters
 from .engine import Engine
 from .grad_passes import clamp_
@@ -95,7 +96,10 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
             f"step({type(closure).__name__}): what comes first is a closure. Write amp.step(optimizer=...)."
         )
     if not callable(closure):
-        raise StepError(f"step({closure!r}): what comes first is a closure. Write step(max_norm=...) to clip.")
+        is_loss = isinstance(closure, Tensor) and closure.requires_grad
+        meant = "amp.backward(loss), then amp.step()." if is_loss else "step(max_norm=...) to clip."
+        given = describe(closure) if isinstance(closure, Tensor) else repr(closure)
+        raise StepError(f"step({given}): what comes first is a closure. Write {meant}")
     chosen = engine.optimizers if optimizer is None else (optimizer,)
     if len(chosen) != 1:
         raise StepError(

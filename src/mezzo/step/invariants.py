@@ -288,7 +288,7 @@ def _rates(shares: Sequence[OptimizerGrads], of: Sequence[Tensor] | None = None)
     """Return the learning rate of each group, or of those that have one of some parameters; 1 where it has none."""
     among = None if of is None else set(of)
     return [
-        float(group.get("lr", 1.0))
+        float(rate) if isinstance(rate := group.get("lr"), float | int | Tensor) else 1.0
         for share in shares
         for group in share.optimizer.param_groups
         if among is None or not among.isdisjoint(group["params"])

@@ -152,10 +152,9 @@ def why_no_gradients(
     known = set(model.parameters())
     trainable = [p for p in params if p.requires_grad]
     if not trainable:
-        return (
-            f"step() found no gradients: all {len(params)} parameters of the optimizer are frozen (requires_grad=False). "
-            "Unfreeze some, or give the optimizer the trainable ones."
-        )
+        frozen = f"all {len(params)} parameters of the optimizer are frozen (requires_grad=False). Unfreeze some, or give the optimizer the trainable ones."
+        none = "the optimizer has no parameters any more, in no group. Write optimizer.add_param_group(...)."
+        return f"step() found no gradients: {frozen if params else none}"
     strangers = [p for p in trainable if p not in known]
     if len(strangers) == len(trainable):
         return (
