@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -177,3 +178,21 @@ def test_a_sparse_gradient_is_refused_in_any_step() -> None:
     p.grad = torch.ones(4, 2).to_sparse()
     with pytest.raises(ConfigError, match="sparse gradient"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 4, 4)], ids=["matrix", "channels_last"])
+def test_gradients_of_another_kind_than_the_plan_met_are_read_alike(shape: tuple[int, ...]) -> None:
+    class Own(torch.Tensor):
+        pass
+
+    ends = []
+    for given in (lambda g: g, lambda g: torch.nn.Parameter(g, requires_grad=False), lambda g: g.as_subclass(Own)):
+        weight = torch.linspace(-1, 1, math.prod(shape)).view(shape)
+        p = torch.nn.Parameter(weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight.t())
+        optimizer = AdamW([p], lr=0.1)
+        for number in range(4):
+            grad = torch.full_like(p, 0.5 - number, memory_format=torch.preserve_format).mul_(p.detach())
+            p.grad = given(grad) if number > 1 else grad
+            optimizer.step()
+        ends.append(p.detach().clone())
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
