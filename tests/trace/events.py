@@ -22,8 +22,8 @@ def event(**changes: object) -> Event:
         "outputs": (facts("result 0", posinf=1),), "parents": frozenset(), "wide": (), "offending": (),
         "full_rows": 0, "loss_scale": 1.0, "flush": None, "leaf": "",
     }  # fmt: skip
-    phase = changes.pop("phase", "forward")
-    values["site"] = Site(**{f: getattr(site, f) for f in Site.__dataclass_fields__} | {"phase": phase})
+    placed = {name: changes.pop(name) for name in ("phase", "step") if name in changes}
+    values["site"] = Site(**{f: getattr(site, f) for f in Site.__dataclass_fields__} | placed)
     return Event(**{**values, **changes})
 
 

@@ -211,7 +211,7 @@ class TestAnswers:
                 nn.Linear(4, 1)(torch.randn(2, 4))
 
         report = report_of(run)
-        assert report.answer == "healthy" and "1 forward, 0 backwards" in str(report)
+        assert report.answer == "healthy" and "1 forward, 0 backwards" in " ".join(str(report).split())
 
     def test_an_error_of_its_own(self) -> None:
         trace = diagnose.trace()

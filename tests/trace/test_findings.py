@@ -44,3 +44,14 @@ def test_a_loss_scale_that_only_reached_gradients_is_no_fault(kind: str, is_faul
     scaled = event(phase="backward", loss_scale=65536.0, wide=(wide(1e6),))
     [found] = find(record([scaled], sink(kind, 0)))
     assert (found.verdict, found.is_fault) == ("loss-scale", is_fault)
+
+
+@pytest.mark.parametrize(
+    ("scales", "is_fault"), [((4.0, 4.0, 4.0), True), ((4.0, 2.0, 1.0), False), ((4.0, 4.0), False)]
+)
+def test_a_loss_scale_that_nobody_lowers_is_a_fault(scales: tuple[float, ...], is_fault: bool) -> None:
+    events = [
+        event(index=i, phase="backward", step=i, loss_scale=65536 * s, wide=(wide(1e6),)) for i, s in enumerate(scales)
+    ]
+    found = find(record(events, *(sink("gradient", i) for i in range(len(events)))))
+    assert {f.verdict for f in found} == {"loss-scale"} and found[0].is_fault == is_fault

@@ -95,12 +95,12 @@ def images_from_a_worker(dtype: torch.dtype) -> Run:
             self.head = nn.Linear(8, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(x)  # FAULT
+            return self.head(x)
 
     model = Net()
 
     def run() -> None:
-        for x, y in DataLoader(NaNRows(), batch_size=6, num_workers=1):
+        for x, y in DataLoader(NaNRows(), batch_size=6, num_workers=1):  # FAULT
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not FP32):
                 loss = F.cross_entropy(model(x).float(), y)
             (loss * 64).backward()

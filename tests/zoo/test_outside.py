@@ -21,7 +21,14 @@ from mezzo.trace.records import Frame, LintRule
 FOLDER = Path(__file__).parent / "outside"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 FAULTY = [name for name, e in EXPECTED.items() if e["kind"] == "faulty"]
-QUICK = {"a35_gcn_isolated", "b10_normalize_empty", "c24_token_count_bf16"}
+QUICK = {
+    "a35_gcn_isolated",
+    "b10_normalize_empty",
+    "c24_token_count_bf16",
+    "g01_fixed_scale",
+    "g18_lr_schedule",
+    "g19_resume_bad",
+}
 """Those that run in every suite."""
 FIELDS = ("op", "module", "phase", "verdict")
 

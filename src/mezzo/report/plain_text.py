@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import groupby, zip_longest
 
 from .document import Block, Cell, Chart, Document, Heading, Heat, Note, Pairs, Source, Table, printable
 
-WIDTH = 110
+WIDTH = 100
+_ROWS, _NOTES = 8, 5
+"""Rows of a table, and notes in a row, that are shown of a report that is to fit one screen."""
 _BARS = "▁▂▃▄▅▆▇█"
 _HEAT_ROWS = 16
 _CODE = 52
@@ -136,6 +139,19 @@ def _painted(text: str, tone: str, colour: bool) -> str:
     return f"\x1b[{_COLOURS[tone]}m{text}\x1b[0m" if colour and text else text
 
 
+def _shortened(blocks: Sequence[Block]) -> Iterator[Block]:
+    """Yield blocks with the first rows of each table and the first of notes that follow each other."""
+    for is_note, run in groupby(blocks, lambda block: isinstance(block, Note)):
+        found = list(run)
+        for block in found[:_NOTES] if is_note else found:
+            rest = max(0, len(block.rows) - _ROWS) if isinstance(block, Table) else 0
+            yield replace(block, rows=block.rows[:_ROWS]) if isinstance(block, Table) else block
+            if rest:
+                yield Note(text=f"… and {rest} more")
+        if is_note and len(found) > _NOTES:
+            yield Note(text=f"… and {len(found) - _NOTES} more")
+
+
 def render_text(document: Document, *, width: int = WIDTH, colour: bool = False, full: bool = False) -> str:
     """Set a document as text.
 
@@ -143,7 +159,7 @@ def render_text(document: Document, *, width: int = WIDTH, colour: bool = False,
         document: what to set.
         width: in characters.
         colour: write terminal colours.
-        full: the details too.
+        full: all rows of tables, and the details too.
 
     Returns:
         The text, without trailing blanks on any line.
@@ -153,7 +169,7 @@ def render_text(document: Document, *, width: int = WIDTH, colour: bool = False,
     lines += [
         _painted(line, "good" if document.is_good else "bad", colour) for line in _folded(document.verdict, width)
     ]
-    for block in (*document.blocks, *(document.details if full else ())):
+    for block in (*document.blocks, *document.details) if full else _shortened(document.blocks):
         if isinstance(block, Heading):
             lines += [_painted(line, block.tone, colour) for line in _lines(block, width)]
         else:

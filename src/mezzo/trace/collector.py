@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, autograd_node, tree_leaves, tree_map
+from .._torch import OpOverload, autograd_node, tree_leaves
 from .context import OpMode, TraceContext
-from .evidence import HostReads, asks_of_gradients, leads_somewhere
+from .evidence import HostReads, asks_of_gradients, is_arithmetic, leads_somewhere, matters
 from .exponents import LineWatch
 from .frames import Owner, caller, is_called_from, sample_line
 from .lint_rules import LintWatch
@@ -46,8 +46,8 @@ _SHARED = "torch/multiprocessing/reductions.py"
 _COLLATE = "torch/utils/data/_utils/collate.py"
 _COUNTS = frozenset({"sum", "count_nonzero", "to"})
 """Ops that make a number of elements, where no gradient goes through them."""
-_RANGES = frozenset({"arange", "linspace", "logspace", "range"})
-"""Ops that compute from Python's numbers alone."""
+_HANDS_OVER = frozenset({"copy", "fill", "index_put"})
+"""Ops that write a tensor's values into another."""
 _WRITERS = ("", "scalar_tensor", "where", "full", "tensor", "as_tensor", "masked_fill", "fill", "setitem", "pad")
 """Functions by which a program writes a number down."""
 
@@ -90,7 +90,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._causes: StorageNotes[Causes] = StorageNotes()
         self._reads = HostReads(self._causes)
         self._pending_reads: list[Sink] = []
-        self._shared: StorageNotes[bool] = StorageNotes()
+        self._told = NO_CAUSE
+        self._shared: StorageNotes[Site] = StorageNotes()
         self._counts: StorageNotes[bool] = StorageNotes()
         self._scalars: StorageNotes[Causes] = StorageNotes()
         self.ops = self.skipped = self.backwards = 0
@@ -112,7 +113,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if facts.makes_nothing:
             out = func(*args, **kwargs)
             if facts.name == "set" and isinstance(out, Tensor) and is_called_from(_SHARED):
-                self._shared.note(out, True)
+                self._shared.note(out, site)
             return out
         if facts.name == "ones_like" and args[0].requires_grad and self.context.is_backward_root():
             self._on_loss(args[0], site)
@@ -160,6 +161,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         read = self._reads.of(tensor)
         if read is None or caller() is Owner.MEZZO:
             return
+        if tensor.is_floating_point():
+            self._told |= read.causes
         is_raised = site.phase == "backward" and asks_of_gradients() and tensor.dtype is torch.bool
         leads = any(leads_somewhere(self.events[i], read) for i in read.causes)
         if not (bool(tensor) if is_raised else leads):
@@ -240,15 +243,17 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 self._causes.forget(tensor)
 
     def _on_nonfinite(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> None:
+        if self._is_handed_over(call, site, sources):
+            return
         causes = self._causes_of(call, site, sources, bad)
         if not sources and site.op == "scalar_tensor" and site.called not in _WRITERS:
             # a function of torch's own says that its result does not exist, as logdet does
             causes = self._event(call, replace(site, op=site.called), bad, "source")
-        elif not sources and self._is_arithmetic(call, bad):
+        elif not sources and is_arithmetic(call, bad):
             causes = self._event(call, site, bad, "source")
             self._fp64.start(call)
         elif not sources:
-            causes = self._event(call, site, bad, "constant")
+            causes = self._event(call, site, bad, "constant", self._told if site.phase == "optimizer" else NO_CAUSE)
         elif self._reached_step != self.context.step and self._is_source_anyway(call):
             causes |= self._event(call, site, bad, "source", causes)
         elif (any_nan(bad) and not any_nan(t for _, t in sources)) or (
@@ -263,6 +268,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if call.facts.writes and site.phase == "forward":
             self._on_written(bad, causes)
 
+    def _is_handed_over(self, call: Call, site: Site, sources: list[tuple[str, Tensor]]) -> bool:
+        """Say whether a program writes what it loaded, or a number, into a tensor: that tensor is named where it is read."""
+        is_outside = not site.root and site.phase == "forward" and call.facts.name in _HANDS_OVER
+        return is_outside and bool(sources) and all(self._causes.get(call.original(t)) is None for _, t in sources)
+
     def _on_written(self, bad: list[Tensor], causes: Causes) -> None:
         """Take note of parameters into which a loop by hand wrote what was not meant to be there."""
         if any(self.events[i].kind != "constant" for i in causes):
@@ -270,14 +280,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 kind, _, name = self.context.modules.name_of(tensor).partition(" ")
                 if kind == "parameter":
                     self.sink("parameter", name, tensor)
-
-    @staticmethod
-    def _is_arithmetic(call: Call, bad: list[Tensor]) -> bool:
-        """Tell computed non-finite values from ones the program wrote on purpose, such as a mask's -inf."""
-        given = [x for x in numbers(call.args, call.kwargs) if not math.isfinite(x)]
-        if not given:
-            return bool(call.inputs or call.whole) or call.facts.name in _RANGES
-        return any_nan(bad) and not any(math.isnan(x) for x in given)
 
     @staticmethod
     def _is_source_anyway(call: Call) -> bool:
@@ -289,25 +291,18 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     def _causes_of(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> Causes:
         """Return the causes of those inputs that made the results bad."""
         if len(sources) > 1 and not call.facts.draws:
-            sources = [s for s in sources if self._matters(call, s[1], bad)] or sources
+            sources = [s for s in sources if matters(call, s[1])] or sources
         causes = NO_CAUSE
         for name, tensor in sources:
             known = self._causes.get(call.original(tensor))
             causes |= self._leaf(call, site, name, tensor) if known is None else known
         return causes
 
-    @staticmethod
-    def _matters(call: Call, source: Tensor, bad: list[Tensor]) -> bool:
-        """Say whether repairing one input alone makes an element of the results finite."""
-        args, kwargs = tree_map(lambda v: sanitised(v) if v is source else v, (call.args, call.kwargs))
-        out = rerun(call.func, call.facts, args, kwargs)
-        was_bad = [~t.isfinite() for t in call.out]
-        return any(bool((o.isfinite() & b).any()) for o, b in zip(out, was_bad, strict=True))
-
     def _leaf(self, call: Call, site: Site, name: str, tensor: Tensor) -> Causes:
         original = call.original(tensor)
         called = self.context.name_of(original) or f"argument {name!r} of {call.facts.name}, made outside the trace"
-        if self._shared.get(original):
+        if (received := self._shared.get(original)) is not None:
+            site = replace(site, user=received.user or site.user)
             called = called.replace(", made outside the trace", "") + ", from a DataLoader worker,"
         elif is_called_from(_COLLATE):
             called, site = f"batch of a DataLoader: its sample {name}", replace(site, user=sample_line() or site.user)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import node_number, tree_leaves
+from .._torch import node_number, tree_leaves, tree_map
+from .measure import any_nan, numbers, rerun, sanitised
 from .ops import Call
 from .records import Event, Sink
 from .wide_values import StorageNotes
@@ -27,6 +29,8 @@ _COMBINES = _COMPARES | _FACTORS | {
     "bitwise_or", "bitwise_not", "is_any_true", "is_all_true", "mul", "add", "max", "amax", "min", "amin", "count_nonzero", "stack", "cat", "rsub",
 }  # fmt: skip
 
+_RANGES = frozenset({"arange", "linspace", "logspace", "range"})
+"""Ops that compute from Python's numbers alone."""
 _METRICS = frozenset({"div", "mean", "std", "var", "reciprocal", "corrcoef", "floor_divide"})
 
 
@@ -54,6 +58,22 @@ def leads_somewhere(event: Event, read: Read) -> bool:
     """Say whether a value that is read belongs to the training, and not to a statistic such as 0/0 found."""
     is_metric = event.site.op in _METRICS and not event.site.root and not event.tracked
     return read.tracked or not is_metric
+
+
+def is_arithmetic(call: Call, bad: list[Tensor]) -> bool:
+    """Tell computed non-finite values from ones the program wrote on purpose, such as a mask's -inf. Syncs: yes."""
+    given = [x for x in numbers(call.args, call.kwargs) if not math.isfinite(x)]
+    if not given:
+        return bool(call.inputs or call.whole) or call.facts.name in _RANGES
+    return any_nan(bad) and not any(math.isnan(x) for x in given)
+
+
+def matters(call: Call, source: Tensor) -> bool:
+    """Say whether repairing one input alone makes an element of the results finite. Syncs: yes."""
+    args, kwargs = tree_map(lambda v: sanitised(v) if v is source else v, (call.args, call.kwargs))
+    out = rerun(call.func, call.facts, args, kwargs)
+    was_bad = [~t.isfinite() for t in call.out]
+    return any(bool((o.isfinite() & b).any()) for o, b in zip(out, was_bad, strict=True))
 
 
 class HostReads:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..errors import listed
 from .depth import Trend, grew_into, grew_over_steps, trends
-from .fix import DIVERGED, STEPPED, Fix, fix_for
+from .fix import DIVERGED, STEPPED, STUCK, Fix, fix_for
 from .records import Event, Flush, FlushedGradient, Frame, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
 from .verdict import Verdict, number, verdict_of
 
@@ -45,6 +45,7 @@ class Finding:
         outputs: what came out non-finite.
         reached: loss, gradients, weights, buffers or outputs it reached.
         flush: the flush to zero that was divided by, for underflow.
+        is_stuck: for a loss scale, that nobody lowers it.
     """
 
     verdict: Verdict
@@ -65,6 +66,7 @@ class Finding:
     outputs: tuple[TensorFacts, ...] = ()
     reached: tuple[str, ...] = ()
     flush: Flush | None = None
+    is_stuck: bool = False
 
     @property
     def mend(self) -> Fix:
@@ -75,7 +77,7 @@ class Finding:
     def is_fault(self) -> bool:
         """Whether this is more than a loss scaler finding its level: nothing lasting was reached then."""
         lasting = any(r.startswith(("parameter", "buffer")) for r in self.reached)
-        return self.verdict != "loss-scale" or lasting
+        return self.verdict != "loss-scale" or lasting or self.is_stuck
 
 
 def is_mostly_flushed(gradients: Iterable[FlushedGradient]) -> bool:
@@ -159,8 +161,11 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
     if trend is not None:
         verdict, why = "exploding", f"{trend} {why}"
     fix = fix_for(verdict, event, max((s.reference for s in sinks), default=0.0))
+    is_stuck = verdict == "loss-scale" and _is_stuck(record, event.loss_scale)
     if verdict == "loss-scale" and any(s.kind in ("parameter", "buffer") for s in sinks):
         fix = Fix(edit="", advice=STEPPED)
+    elif is_stuck:
+        fix = Fix(edit="", advice=STUCK)
     elif growth:
         fix, why = Fix(edit="", advice=DIVERGED), f"{growth} {why}"
     return _at(
@@ -173,8 +178,15 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
         fix=fix,
         reached=tuple(dict.fromkeys(f"{s.kind} {s.name}".replace("loss loss", "loss") for s in sinks)),
         flush=event.flush if verdict == "underflow" else None,
+        is_stuck=is_stuck,
         steps=tuple(sorted({s.step for s in sinks})),
     )
+
+
+def _is_stuck(record: TraceRecord, scale: float) -> bool:
+    """Say whether gradients were bad at this very loss scale in steps that follow each other: a scaler halves it in between."""
+    steps = {e.site.step for e in record.events if e.kind == "source" and e.loss_scale == scale}
+    return any({n + 1, n + 2} <= steps for n in steps)
 
 
 def _of_trends(record: TraceRecord, is_faulty: bool) -> list[Finding]:

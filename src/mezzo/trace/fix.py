@@ -79,6 +79,11 @@ STEPPED = (
     "scaler.step(optimizer), which leaves such steps out."
 )
 """For a loss scale that was too high and that nobody guarded."""
+STUCK = (
+    "nobody lowers this scale, and steps with such gradients are lost: use torch.amp.GradScaler or mezzo.GradScaler, which "
+    "find one that fits, or write the one above."
+)
+"""For a loss scale that stays where it is."""
 DIVERGED = (
     "training diverges: lower the learning rate, warm it up, or clip the gradients; no rule of a policy repairs this."
 )

@@ -174,8 +174,9 @@ def _warnings(lints: tuple[Lint, ...]) -> list[Block]:
             "" if x.site.frame is None else f"{Path(x.site.frame.file).name}:{x.site.frame.line}",
             explain_lint(x).why,
         )
-        for x in lints[:_SHOWN]
+        for x in lints
     )
+    rows = tuple(dict.fromkeys(rows))[:_SHOWN]  # one line of a program runs in many modules
     return [Heading(text="Lint rules broken"), Table(title="", columns=("rule", "line", "why"), rows=rows)]
 
 

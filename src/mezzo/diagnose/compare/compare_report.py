@@ -53,7 +53,6 @@ class CompareReport(Report):
         blocks: list[Block] = [_SCALE, _summary(m), *_proposals(self.proposals, len(self.tried))]
         blocks += [Heading(text="Modules by the error they add"), _modules(self.ranking)]
         blocks += [Heading(text="Ops by the error they add"), _ops(self.op_ranking)]
-        blocks += _charts(m.modules)
         if m.unseen:
             names = ", ".join(f"{kernel} ({calls})" for kernel, calls in m.unseen)
             blocks.append(Note(text=f"Without an fp32 counterpart, taken as exact: {names}."))
@@ -62,6 +61,7 @@ class CompareReport(Report):
             verdict=self._verdict(),
             is_good=self.is_healthy,
             blocks=tuple(blocks),
+            details=tuple(_charts(m.modules)),
         )
 
     def _verdict(self) -> str:
