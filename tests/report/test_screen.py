@@ -29,12 +29,12 @@ class Faulty(nn.Module):
         return h + sum(t.nan_to_num(0, 0, 0) for t in lost) + torch.arange(8, dtype=h.dtype) * 1e4
 
 
-def stack(layer: Callable[[], nn.Module]) -> nn.Sequential:
-    return nn.Sequential(*[layer() for _ in range(30)])
+def stack(layer: Callable[[], nn.Module], count: int = 30) -> nn.Sequential:
+    return nn.Sequential(*[layer() for _ in range(count)])
 
 
 def traced() -> Report:
-    net = stack(Faulty)
+    net = stack(Faulty, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     with diagnose.trace() as t:
         for _ in range(2):
@@ -59,7 +59,7 @@ def mismatched() -> Report:
 
 
 def explained() -> Report:
-    return diagnose.explain(stack(lambda: nn.Linear(8, 8)), BATCH, "fp16", budget_s=0.05)
+    return diagnose.explain(stack(lambda: nn.Linear(8, 8), 12), BATCH, "fp16", budget_s=0.05)
 
 
 def watched() -> Report:
