@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..diagnose import ScriptRun, check_up, trace_script
 from ..errors import ConfigError
-from ..report import WIDTH, Report, render_text
+from ..report import Report, render_text
 
 _LONGEST = 200
 HEALTHY, FAULTY, BAD_INPUT, UNSEEN, UNTRACED = 0, 1, 2, 3, 4
@@ -81,7 +81,7 @@ def _print(report: Report, options: argparse.Namespace) -> None:
     if options.json:
         print(report.to_json())
     else:
-        width, document = shutil.get_terminal_size((WIDTH, 0)).columns, report.document()
+        width, document = shutil.get_terminal_size((100, 0)).columns, report.document()
         text = render_text(document, width=width, colour=sys.stdout.isatty(), full=options.full)
         print(text)
         if not options.full and text != render_text(document, width=width, colour=sys.stdout.isatty(), full=True):
