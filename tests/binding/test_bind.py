@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -360,8 +361,6 @@ class TestModuleRules:
             bound("bf16, *.nrom*=fp32")
 
     def test_a_script_module(self) -> None:
-        import warnings
-
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates scripting
             scripted = torch.jit.script(nn.Linear(4, 4))
