@@ -307,6 +307,20 @@ def test_a_backward_that_fails_halfway() -> None:
     assert amp.step()
 
 
+def test_zeros_of_before_an_explanation_are_zeros_after_it() -> None:
+    model = nn.Linear(8, 3)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    for x in (*[torch.ones(4, 8)] * 3, *[torch.full((4, 8), torch.inf)] * 2):
+        amp.zero_grad(set_to_none=False)
+        amp.backward(model(x).square().mean())
+        amp.step()
+    amp.zero_grad(set_to_none=False)
+    with pytest.raises(StepError, match="before backward"):
+        amp.step()  # says first why the loss was inf twice
+    amp.backward(model(torch.ones(4, 8)).square().mean())
+    assert amp.step()
+
+
 def test_an_optimizer_outlives_its_stepper() -> None:
     model, amp = prepared("fp32")
     optimizer = amp.optimizers[0]

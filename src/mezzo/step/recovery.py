@@ -171,13 +171,13 @@ class Recovery:
         """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
         if consensus is not None and waits_for_ranks(self._model):
             return None
-        was_pending = self._gradients.is_pending
+        was_pending, stamps = self._gradients.is_pending, self._gradients.stamps
         reason = skip.reason if consensus is None else None  # it may be that of another rank
         try:
             with self._buffers.writing():
                 return self.replay.run(self.guard.state.counters.seen - 1, skip.scale, reason)
         finally:
-            if not was_pending:
+            if not was_pending and self._gradients.stamps is not stamps:
                 self._gradients.close()  # a closure that ran again took the stamps off the gradients
 
     def _demote(self, state: GuardState, skip: StepFlags[float], consensus: RankConsensus | None) -> bool:
