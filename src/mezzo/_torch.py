@@ -180,6 +180,10 @@ def profiled_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+STEP_WRAPPER = profiled_step(lambda optimizer: None).__code__
+"""The code of that wrapper, by which a step is known that has it and no other around it."""
+
+
 profiler_enabled: Callable[[], bool] = _profiler_enabled
 """Whether anybody takes a profile now."""
 

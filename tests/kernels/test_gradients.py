@@ -98,3 +98,23 @@ def test_gradients_are_read_only_and_outside_autograd() -> None:
     assert not check.norm.requires_grad
     assert grad._version == before[0]
     assert torch.equal(grad, before[1])
+
+
+class TestLateNorm:
+    """The norm of norms, which few steps are asked for."""
+
+    @pytest.mark.parametrize("count", [1, 7, 33, 300])
+    def test_it_is_torchs_to_the_last_bit(self, count: int) -> None:
+        grads = [torch.randn(5) for _ in range(count)]
+        check = norm_and_finite(grads)
+        assert check.known is not None and float(check.known) == check.norm.item()
+        assert check.norm.equal(torch.linalg.vector_norm(check.tensor_norms))
+
+    @pytest.mark.parametrize("value", [1.0, 0.0, 1e-20, 3e38, math.inf, math.nan])
+    def test_whether_it_is_finite_or_small_needs_no_sum(self, value: float) -> None:
+        check = norm_and_finite([torch.tensor([value]), torch.tensor([1.0])])
+        assert check.known is not None
+        norm = float(check.known)
+        assert check.known.is_finite() == math.isfinite(norm) == (check.found_nonfinite == 0)
+        for bound in (0.0, 0.9, 1.0, 2.0, 1e39):
+            assert check.known.is_at_most(bound, 1.0) == (norm <= bound)

@@ -314,7 +314,9 @@ class TestStorage:
         assert not torch.equal(model[0].weight, before[0]) and torch.equal(model[1].weight, before[1])
         amp.zero_grad()
         amp.backward(model[1](torch.ones(2, 4)).square().mean())
-        with pytest.raises(StepError, match=r"given SGD, .* one of amp\.optimizers: MasterWeights, MasterWeights"):
+        with pytest.raises(
+            StepError, match=r"given SGD, .* one of amp\.optimizers: \[0\] MasterWeights, \[1\] MasterWeights"
+        ):
             amp.step(optimizer=torch.optim.SGD(model.parameters()))
         assert amp.step(optimizer=second)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.errors import StepError
 from mezzo.loss_scale.fused import StepScaling
-from mezzo.step.update import Clip, Stepped, true_grads_for
+from mezzo.step.grad_passes import drop
+from mezzo.step.update import Clip, Stepped, bare_step, true_grads_for
 
 from .step_models import OPTIMIZERS, wait_for_nothing
 
@@ -205,3 +207,54 @@ class TestHalfway:
         hook.remove()
         with pytest.raises(StepError, match="a step\\(\\) that failed, when gradients had been divided or clipped"):
             amp.step()
+
+
+class TestBareStep:
+    """torch's wrapper around its own optimizers is left out where nobody would see it, and nowhere else."""
+
+    def test_an_update_is_the_same_without_the_wrapper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            "mezzo.step.update.is_hooked", lambda _: False
+        )  # other tests leave hooks for all optimizers
+        one, other = [torch.optim.AdamW([param()], fused=True) for _ in range(2)]
+        assert bare_step(one) != one.step
+        bare_step(one)()
+        other.step()
+        assert torch.equal(one.param_groups[0]["params"][0], other.param_groups[0]["params"][0])
+
+    def test_a_profile_has_the_names_of_step_and_zero_grad(self) -> None:
+        optimizer = torch.optim.SGD([param()], lr=0.1)
+        with torch.profiler.profile() as profile:
+            bare_step(optimizer)()
+            drop(optimizer, True)
+        assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= {
+            e.key for e in profile.key_averages()
+        }
+
+    def test_hooks_schedulers_and_steps_of_somebody_else_are_run(self) -> None:
+        hooked, scheduled, patched = [torch.optim.SGD([param()], lr=0.1) for _ in range(3)]
+        seen = []
+        hooked.register_step_post_hook(lambda *_: seen.append("hook"))
+        torch.optim.lr_scheduler.ConstantLR(scheduled)
+        kind = type("Patched", (torch.optim.SGD,), {})
+        patched.__class__ = kind
+
+        @functools.wraps(torch.optim.SGD.step)
+        def around(self: Any) -> None:
+            seen.append("class")
+
+        kind.step = around  # type: ignore[attr-defined]
+        for one in (hooked, scheduled, patched):
+            bare_step(one)()
+        assert seen == ["hook", "class"] and scheduled._opt_called  # type: ignore[attr-defined]  # torch's own
+
+    def test_gradients_are_dropped_as_the_optimizer_drops_them(self) -> None:
+        class Zeroing(torch.optim.SGD):
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                super().zero_grad(False)
+
+        dropped, kept = torch.optim.SGD([param()]), Zeroing([param()])
+        for one in (dropped, kept):
+            drop(one, True)
+        grads = [one.param_groups[0]["params"][0].grad for one in (dropped, kept)]
+        assert grads[0] is None and grads[1].tolist() == [0.0] * 3

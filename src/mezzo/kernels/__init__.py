@@ -27,6 +27,7 @@ from .ops.decision import pack_decision as pack_decision
 from .ops.gradients import GradientCheck as GradientCheck
 from .ops.gradients import ScaledGradients as ScaledGradients
 from .ops.gradients import norm_and_finite as norm_and_finite
+from .ops.gradients.check import LateNorm as LateNorm
 from .ops.gradients.check import values as values
 from .ops.gradients.reference import CHUNK as CHUNK
 from .ops.linear import reads_faster as reads_faster

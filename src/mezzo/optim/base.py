@@ -44,7 +44,7 @@ def hook_steps(kind: type[torch.optim.Optimizer]) -> None:
 
     @functools.wraps(step)
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or profiler_enabled() or _is_hooked(self):
+        if torch.compiler.is_compiling() or profiler_enabled() or is_hooked(self):
             return in_full(self, *args, **kwargs)
         for hook in step_hooks(self)[0].values():
             hook(self, (self, *args), kwargs)
@@ -54,7 +54,8 @@ def hook_steps(kind: type[torch.optim.Optimizer]) -> None:
     kind.step = hooked  # type: ignore[method-assign]
 
 
-def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody but mezzo has hooks on the steps of an optimizer, or on those of all. Host only."""
     pre, post = step_hooks(optimizer)
     others = [hook for hook in pre.values() if not hook.__module__.startswith("mezzo.")]  # may hand other arguments on
     return bool(others or post or global_pre_hooks or global_post_hooks)
@@ -206,7 +207,10 @@ class MasterOptimizer(KeepsMasters):
         found = getattr(self, "found_inf", None)
         taken = 1 if found is None else found.reshape(()) == 0
         for (step, batch), given in zip(batches, held, strict=True):
-            batch.step.add_(taken.to(batch.step.device) if isinstance(taken, Tensor) else taken)
+            if (counts := batch.counts) is None or isinstance(taken, Tensor):
+                batch.step.add_(taken.to(batch.step.device) if isinstance(taken, Tensor) else taken)
+            else:
+                counts += taken
             self._update(step, given, batch.step)
         return loss
 

@@ -43,6 +43,7 @@ class ParamBatch:
         moments: the running means of each by name, laid out as the weights are.
         step: shape (n,), fp32: steps taken by each; "step" in a parameter's state is its element. The one under way is
             counted before a kernel sees it.
+        counts: the same memory as an array of the host, which counts without a tensor op; None where it is not the host's.
         layout: where weights and moments lie; None while torch.compile traces.
     """
 
@@ -52,6 +53,7 @@ class ParamBatch:
     weights: Weights
     moments: Mapping[str, Sequence[Tensor]]
     step: Tensor
+    counts: Any
     layout: Layout | None
 
 
@@ -146,14 +148,16 @@ def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
         labels=[one.label for one in active],
     )
     moments = {name: aligned([state[name] for state in states], orders) for name in step.names}
+    step_counts, compiling = _bind_counts(states, params[0].device), torch.compiler.is_compiling()
     return ParamBatch(
         indices=[one.index for one in active],
         orders=orders,
         needs_views=any(orders) or any(map(_is_viewed, [*group["params"], *[one.grad for one in active]])),
         weights=weights,
         moments=moments,
-        step=_bind_counts(states, params[0].device),
-        layout=None if torch.compiler.is_compiling() else layout_of(weights, moments),
+        step=step_counts,
+        counts=None if compiling or step_counts.device.type != "cpu" else step_counts.numpy(),
+        layout=None if compiling else layout_of(weights, moments),
     )
 
 

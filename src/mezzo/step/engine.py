@@ -273,8 +273,11 @@ class Engine:
         before = look(grads) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
-        with self.stepping():
+        self.is_stepping = True
+        try:
             result.undo = update_(grads, flags, self.gradients.require("step()"), skipped, clip, self._skip)
+        finally:
+            self.is_stepping = False
         self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)
         if before is not None:
             self.check()
@@ -293,7 +296,8 @@ class Engine:
         is_sharded = any_dtensor(p for one in grads for p in one.params)
         consensus = self.consensus if is_sharded else None
         norm = check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm
-        return torch.as_tensor(norm, dtype=torch.float32, device=self.gradients.home)
+        known = norm if isinstance(norm, Tensor) else float(norm)
+        return torch.as_tensor(known, dtype=torch.float32, device=self.gradients.home)
 
     def check_grads(
         self, grads: Sequence[OptimizerGrads], max_norm: Tensor | float | None = None

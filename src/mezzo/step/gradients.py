@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -28,7 +27,7 @@ from ..loss_scale import (
 from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
-from .grad_passes import measure_flush, true_gradients
+from .grad_passes import drop, measure_flush, true_gradients
 from .leftovers import Leftovers, forget_zeroed, is_stale, why_no_gradients
 
 
@@ -51,7 +50,7 @@ class OptimizerGrads:
     def is_bad(self, home: torch.device) -> Flag:
         """Return whether their norm is inf or NaN; see `is_bad`."""
         known = self.check.known
-        return is_bad(self.check.norm, home) if known is None or not host_decides(home) else not math.isfinite(known)
+        return is_bad(self.check.norm, home) if known is None or not host_decides(home) else not known.is_finite()
 
     @property
     def grads(self) -> list[Tensor]:
@@ -221,7 +220,7 @@ class Gradients:
         """Drop the gradients and the step in the making. Syncs: no."""
         self._refuse_while_shown("zero_grad()")
         for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none)
+            drop(optimizer, set_to_none)
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
         self._pending, self._penalty_bad = None, False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun, listed
+from ..kernels import LateNorm
 from ..loss_scale import LossScale
 from ..policy import GuardConfig, ScalingConfig
 from ..read_only import read_only
@@ -115,8 +116,10 @@ def _after_update(
     state: GuardState, flags: StepFlags[float], config: GuardConfig, scaling: ScalingConfig | None, floor: float
 ) -> GuardState:
     was = state.counters
-    is_small = config.enabled and flags.grad_norm * flags.scale <= floor
-    is_flushed = config.enabled and flags.flushed > 0 and flags.grad_norm == 0
+    norm = flags.grad_norm
+    is_low = norm.is_at_most(floor, flags.scale) if isinstance(norm, LateNorm) else norm * flags.scale <= floor
+    is_small = config.enabled and is_low
+    is_flushed = config.enabled and flags.flushed > 0 and float(norm) == 0
     row = state.flushed_in_a_row + 1 if is_flushed else 0
     return GuardState(
         counters=Counters(seen=was.seen + 1, applied=was.applied + 1, skipped=was.skipped, demoted=was.demoted),

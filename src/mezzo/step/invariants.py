@@ -112,7 +112,7 @@ class Invariants:
         skipped = [share for share in shares if share not in stepped]
         now = {**_sums(skipped), **_sums(stepped, beside_weights=True)}
         square = {} if before.raw_square is None else {"": before.raw_square}
-        is_moving = facts.grad_norm != 0 and any(before.rates)  # a warm-up begins at a rate of 0
+        is_moving = float(facts.grad_norm) != 0 and any(before.rates)  # a warm-up begins at a rate of 0
         # A scheduler that on_applied called has moved the rates since.
         moving = [share for share in stepped if is_moving and any(_rates([share], share.params))]
         lost = {p: counts for share in moving for p, counts in _lost_counts(before, share).items()}
@@ -146,9 +146,9 @@ class Invariants:
         expected = raw / facts.scale
         if not _SMALLEST <= expected <= _LARGEST:  # the norm is one fp32 number
             return
-        if abs(facts.grad_norm - expected) > _NORM_ERROR * expected:
+        if abs(float(facts.grad_norm) - expected) > _NORM_ERROR * expected:
             raise InvariantError(
-                f"the true gradients have norm {facts.grad_norm:.6g}, and the scaled ones {raw:.6g} at loss scale "
+                f"the true gradients have norm {float(facts.grad_norm):.6g}, and the scaled ones {raw:.6g} at loss scale "
                 f"{facts.scale:g}, which makes {expected:.6g}: they were divided by something else than what the loss was "
                 "multiplied by. Something changed the gradients or the scale inside step()."
             )
@@ -180,10 +180,10 @@ class Invariants:
         )
         if count >= STILL_LIMIT:
             raise InvariantError(
-                f"{count} steps with gradients, the last of norm {facts.grad_norm:.6g}, {what}: {advice}."
+                f"{count} steps with gradients, the last of norm {float(facts.grad_norm):.6g}, {what}: {advice}."
             )
         if count == 1:
-            _log.warning("a step with gradient norm %.6g %s: %s", facts.grad_norm, what, advice)
+            _log.warning("a step with gradient norm %.6g %s: %s", float(facts.grad_norm), what, advice)
 
     def _note_lost(self, share: OptimizerGrads, kept: Mapping[Tensor, float], wanted: Mapping[Tensor, float]) -> None:
         params = [p for p in share.params if p in kept]

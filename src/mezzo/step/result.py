@@ -35,7 +35,7 @@ class StepFlags(Generic[T]):
         loss_bad: inf or NaN in a loss that backward was given, before scaling.
         buffers_bad: inf or NaN in a buffer that the forward wrote.
         scale: that the losses were multiplied by; 1 without scaling.
-        grad_norm: L2 norm of all true gradients before clipping, each counted once.
+        grad_norm: L2 norm of all true gradients before clipping, each counted once; a `LateNorm` for `float` counts as a number.
         flushed: share of the gradients' elements that 16 bit flushed to zero, where it was measured; else 0.
         norms: of the true gradients of each optimizer that has any.
         skipped: of each of those, 1.0 where it must leave everything as it is.
@@ -135,7 +135,8 @@ def check_grads(
     )
     if consensus is None and len(grads) == 1 and grads[0].check.is_plain:
         check, bad = grads[0].check, own
-        norms: Sequence[Tensor | float] = [check.norm.to(home) if check.known is None else check.known]
+        known = check.known if host_decides(home) else None
+        norms: Sequence[Any] = [check.norm.to(home) if known is None else known]
     else:
         bad, norms = combine(own, grads, home, consensus, num_optimizers)
     if host_decides(home):
@@ -143,10 +144,9 @@ def check_grads(
     return _decide_on_device(bad, norms, pending, skip, max_norm)
 
 
-def _decide_on_host(
-    bad: Findings, norms: Sequence[Tensor | float], pending: AccumulationState, skip: Skip
-) -> StepFlags[float]:
+def _decide_on_host(bad: Findings, norms: Sequence[Any], pending: AccumulationState, skip: Skip) -> StepFlags[float]:
     gradients = either(*bad.optimizers, bad.elsewhere, bad.early)
+    norms = [float(norm) if isinstance(norm, Tensor) else norm for norm in norms]
     if skip == "together":
         skipped = (float(either(gradients, bad.loss, bad.buffers)),) * len(bad.optimizers)
     else:
@@ -158,9 +158,9 @@ def _decide_on_host(
         loss_bad=float(bad.loss),
         buffers_bad=float(bad.buffers),
         scale=float(1.0 if pending.scale is None else pending.scale),
-        grad_norm=float(norms[-1]),
+        grad_norm=norms[-1],
         flushed=float(0.0 if pending.flushed is None else pending.flushed),
-        norms=tuple(map(float, norms[: len(bad.optimizers)])),
+        norms=tuple(norms[: len(bad.optimizers)]),
         skipped=skipped,
     )
 
@@ -289,7 +289,7 @@ class StepResult:
     @property
     def grad_norm(self) -> float:
         """L2 norm of the true gradients before clipping; with several optimizers, of all of them. Syncs: once."""
-        return self.flags().grad_norm
+        return float(self.flags().grad_norm)
 
     @property
     def flushed(self) -> float:
@@ -325,7 +325,7 @@ class StepResult:
         flags = self.flags()
         what = "applied" if flags.applied else f"skipped: {flags.reason} not finite"
         lost = f", {flags.flushed:.0%} of the gradients flushed to zero" if flags.flushed else ""
-        return f"StepResult({what}, scale={flags.scale:g}, grad_norm={flags.grad_norm:.6g}{lost})"
+        return f"StepResult({what}, scale={flags.scale:g}, grad_norm={self.grad_norm:.6g}{lost})"
 
 
 def _to_host(vector: Tensor) -> tuple[Tensor, torch.Event | None]:

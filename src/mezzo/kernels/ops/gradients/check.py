@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -15,35 +16,64 @@ from ...dtensor import PLAIN, local_tensors
 from . import reference
 
 
+class LateNorm:
+    """The norm of norms that the host knows, to torch's last bit: `float` makes it, of three tensor ops, which few steps need. Host only.
+
+    Args:
+        norms: of each gradient, fp32.
+    """
+
+    __slots__ = ("_norms",)
+
+    def __init__(self, norms: array[float]) -> None:
+        self._norms = norms
+
+    def __float__(self) -> float:
+        return float(_norm_of(torch.frombuffer(self._norms, dtype=torch.float32)).numpy())
+
+    def __repr__(self) -> str:
+        return repr(float(self))
+
+    def is_finite(self) -> bool:
+        """Whether it is neither inf nor NaN."""
+        return all(map(_LARGE.__gt__, self._norms)) or math.isfinite(float(self))
+
+    def is_at_most(self, bound: float, scale: float) -> bool:
+        """Whether it is, times `scale`, no larger than `bound`."""
+        return not max(self._norms) * scale > bound and float(self) * scale <= bound
+
+
 class GradientCheck:
     """The norm of all gradients and whether a step may be taken with them.
 
     Args:
-        norm: L2 norm of the unscaled gradients: shape (), fp32, the device of the first gradient; or a number that fp32 has.
+        norm: L2 norm of the unscaled gradients: shape (), fp32, the device of the first gradient; None: of `norms`, if somebody asks.
         norms: shape (number of gradients,), fp32, same device: the unscaled norm of each; or as many numbers of fp32.
         grads: the gradients that were read, not copied; of sharded ones, the parts that lie on this rank.
         is_plain: whether each of them is a plain tensor, which lies whole on this rank.
 
     Attributes:
-        known: the norm, where the host knows it; else None.
         norms: as given.
         grads: as given.
         is_plain: as given.
     """
 
-    __slots__ = ("_norm", "grads", "is_plain", "known", "norms")
+    __slots__ = ("_norm", "grads", "is_plain", "norms")
 
     def __init__(
-        self, norm: Tensor | float, norms: Tensor | array[float], grads: tuple[Tensor, ...], *, is_plain: bool
+        self, norm: Tensor | None, norms: Tensor | array[float], grads: tuple[Tensor, ...], *, is_plain: bool
     ) -> None:
         self._norm, self.norms, self.grads, self.is_plain = norm, norms, grads, is_plain
-        self.known = None if isinstance(norm, Tensor) else norm
 
     @property
     def norm(self) -> Tensor:
         """Shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients. Syncs: no."""
-        norm = self._norm
-        return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
+        return _norm_of(self.tensor_norms) if self._norm is None else self._norm
+
+    @property
+    def known(self) -> LateNorm | None:
+        """The norm, where the host can have it; else None."""
+        return None if isinstance(self.norms, Tensor) else LateNorm(self.norms)
 
     @property
     def tensor_norms(self) -> Tensor:
@@ -105,9 +135,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
     host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
     if host_looks and inv_scale is None and (known := _known_norms(aux)) is not None:
-        return GradientCheck(
-            float(_norm_of(torch.frombuffer(known, dtype=torch.float32)).numpy()), known, aux, is_plain=is_plain
-        )
+        return GradientCheck(None, known, aux, is_plain=is_plain)
     norms = _gather(aux, home)
     if host_looks:
         _bring_in_range_(norms, aux)
