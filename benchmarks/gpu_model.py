@@ -2,13 +2,11 @@
 
 Run: `python benchmarks/gpu_model.py [WORKLOAD ...] [--gpu H200] [--host-us 5] [--against RESULT.json ...]`. It prints a table.
 
-Forward and backward are run on this CPU under each variant, at batches of 2 and 4, and every op is written down: operations of
-products, bytes of its operands, views left out. Both grow in a straight line with the batch, so the batch of `mezzo bench
-WORKLOAD --device cuda` follows without running it. The optimizer's pass is arithmetic: bytes a parameter, as `mezzo bench step` has
-them. An op takes what the slower of its products and its bytes take at the GPU's published peak; the step takes what the slower of
-device and host take, where the host needs the same time for each launch. It is a floor with an assumption about the host: fused kernels
-of CUDA (attention, LSTM, cross entropy) launch less than the CPU's, no kernel reaches its peak, and the steps of an LSTM wait for
-each other.
+Forward and backward run on tensors of a GPU without memory (`fake_gpu.py`), at the batch of `mezzo bench WORKLOAD --device cuda`, and
+every op is written down: operations of products, bytes of its operands, views left out. The optimizer's pass is arithmetic: bytes a
+parameter, as `mezzo bench step` has them. An op takes what the slower of its products and its bytes take at the GPU's published peak; the
+step takes what the slower of device and host take, where the host needs the same time for each launch. It is a floor with an
+assumption about the host: no kernel reaches its peak, and the steps of an LSTM wait for each other.
 """
 
 from __future__ import annotations
@@ -16,10 +14,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fake_gpu  # before torch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,25 +45,24 @@ GPUS = {
     "H200": Gpu(flops={2: 989e12, 4: 67e12}, bandwidth=4.8e12),
 }
 WORKLOADS = ("gpt2", "llama", "vit", "resnet", "lstm", "bert")
-BATCHES = (2, 4)
-EARLY_STEPS = 3
-"""A prepared step looks at more in these than in those that follow."""
 FUSED_TENSORS, FUSED_ELEMENTS = 36, 320 * 65536
 """Of one launch of torch's fused optimizers (MultiTensorApply.cuh: 36 tensors in four lists, 320 chunks of 65,536)."""
 STEP_LAUNCHES = {"torch-autocast": 0, "prepare": 7, "prepare-master": 7}
-"""Beside the update: two for the pass over the norm, and five for the decision and the flags, as the simulated accelerator counts them."""
+"""Beside backward and the update: two for the pass over the norm, and five for the loss, the decision and the flags, as the simulated
+accelerator counts them."""
 STEP_BYTES = {"torch-autocast": 28, "prepare": 4 + 28, "prepare-master": 2 + 26}
 """A parameter: gradient, weight and two moments read, three written; a prepared step reads the gradient once more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One launch: operations of its products, bytes it reads and writes, bytes of an element of its first operand."""
+    """One launch: operations of its products, bytes it reads and writes, bytes of an element of its first operand, where its operands lie."""
 
     name: str
     flops: float
     moved_bytes: float
     width: int
+    devices: frozenset[str]
 
     def seconds(self, gpu: Gpu) -> float:
         """Return the least time on a GPU."""
@@ -72,10 +70,10 @@ class Op:
 
 
 def products(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Return the operations of an op's products, as torch counts them; it does not count the CPU's recurrent layers."""
-    if func.__name__.startswith("mkldnn_rnn_layer"):
+    """Return the operations of an op's products, as torch counts them; it does not count cuDNN's recurrent layers."""
+    if func.__name__.startswith("_cudnn_rnn"):
         rows, passes = args[0].shape[0] * args[0].shape[1], 2 if "backward" in func.__name__ else 1
-        return float(passes * 2 * rows * (args[1].numel() + args[2].numel()))
+        return float(passes * 2 * rows * sum(weight.numel() for weight in args[1] if weight.dim() == 2))
     count = flop_registry.get(func.overloadpacket)
     return float(count(*args, **kwargs, out_val=out)) if count else 0.0
 
@@ -93,66 +91,42 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        held = {x.untyped_storage().data_ptr() for x in operands}
-        is_view = results and all(x.untyped_storage().data_ptr() in held for x in results)
+        held = {storage(x) for x in operands}
+        is_view = results and all(storage(x) in held for x in results)
         if (results and not is_view and operands) or func.__name__.split(".")[0].endswith("_"):
-            moved = {(x.data_ptr(), x.nbytes) for x in (*operands, *results)}
+            moved = {(storage(x), x.storage_offset(), x.nbytes) for x in (*operands, *results)}
             self.ops.append(
                 Op(
                     name=func.__name__,
                     flops=products(func, args, kwargs, out),
-                    moved_bytes=float(sum(nbytes for _, nbytes in moved)),
+                    moved_bytes=float(sum(nbytes for _, _, nbytes in moved)),
                     width=operands[0].element_size() if operands else 4,
+                    devices=frozenset(x.device.type for x in operands),
                 )
             )
         return out
 
 
-def trace(workload: ModelSteps, variant: str, batches: Sequence[int]) -> list[list[Op]]:
-    """Return the ops of forward and backward of one step in bf16 at each batch, as they run on the CPU."""
-    torch.manual_seed(0)
-    model = workload.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+def storage(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from others', also where it has none."""
+    return tensor.untyped_storage()._cdata
+
+
+def trace(workload: ModelSteps, variant: str) -> list[Op]:
+    """Return the ops of forward and backward of one step in bf16 on a GPU; what a prepared one adds to them is `STEP_LAUNCHES`."""
+    with torch.device("meta"):
+        model = workload.make_model()
     policy = {"torch-autocast": None, "prepare": "bf16", "prepare-master": "bf16-master"}[variant]
-    amp = mezzo.prepare(model, optimizer, policy) if policy else None
-    found = []
-    early = [1] * (EARLY_STEPS if amp else 0)
-    for batch_size in (*early, *batches):
-        batch = replace(workload, batch_size=batch_size).make_batch()
+    with fake_gpu.entered():
+        fake_gpu.placed(model)
+        if policy:
+            mezzo.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), policy)
+        inputs, targets = [given.to("cuda") for given in workload.make_batch()]
         with Recorder() as recorder:
-            if amp is None:
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = workload.loss(model, batch)
-                loss.backward()
-            else:
-                amp.backward(workload.loss(model, batch))
-        found.append(recorder.ops)
-        if amp is None:
-            optimizer.zero_grad()
-        else:
-            amp.step()
-            amp.zero_grad()
-    return found[len(early) :]
-
-
-def at_batch(first: Sequence[Op], second: Sequence[Op], batches: tuple[int, int], batch: int) -> list[Op]:
-    """Return the ops at another batch, on the straight line through two.
-
-    Raises:
-        ValueError: the two are not the same ops.
-    """
-    if [op.name for op in first] != [op.name for op in second]:
-        raise ValueError("other ops at another batch; nothing can be said of a third.")
-    low, high = batches
-    share = (batch - low) / (high - low)
-    return [
-        replace(
-            a,
-            flops=a.flops + share * (b.flops - a.flops),
-            moved_bytes=a.moved_bytes + share * (b.moved_bytes - a.moved_bytes),
-        )
-        for a, b in zip(first, second, strict=True)
-    ]
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=policy is None):
+                loss = workload.loss(model, (inputs, targets))
+            loss.backward()
+    return recorder.ops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,10 +165,7 @@ def predictions(name: str, gpu: Gpu, launch_s: float) -> tuple[str, dict[str, Pr
     workload: Any = find_workload(name).for_device(torch.device("cuda"))
     with torch.device("meta"):
         model = workload.make_model()
-    found = {}
-    for variant in STEP_BYTES:
-        low, high = trace(workload, variant, BATCHES)
-        found[variant] = predict(at_batch(low, high, BATCHES, workload.batch_size), model, variant, gpu, launch_s)
+    found = {variant: predict(trace(workload, variant), model, variant, gpu, launch_s) for variant in STEP_BYTES}
     return workload.label, found
 
 

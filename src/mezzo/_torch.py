@@ -235,6 +235,12 @@ def is_capturing(device: torch.device) -> bool:
         return bool(ask())
 
 
+def is_graphed(forward: object) -> bool:
+    """Whether a module's forward was put there by `torch.cuda.make_graphed_callables`, and replays a graph. Host only."""
+    maker = "make_graphed_callables.<locals>."
+    return getattr(forward, "__module__", None) == "torch.cuda.graphs" and maker in forward.__qualname__  # type: ignore[attr-defined]
+
+
 def new_graph(device: torch.device) -> Any:
     """Return an empty graph of a device: CUDA's own, or the one that torch has for any accelerator since 2.13.
 

@@ -1,48 +1,106 @@
-"""Predictions for a GPU: the operations are those torch counts, a batch lies on the straight line through two others."""
+"""Predictions for a GPU: the operations are those torch counts, and the rules those of CUDA, not of the CPU that is there."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from mezzo.bench import find_workload
 
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_model.py"
+
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "gpu_model.py"
-    spec = importlib.util.spec_from_file_location("gpu_model", path)
+    spec = importlib.util.spec_from_file_location("gpu_model", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(SCRIPT.parent))
     sys.modules[spec.name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
+    sys.path.remove(str(SCRIPT.parent))
     return module
 
 
-SMALL = find_workload("resnet")().quick()
+TRACED = """
+import json
+import gpu_model
+from mezzo.bench import find_workload
+for name in ("resnet", "lstm", "vit"):
+    for variant in gpu_model.STEP_BYTES:
+        ops = gpu_model.trace(find_workload(name)().quick(), variant)
+        print(json.dumps([name, variant, [(op.name, op.flops, op.width, sorted(op.devices)) for op in ops]]))
+"""
+Traced = dict[tuple[str, str], list[tuple[str, float, int, list[str]]]]
 
 
-@pytest.mark.parametrize("variant", ["torch-autocast", "prepare", "prepare-master"])
-def test_products_are_counted_and_grow_in_a_line(script: ModuleType, variant: str) -> None:
-    two, four, six = script.trace(SMALL, variant, (2, 4, 6))
-    assert script.at_batch(two, four, (2, 4), 6) == six
-    assert SMALL.batch_size == 2
-    assert sum(op.flops for op in two) == sum(phase.flops for phase in SMALL.roofline("bf16"))
+@pytest.fixture(scope="module")
+def traced() -> Traced:
+    """Ops of small models on a GPU without memory, which a process has from its start or never."""
+    ran = subprocess.run([sys.executable, "-c", TRACED], cwd=SCRIPT.parent, check=True, capture_output=True, text=True)
+    found = map(json.loads, ran.stdout.splitlines())
+    return {(name, variant): [(*op,) for op in ops] for name, variant, ops in found}
 
 
-def test_products_of_an_lstm_are_counted(script: ModuleType) -> None:
-    small = find_workload("lstm")().quick()
-    (ops,) = script.trace(small, "torch-autocast", (2,))
+VARIANTS = ["torch-autocast", "prepare", "prepare-master"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_products_are_those_of_the_model(traced: Traced, variant: str) -> None:
+    phases = find_workload("resnet")().quick().roofline("bf16")
+    assert sum(flops for _, flops, _, _ in traced["resnet", variant]) == sum(phase.flops for phase in phases)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_products_of_an_lstm_are_counted(traced: Traced, variant: str) -> None:
+    small: Any = find_workload("lstm")().quick()
     forward, backward, _ = small.roofline("bf16")
-    # The kernel of the CPU computes the gradient of the first state too, which nobody asked for.
+    # The kernel computes the gradient of the first state too, which nobody asked for.
     unasked = small.layers * 2 * small.batch_size * 4 * small.width**2
-    assert sum(op.flops for op in ops) == forward.flops + backward.flops + unasked
+    assert sum(flops for _, flops, _, _ in traced["lstm", variant]) == forward.flops + backward.flops + unasked
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_predicted_for_a_gpu_ran_on_one(traced: Traced, variant: str) -> None:
+    for name in ("resnet", "lstm", "vit"):
+        assert {device for *_, devices in traced[name, variant] for device in devices} == {"cuda"}
+    assert not [op for op, *_ in traced["lstm", variant] if "mkldnn" in op or "cell" in op]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_is_not_widened_as_on_a_cpu(traced: Traced, variant: str) -> None:
+    forward, backward = [
+        {
+            (op, width)
+            for op, _, width, _ in traced["vit", variant]
+            if "attention" in op and ("backward" in op) == is_backward
+        }
+        for is_backward in (False, True)
+    ]
+    assert forward == {("_scaled_dot_product_flash_attention.default", 2)}
+    assert backward == {("_scaled_dot_product_flash_attention_backward.default", 2)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_follows_the_rules_of_cuda(traced: Traced, variant: str) -> None:
+    widths = {width for op, _, width, _ in traced["vit", variant] if op.startswith("native_layer_norm")}
+    assert widths == {4}
+
+
+def test_a_device_that_comes_after_torch_is_refused(script: ModuleType) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("torch built for CUDA has the device from the start")
+    with pytest.raises(RuntimeError, match="torch was imported before fake_gpu"):
+        script.trace(find_workload("resnet")().quick(), "prepare")
 
 
 def test_views_are_no_launches_and_writes_are(script: ModuleType) -> None:
@@ -58,8 +116,8 @@ def test_views_are_no_launches_and_writes_are(script: ModuleType) -> None:
 def test_the_slower_of_host_and_device_counts(script: ModuleType) -> None:
     gpu = script.Gpu(flops={2: 100.0, 4: 10.0}, bandwidth=50.0)
     ops = [
-        script.Op(name="mm", flops=200.0, moved_bytes=10.0, width=2),
-        script.Op(name="add", flops=0.0, moved_bytes=50.0, width=4),
+        script.Op(name="mm", flops=200.0, moved_bytes=10.0, width=2, devices=frozenset({"cuda"})),
+        script.Op(name="add", flops=0.0, moved_bytes=50.0, width=4, devices=frozenset({"cuda"})),
     ]
     model = torch.nn.Linear(2, 2)
     found = script.predict(ops, model, "prepare-master", gpu, 1.0)
@@ -67,9 +125,3 @@ def test_the_slower_of_host_and_device_counts(script: ModuleType) -> None:
     assert found.moved_bytes == 60.0 + 28 * 6
     assert found.device_s == pytest.approx(2.0 + 1.0 + 28 * 6 / 50.0)
     assert found.step_s == found.host_s == found.launches * 1.0
-
-
-def test_other_ops_at_another_batch_are_refused(script: ModuleType) -> None:
-    one = script.Op(name="mm", flops=1.0, moved_bytes=1.0, width=2)
-    with pytest.raises(ValueError, match="other ops at another batch"):
-        script.at_batch([one], [one, one], (2, 4), 8)
