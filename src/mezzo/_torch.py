@@ -236,9 +236,8 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def is_graphed(forward: object) -> bool:
-    """Whether a module's forward was put there by `torch.cuda.make_graphed_callables`, and replays a graph. Host only."""
-    maker = "make_graphed_callables.<locals>."
-    return getattr(forward, "__module__", None) == "torch.cuda.graphs" and maker in forward.__qualname__  # type: ignore[attr-defined]
+    """Whether `torch.cuda.make_graphed_callables`, or Transformer Engine's, made a module's forward: it replays a graph. Host only."""
+    return "make_graphed_callables.<locals>." in getattr(forward, "__qualname__", "")
 
 
 def new_graph(device: torch.device) -> Any:

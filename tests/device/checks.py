@@ -131,7 +131,11 @@ def a_step_in_a_captured_graph_is_refused() -> None:
     scaler = mezzo.GradScaler("sim")
     torch.sim.capturing = 0
     try:
-        for call in (lambda: amp.backward(loss), amp.step, lambda: amp.external_backward().__enter__()):
+        x = torch.randn(6, 8).to("sim")
+        with torch.no_grad():
+            net(x)
+        trained = (lambda: net(x), lambda: net[0](x))
+        for call in (*trained, lambda: amp.backward(loss), amp.step, lambda: amp.external_backward().__enter__()):
             with pytest.raises(StepError, match=r"while a graph is captured on sim:0: .* step = amp.capture"):
                 call()
         scaled = scaler.scale(loss.detach())

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
+from .._torch import is_graphed
 from ..casting import is_attention
 from ..distributed import class_names
 from ..errors import PolicyError
@@ -112,6 +113,12 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
                 "already. Prepare the module before torch.jit.script, or use torch.compile."
             )
         return
+    if is_graphed(module.__dict__.get("forward")):
+        raise PolicyError(
+            f"a policy cannot be bound to what torch.cuda.make_graphed_callables made of a {class_names(module)[0]}: it replays "
+            "a graph that was captured without it. Prepare the model as it was, and write step = amp.capture(function), which "
+            "captures whole steps."
+        )
     before, forward = record(module), module.__dict__.pop("forward", None)
     inner = _Own(forward) if forward is not None else None if before is None else before.inner
     if inner is None and isinstance(module, FUSED):

@@ -160,9 +160,9 @@ class Engine:
         home = self.gradients.home
         if home.type != "cpu" and not self.is_captured and is_capturing(home):
             raise StepError(
-                f"amp.{call} was called while a graph is captured on {home}: the host reads what each step found, and would "
-                "not know of a replay. Write step = amp.capture(function), which captures the function's step and replays "
-                "it, or leave amp.backward(loss) and amp.step() outside of the graph."
+                f"{call} was called while a graph is captured on {home}: the host reads what each step found, and would not "
+                "know of a replay. Write step = amp.capture(function), which captures the function's step and replays it, or "
+                "leave training outside of the graph: under torch.no_grad() a forward may go into one."
             )
 
     @property
@@ -190,7 +190,7 @@ class Engine:
 
         Writes: if it raises, gradients, and buffers that the forward of this step wrote.
         """
-        self.refuse_capture("step()")
+        self.refuse_capture("amp.step()")
         stop = self._stop()
         if stop is not None:
             if self.policy.guard.restore_buffers:
@@ -230,7 +230,7 @@ class Engine:
         self, loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
     ) -> None:
         """Add a loss's gradients to those of this step; see `Stepper.backward`. Syncs: no."""
-        self.refuse_capture("backward(loss)")
+        self.refuse_capture("amp.backward(loss)")
         self.find_ranks()
         if self.consensus is not None:
             self.consensus.check_backward()

@@ -41,6 +41,8 @@ class ForwardHook:
         engine = self._engine
         if engine.replay.is_running:
             return None
+        if engine.optimizers and torch.is_grad_enabled():
+            engine.refuse_capture("a forward of the prepared model")
         if module is self._model:
             if engine.consensus is None and is_running() and active_ddp() is not None:
                 engine.join(wrapper_around(engine.model, engine.policy, is_calling=True))

@@ -163,7 +163,7 @@ class Stepper(PreparedRun):
         Syncs: no.
         """
         engine = self._engine
-        engine.refuse_capture("external_backward()")
+        engine.refuse_capture("amp.external_backward()")
         engine.find_ranks()
         return engine.gradients.external(engine.scale)
 
