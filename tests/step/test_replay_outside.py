@@ -28,7 +28,7 @@ class TestALossOutsideTheModel:
                 amp.backward(loss(amp.model(x)))
                 amp.step()
         assert _get_current_dispatch_mode() is None and not _get_current_function_mode_stack()
-        assert not _global_forward_hooks and amp._engine.replay._following is None
+        assert not _global_forward_hooks and not amp._engine.replay.is_following
         return caught.value
 
     @pytest.mark.parametrize("name", ["adamw", "fused-adamw", "mezzo-adamw"])
@@ -110,7 +110,7 @@ class TestALossOutsideTheModel:
         amp.zero_grad()
         with ThreadPoolExecutor(1) as pool:
             out = pool.submit(amp.model, x).result()
-        assert amp._engine.replay._following is None and not _global_forward_hooks
+        assert not amp._engine.replay.is_following and not _global_forward_hooks
         amp.backward(mse(out, y))
         assert amp.step()
 
@@ -122,7 +122,7 @@ class TestALossOutsideTheModel:
         amp.zero_grad()
         with torch.device("cpu"):
             out = amp.model(x)
-            assert amp._engine.replay._following is None
+            assert not amp._engine.replay.is_following
         amp.backward(mse(out, y))
         assert amp.step()
         assert not _get_current_function_mode_stack()

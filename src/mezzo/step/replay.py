@@ -193,6 +193,11 @@ class Replay:
                 self._following = None
                 self._now.outside = self._now.outside or (found if found.sentence else None)
 
+    @property
+    def is_following(self) -> bool:
+        """Whether what the loss does is followed just now."""
+        return self._following is not None
+
     def drop(self, *, by_closure: bool = False) -> None:
         """Forget what gradients were dropped of; by its own closure, which stays.
 
