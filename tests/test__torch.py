@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import mezzo
 from mezzo import _torch
+from mezzo.errors import PolicyError
 from mezzo.optim import AdamW
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
@@ -141,3 +146,22 @@ def test_a_step_runs_hooks_and_is_named_in_a_profile() -> None:
     with torch.profiler.profile() as profile:
         optimizer.step()
     assert [event.name for event in profile.events() if "Optimizer" in event.name] == ["Optimizer.step#Counted.step"]
+
+
+@pytest.mark.parametrize("part", ["", "1"])
+def test_what_replays_a_graph_of_its_own_is_not_prepared(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """By torch's own code; on a CPU graphs and streams are stand-ins, and nothing is captured."""
+    for name in ("CUDAGraph", "Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda.graphs, "graph_pool_handle", Mock())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    torch.cuda.make_graphed_callables(model.get_submodule(part), (torch.ones(2, 4),))  # type: ignore[no-untyped-call]  # torch's own
+    graphed, classes = model.get_submodule(part).forward, [type(module) for module in model.modules()]
+    with pytest.raises(
+        PolicyError, match=r"make_graphed_callables made of a Sequential: .* step = amp\.capture\(function\)"
+    ):
+        mezzo.prepare(model, None, "bf16")
+    assert model.get_submodule(part).forward is graphed
+    assert [type(module) for module in model.modules()] == classes

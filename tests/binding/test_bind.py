@@ -8,9 +8,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,16 +32,6 @@ def dtypes(call: Callable[[], Any]) -> list[torch.dtype]:
     with Dtypes() as seen:
         call()
     return seen.of("addmm", "mm")
-
-
-def make_graphed(monkeypatch: pytest.MonkeyPatch, module: nn.Module, x: Tensor) -> None:
-    """Have torch's own code graph a module; on a CPU graphs and streams are stand-ins, and nothing is captured."""
-    for name in ("CUDAGraph", "Stream", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, Mock())
-    for name in ("graph", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    monkeypatch.setattr(torch.cuda.graphs, "graph_pool_handle", Mock())
-    torch.cuda.make_graphed_callables(module, (x,))  # type: ignore[no-untyped-call]  # torch's own
 
 
 POLICIES = {
@@ -378,18 +366,6 @@ class TestModuleRules:
             scripted = torch.jit.script(nn.Linear(4, 4))
         with pytest.raises(PolicyError, match="cannot be bound to a ScriptModule"):
             bound("bf16", scripted)
-
-    @pytest.mark.parametrize("part", ["", "1"])
-    def test_what_replays_a_graph_of_its_own(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))), torch.ones(2, 4)
-        make_graphed(monkeypatch, model.get_submodule(part), x)
-        graphed, classes = model.get_submodule(part).forward, [type(module) for module in model.modules()]
-        with pytest.raises(
-            PolicyError, match=r"make_graphed_callables made of a Sequential: .* step = amp\.capture\(function\)"
-        ):
-            bound("bf16", model)
-        assert model.get_submodule(part).forward is graphed
-        assert [type(module) for module in model.modules()] == classes
 
     def test_dtype_mismatch_names_the_op(self) -> None:
         class Mixed(nn.Module):
