@@ -30,7 +30,7 @@ def main():
     torch.manual_seed(0)
     net = Net()
     checkpoint = torch.load(broken_checkpoint(), weights_only=True)
-    net.load_state_dict(checkpoint["model"])  # FAULT
+    net.load_state_dict(checkpoint["model"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     for epoch in range(checkpoint["epoch"], checkpoint["epoch"] + 2):
         for _ in range(2):
