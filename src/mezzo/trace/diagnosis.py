@@ -92,7 +92,8 @@ def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
     if is_aside or functions or dispatch_modes():
         return None
     bound = record(innermost(model))
-    is_narrow = bound is not None and bound.binding.policy.output in LOW_DTYPES
+    policy = None if bound is None else bound.binding.policy
+    is_narrow = policy is not None and (policy.output or policy.compute) in LOW_DTYPES
     return LossTrace(Trace(model, step=step), is_narrow=is_narrow)
 
 
