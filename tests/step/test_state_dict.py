@@ -130,7 +130,9 @@ class TestAnotherPolicy:
     def test_what_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
         before = start("bf16-split")
         train(before, [batch()])
-        sentences = start("fp16").load_state_dict(before.state_dict())
+        model = Net()
+        after = mezzo.prepare(model, OPTIMIZERS["adamw"](model.parameters()), RUNS["fp16"][0])
+        sentences = after.load_state_dict(before.state_dict())
         assert sentences[0].startswith("the checkpoint was made under another policy:\n")
         assert sentences[1:] == (
             "4 parameters were stored in bf16 and are now in fp32",
