@@ -239,6 +239,15 @@ def test_losses_in_something_else() -> None:
     train(amp)
 
 
+def test_one_optimizer_twice() -> None:
+    model = net()
+    optimizer = adamw(model)
+    refused(
+        lambda: mezzo.prepare(model, [optimizer, optimizer], "bf16"), StepError, "the same AdamW twice", "Leave one out"
+    )
+    train(mezzo.prepare(model, [optimizer], "bf16"))
+
+
 def test_weights_of_inference_mode() -> None:
     with torch.inference_mode():
         model = net()

@@ -177,12 +177,16 @@ def _optimizers(model: object, optimizer: object) -> list[Optimizer]:
         )
     if optimizer is None:
         return []
-    optimizers = []
+    optimizers: list[Optimizer] = []
     for one in optimizer if isinstance(optimizer, Iterable) else [optimizer]:
         if not isinstance(one, Optimizer):
             raise StepError(
                 f"prepare(model, optimizer, policy) takes an optimizer that was made, or a list of them, and got {_kind(one)}. "
                 "Write torch.optim.AdamW(model.parameters(), lr=...), or None for inference."
+            )
+        if one in optimizers:
+            raise StepError(
+                f"prepare was given the same {type(one).__name__} twice, and would take each step twice. Leave one out."
             )
         optimizers.append(one)
     return optimizers
