@@ -91,8 +91,7 @@ def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
     is_aside = threading.current_thread() is not threading.main_thread()
     if is_aside or functions or dispatch_modes():
         return None
-    bound = record(innermost(model))
-    policy = None if bound is None else bound.binding.policy
+    policy = None if (bound := record(innermost(model))) is None else bound.binding.policy
     is_narrow = policy is not None and (policy.output or policy.compute) in LOW_DTYPES
     return LossTrace(Trace(model, step=step), is_narrow=is_narrow)
 
