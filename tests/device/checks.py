@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo import formats, random_state
+from mezzo.casting import weight_casts
 from mezzo.diagnose.explain.explanation import _seconds
 from mezzo.diagnose.watch.samples import is_taken
 from mezzo.errors import ConfigError, StepError
@@ -121,6 +122,26 @@ def random_state_of_every_device_is_given_back() -> None:
     seeded = draws()
     seed_dropout(torch.device("sim"), 1, 2)
     assert same(seeded, draws())
+
+
+def a_graph_of_others_makes_its_own_casts() -> None:
+    """Those that are kept are not read by it, since no replay would make them anew, and its own are nobody else's."""
+    net, x = model().to("sim"), torch.randn(6, 8).to("sim")
+    mezzo.prepare(net, None, "bf16, ops=mezzo", cache="persistent")
+    with torch.no_grad():
+        found = net(x)
+        kept = [cast for _, cast in weight_casts.copies() if cast.device.type == "sim"]
+        assert kept
+        for cast in kept:
+            cast.fill_(torch.nan)
+        torch.sim.capturing = 0
+        try:
+            assert torch.equal(net(x), found)
+        finally:
+            torch.sim.capturing = None
+        assert len([cast for _, cast in weight_casts.copies() if cast.device.type == "sim"]) == len(kept)
+        assert net(x).isnan().any()
+    weight_casts.clear()
 
 
 def a_step_in_a_captured_graph_is_refused() -> None:

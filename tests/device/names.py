@@ -37,6 +37,7 @@ CHECKS = (
     "the_norm_pass_launches_alike_for_any_size",
     "steps_of_any_optimizer_of_torch_are_undone_on_the_device",
     "an_optimizer_that_may_not_stand_nan_is_read_for_once",
+    "a_graph_of_others_makes_its_own_casts",
     "a_step_in_a_captured_graph_is_refused",
     "random_state_of_every_device_is_given_back",
     "replay_knows_the_dropout_of_the_batch",

@@ -14,8 +14,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, num_function_modes
+from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, is_capturing, num_function_modes
 from ..errors import CastError, RegionError, RegionTypeError
+from ..kernels import has_graph_tables
 from ..policy import CacheName, PolicyLike
 from .cast_cache import RegionCache
 from .cast_plan import CastPlan, current_switch, device_types, plan_of
@@ -310,8 +311,16 @@ def _new_mode(plan: CastPlan) -> CastMode | None:
     if plan.book is None:
         return None
     # A compiled graph casts at every use, and what a cache sets up cannot be traced.
-    cache = RegionCache(plan.store) if plan.caches and not torch.compiler.is_compiling() else None
-    return CastMode(plan.book, cache, current=_repeat)
+    if not plan.caches or torch.compiler.is_compiling():
+        return CastMode(plan.book, None, current=_repeat)
+    store = None if plan.store is not None and _goes_into_a_graph() else plan.store
+    return CastMode(plan.book, RegionCache(store), current=_repeat)
+
+
+def _goes_into_a_graph() -> bool:
+    """Whether somebody captures what runs now: kept casts are none of that graph's, whose replays would not make them anew."""
+    device = torch.accelerator.current_accelerator()
+    return device is not None and is_capturing(device) and not has_graph_tables()
 
 
 def _saved(plan: CastPlan) -> list[tuple[str, torch.dtype, bool]]:
