@@ -97,13 +97,12 @@ class Slot:
 
         Writes: the buffer, or the module's. Syncs: only if shape or dtype are others now.
         """
-        buffer = self.buffer
-        if buffer is not None and before.value is not None and is_alike(before.value, buffer):
-            where = void.to(buffer.device) if isinstance(void, Tensor) else torch.full((), void, device=buffer.device)
-            own_buffers(self.module)[self.key] = torch.where(where, before.value, buffer.detach())
+        buffer, value = self.buffer, before.value
+        if isinstance(void, Tensor) and buffer is not None and value is not None and is_alike(value, buffer):
+            own_buffers(self.module)[self.key] = torch.where(void.to(buffer.device), value, buffer.detach())
         elif bool(void):
             if before.is_registered:
-                own_buffers(self.module)[self.key] = None if before.value is None else before.value.clone()
+                own_buffers(self.module)[self.key] = None if value is None else value.clone()
             else:
                 delattr(self.module, self.key)
 

@@ -35,8 +35,10 @@ def choose_(pairs: Sequence[tuple[Tensor, Tensor]], void: Tensor | bool) -> None
     Writes: the second tensor of each pair. Syncs: no.
     """
     for alike in _by_kind(pairs):
-        device = alike[0][1].device
-        where = void.to(device) if isinstance(void, Tensor) else torch.full((), void, device=device)
+        if not isinstance(void, Tensor):
+            foreach_copy_([now for _, now in alike], [was for was, _ in alike])
+            continue
+        where = void.to(alike[0][1].device)
         small = [pair for pair in alike if pair[1].numel() < _LARGE]
         for was, now in alike:
             if now.numel() >= _LARGE:
