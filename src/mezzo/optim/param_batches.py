@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -79,7 +80,8 @@ class Active:
         """
         check_shape(self.label, "gradient", self.grad, self.param)
         check_count(self.label, self.state.get("step", 0))
-        if "step" in self.state and (gone := [name for name in moments if name not in self.state and name != _LATER]):
+        gone = [name for name in moments if name not in self.state and name != _LATER]
+        if gone and float(self.state.get("step", 0)) > 0:
             raise ConfigError(
                 f"the state of {self.label} counts steps and has no {gone[0]}, which would begin at 0 as if it had taken none. Delete "
                 "optimizer.state[parameter] to begin anew, or load the whole state."
@@ -148,7 +150,7 @@ def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
         labels=[one.label for one in active],
     )
     moments = {name: aligned([state[name] for state in states], orders) for name in step.names}
-    step_counts, compiling = _bind_counts(states, params[0].device), torch.compiler.is_compiling()
+    step_counts, array = _bind_counts(states, params[0].device)
     return ParamBatch(
         indices=[one.index for one in active],
         orders=orders,
@@ -156,8 +158,8 @@ def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
         weights=weights,
         moments=moments,
         step=step_counts,
-        counts=None if compiling or step_counts.device.type != "cpu" else step_counts.numpy(),
-        layout=None if compiling else layout_of(weights, moments),
+        counts=array,
+        layout=None if torch.compiler.is_compiling() else layout_of(weights, moments),
     )
 
 
@@ -165,16 +167,21 @@ def _is_viewed(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN or tensor.is_complex()
 
 
-def _bind_counts(states: Sequence[dict[str, Any]], device: torch.device) -> Tensor:
+def _bind_counts(states: Sequence[dict[str, Any]], device: torch.device) -> tuple[Tensor, Any]:
     """Return the step counts of some parameters as one vector, so that one addition counts a step for all.
 
     Writes: the entry "step" of each state, which becomes an element of the vector. Syncs: no.
+
+    Returns:
+        The vector, and the array of the host that holds it; None where it lies elsewhere.
     """
     counts = [torch.as_tensor(state["step"], dtype=torch.float32, device=device).reshape(()) for state in states]
-    whole = torch.stack(counts)
+    is_hosts = device.type == "cpu" and not torch.compiler.is_compiling()
+    array = numpy.empty(len(counts), numpy.float32) if is_hosts else None
+    whole = torch.stack(counts) if array is None else torch.from_numpy(array).copy_(torch.stack(counts))
     for state, count in zip(states, whole.unbind(), strict=True):
         state["step"] = count
-    return whole
+    return whole, array
 
 
 def _seed(rounding_seed: int, number: int) -> int:
