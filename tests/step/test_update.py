@@ -222,6 +222,7 @@ class TestBareStep:
         other.step()
         assert torch.equal(one.param_groups[0]["params"][0], other.param_groups[0]["params"][0])
 
+    @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 and 2.12
     def test_a_profile_has_the_names_of_step_and_zero_grad(self) -> None:
         optimizer = torch.optim.SGD([param()], lr=0.1)
         with torch.profiler.profile() as profile:

@@ -18,6 +18,7 @@ from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, is_ca
 from ..errors import CastError, RegionError, RegionTypeError
 from ..kernels import has_graph_tables
 from ..policy import CacheName, PolicyLike
+from ..random_state import accelerator_in_use
 from .cast_cache import RegionCache
 from .cast_plan import CastPlan, current_switch, device_types, plan_of
 from .mode import CastMode, drop_mode
@@ -319,7 +320,7 @@ def _new_mode(plan: CastPlan) -> CastMode | None:
 
 def _goes_into_a_graph() -> bool:
     """Whether somebody captures what runs now: kept casts are none of that graph's, whose replays would not make them anew."""
-    device = torch.accelerator.current_accelerator()
+    device = accelerator_in_use()
     return device is not None and is_capturing(device) and not has_graph_tables()
 
 
