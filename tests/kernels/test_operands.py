@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mezzo.errors import CheckpointError, OperandError
-from mezzo.kernels.operands import _span
+from mezzo.kernels.operands import span_of
 from mezzo.kernels.ops.gradients import norm_and_finite
 from mezzo.optim import SGD, AdamW
 from mezzo.optim.base import MasterOptimizer
@@ -351,7 +351,7 @@ class Metal:
 
 def test_buffers_whose_addresses_are_handles_lie_apart() -> None:
     """Handles of two buffers of 4 MiB are 64 bytes apart; two views of one buffer overlap as elsewhere."""
-    spans = [_span(Metal(handle)) for handle in (0x6000_0010_0000, 0x6000_0010_0040)]
+    spans = [span_of(Metal(handle)) for handle in (0x6000_0010_0000, 0x6000_0010_0040)]
     assert spans[0][1] <= spans[1][0] and spans[0][1] - spans[0][0] == 1 << 22
-    one, other = _span(Metal(0x6000_0010_0000)), _span(Metal(0x6000_0010_0000, 64))
+    one, other = span_of(Metal(0x6000_0010_0000)), span_of(Metal(0x6000_0010_0000, 64))
     assert one[0] < other[0] < one[1]

@@ -13,7 +13,7 @@ from .._torch import apply_to_tensors_, own_parameters
 from ..distributed import class_names
 from ..errors import MasterError, PolicyError, listed
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels import is_dtensor
+from ..kernels import is_dtensor, span_of
 from ..optim import MasterOptimizer, MasterWeights, check_whole, keeps_masters, local_optimizer, parameters
 from ..policy import FP32_RULES, Policy, Rule, is_matmul_like
 from .forward import record
@@ -179,7 +179,7 @@ def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy
     """Refuse weights whose memory another tensor of the model shows, which would be left with the values of before."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     plain = [
-        (*_span(tensor), name) for name, tensor in tensors if type(tensor.detach()) is Tensor and _has_memory(tensor)
+        (*span_of(tensor), name) for name, tensor in tensors if type(tensor.detach()) is Tensor and _has_memory(tensor)
     ]
     end, last = 0, ""
     for start, stop, name in sorted(plain):
@@ -195,14 +195,6 @@ def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy
 
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() > 0 and not (tensor.is_meta or tensor.is_nested)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    start, last = (
-        tensor.data_ptr(),
-        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)),
-    )
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def _convert_spread_(model: nn.Module, targets: Mapping[Tensor, torch.dtype]) -> None:

@@ -245,7 +245,7 @@ def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layo
         moment_dtype=dtype,
         seeds=array("I", weights.seeds),
         offsets=array("I", [offset & 0xFFFFFFFF for offset in weights.offsets] or bytes(4 * len(rows))),
-        spans=[(*_span(one.tensor), one) for one in written if _is_dense(one.tensor)],
+        spans=[(*span_of(one.tensor), one) for one in written if _is_dense(one.tensor)],
         storages=frozenset(_memory(one.tensor)[0] for one in written),
     )
 
@@ -340,7 +340,7 @@ def _misplaced(tensor: Tensor, weight: Tensor) -> str:
         return "on another device"
     if tensor.layout is not torch.strided:
         return "not strided"
-    if type(tensor) in PLAIN and (there := _memory(tensor)[1]) < _span(tensor, 0)[1]:
+    if type(tensor) in PLAIN and (there := _memory(tensor)[1]) < span_of(tensor, 0)[1]:
         return f"and ends beyond its storage of {there} bytes"
     return ""
 
@@ -357,8 +357,8 @@ _FAR = 48
 """So many bits are more than any buffer's bytes."""
 
 
-def _span(tensor: Tensor, storage: int | None = None) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and beyond its last one, its storage lying where it does."""
+def span_of(tensor: Tensor, storage: int | None = None) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and beyond its last one, its storage lying where it does. Host only."""
     begin = tensor.data_ptr() if storage is None else storage + int(tensor.storage_offset()) * tensor.element_size()
     if storage is None and tensor.device.type in _HANDLES:
         begin += tensor.untyped_storage().data_ptr() << _FAR
@@ -374,7 +374,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _overlapping(weights: Sequence[Operand]) -> set[int]:
     """Return the indices of weights that share memory with another; they are stepped one after the other, as by torch."""
-    spans = sorted((*_span(one.tensor), index) for index, one in enumerate(weights) if type(one.tensor) in PLAIN)
+    spans = sorted((*span_of(one.tensor), index) for index, one in enumerate(weights) if type(one.tensor) in PLAIN)
     found: set[int] = set()
     end, last = 0, -1
     for start, stop, index in spans:
