@@ -78,7 +78,7 @@ _DIFFERENCES = {
     "none": None,
     "scale": f"the loss scale is 65536 on ranks 0, 2; 32768 on rank 1. {_COUNTS}",
     "weight": (
-        "the checksum of parameter 'b' (one of 2 that differ) is 0000be80 on ranks 0, 2; 0000be81 on rank 1. Their "
+        "the checksum of parameter 'b' (one of 2 that differ) is 000000000000be80 on ranks 0, 2; 000000000000be81 on rank 1. Their "
         "gradients were not averaged: end each no_sync() block before the step's last backward, and do not write "
         "weights on one rank only."
     ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mezzo.kernels.weights import AUX_STATE, PIECE, chunks, give_master_, read_master, store_master
+from mezzo.kernels.weights import AUX_STATE, PIECE, chunks, give_master_, read_master, store_master, sum_of_bits
 
 LONG = PIECE + 5
 LAYOUTS = {
@@ -59,3 +59,23 @@ def test_a_large_master_is_stored_as_a_small_one_is(mode: str, is_transposed: bo
         assert torch.equal(aux, aux_state) and aux.stride() == master.stride()
         assert aux.data_ptr() != master.data_ptr()
         assert torch.equal(read_master(mode, weight, aux), read_master(mode, want, aux_state))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_of_bits_tells_each_element_and_not_how_it_lies(dtype: torch.dtype) -> None:
+    tensor = torch.randn(7, 11).to(dtype)
+    noted = sum_of_bits(tensor)
+    assert sum_of_bits(tensor.t().contiguous().t()) == noted
+    for index in range(tensor.numel()):
+        edited = tensor.clone()
+        edited.view(-1)[index] *= 2
+        assert sum_of_bits(edited) != noted
+    behind = torch.cat([tensor.view(-1)[:1], tensor.view(-1)])
+    assert sum_of_bits(behind[1:].view(7, 11)) == noted  # where no word of 8 bytes begins
+
+
+def test_a_sum_of_bits_copies_none_of_it() -> None:
+    tensor = torch.randn(1 << 16).bfloat16()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        sum_of_bits(tensor)
+    assert sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages()) < tensor.nbytes / 100

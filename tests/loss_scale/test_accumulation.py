@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.errors import ScalerError, StepError
 from mezzo.loss_scale import GradScaler, GradVersions, check_loss, either, is_bad, without
-from mezzo.loss_scale.accumulation import _sum_of_bits
 
 
 def noted(*values: list[float]) -> tuple[GradVersions, list[Tensor]]:
@@ -242,23 +241,3 @@ def test_a_loss_is_one_number_with_a_graph_and_wide_enough(loss: object, wanted:
         return
     with pytest.raises(StepError, match=words):
         check_loss(loss, wanted)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_the_sum_of_a_gradient_tells_each_element_and_not_how_it_lies(dtype: torch.dtype) -> None:
-    grad = torch.randn(7, 11).to(dtype)
-    noted = _sum_of_bits(grad)
-    assert _sum_of_bits(grad.t().contiguous().t()) == noted
-    for index in range(grad.numel()):
-        edited = grad.clone()
-        edited.view(-1)[index] *= 2
-        assert _sum_of_bits(edited) != noted
-    behind = torch.cat([grad.view(-1)[:1], grad.view(-1)])
-    assert _sum_of_bits(behind[1:].view(7, 11)) == noted  # where no word of 8 bytes begins
-
-
-def test_the_sum_of_a_gradient_copies_none_of_it() -> None:
-    grad = torch.randn(1 << 16).bfloat16()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        _sum_of_bits(grad)
-    assert sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages()) < grad.nbytes / 100

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DistributedError
-from ..kernels import chunks, values
+from ..kernels import sum_of_bits, values
 from .group import Group, spell
 from .wrapper import Wrapper
 
@@ -25,16 +25,10 @@ _log = logging.getLogger("mezzo.distributed")
 Number = Tensor | float | int
 """A host number or a tensor of shape ()."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as whole numbers; equal bits give equal sums. Shape (), int64. Syncs: no."""
-    dense = values(tensor.detach())
-    whole = _BITS[dense.element_size()]
-    # torch widens what it sums to int64 beforehand: chunk by chunk that takes no memory to speak of.
-    sums = [chunk.contiguous().view(whole).sum(dtype=torch.int64) for (chunk,) in chunks(dense)]
-    return torch.stack(sums).sum()
+    """Return the sum of the bits of a tensor of any kind as whole numbers; equal bits give equal sums. Shape (), int64. Syncs: no."""
+    return sum_of_bits(values(tensor))
 
 
 def audit(
@@ -80,7 +74,7 @@ def audit(
     first = int(apart.nonzero()[0])
     more = f" (one of {int(apart.sum())} that differ)" if int(apart.sum()) > 1 else ""
     what = f"the checksum of parameter '{list(params)[first]}'{more} is"
-    _refuse(group, step, what, [f"{row & 0xFFFFFFFF:08x}" for row in rows[:, first].tolist()], why_apart())
+    _refuse(group, step, what, [f"{row & 0xFFFFFFFFFFFFFFFF:016x}" for row in rows[:, first].tolist()], why_apart())
 
 
 def _checksums(tensors: Iterable[Tensor]) -> Tensor:

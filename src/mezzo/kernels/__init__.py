@@ -47,4 +47,5 @@ from .weights import chunks as chunks
 from .weights import give_master_ as give_master_
 from .weights import read_master as read_master
 from .weights import store_master as store_master
+from .weights import sum_of_bits as sum_of_bits
 from .weights import write_ as write_

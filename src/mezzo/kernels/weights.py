@@ -16,6 +16,7 @@ PIECE = 2**18
 """Elements in a piece: in fp64 2 MiB, which stays in a core's cache; on an accelerator enough for a launch."""
 AUX_STATE = {"split": "remainder", "fp32": "master", "kahan": "compensation"}
 """What each master mode keeps beside the weight; the names of the entries in an optimizer's state."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WEIGHT_STREAM, MOMENT_STREAM = 0, 1
 """Streams of random bits, so that a weight and its moments do not share bits."""
 
@@ -132,6 +133,19 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return
     flat = [tensor.detach().as_strided((first.numel(),), (1,)) for tensor in tensors]
     yield from zip(*[torch.split(tensor, PIECE) for tensor in flat], strict=True)
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return the sum of a dense real tensor's bits in words of 8 bytes, however it lies: another after almost any change.
+
+    Nothing is copied where it is contiguous: to sum narrower numbers torch widens all of them first, to 8 bytes each. Shape (),
+    int64. Syncs: no.
+    """
+    flat, width = tensor.detach().contiguous().view(-1), 8 // tensor.element_size()
+    flat = flat.clone() if flat.storage_offset() % width else flat  # a view of words begins at a word
+    end = len(flat) // width * width
+    rest = flat[end:].view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
+    return flat[:end].view(torch.int64).sum() + rest
 
 
 def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:

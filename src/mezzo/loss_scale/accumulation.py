@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch import version
 from ..errors import StepError
 from ..formats import dtype_name
-from ..kernels import move
+from ..kernels import move, sum_of_bits
 from ..stamp import Stamp
 from .unscale import real_values
 
@@ -28,7 +28,6 @@ On accelerators it is fp32 from the start, so that packing a step's findings cas
 
 _FIRST_STEPS = 3
 _new, _ref = tuple.__new__, weakref.ref
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GradSums:
@@ -45,7 +44,7 @@ class GradSums:
     def note(self, grads: Iterable[tuple[int, Tensor]]) -> None:
         """Write down what gradients hold, by the ids of their parameters. Syncs: no."""
         if self._steps_left > 0:
-            self._sums.update((key, _sum_of_bits(grad)) for key, grad in grads)
+            self._sums.update((key, sum_of_bits(real_values(grad))) for key, grad in grads)
 
     def clear(self, *, is_step_over: bool = False) -> None:
         """Forget all gradients, before others are noted or because their step is over."""
@@ -62,7 +61,7 @@ class GradSums:
         noted, grad = self._sums.get(id(param)), param.grad
         if grad is None:
             return True
-        is_same = noted is not None and bool(noted == _sum_of_bits(grad))
+        is_same = noted is not None and bool(noted == sum_of_bits(real_values(grad)))
         if is_same or not bool(real_values(grad).isfinite().all()):
             self._steps_left = math.inf
             return True
@@ -140,21 +139,6 @@ def stamps_of(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Stamp]:
         return {key: _new(Stamp, (_ref(t), version(t), None)) for key, t in tensors}
     except RuntimeError:  # one of them was made in inference mode
         return {key: Stamp.of(t) for key, t in tensors}
-
-
-def _sum_of_bits(grad: Tensor) -> Tensor:
-    """Return the sum over a gradient's memory, read as whole numbers: another after almost any change.
-
-    On a CPU in words of 8 bytes: to sum narrower numbers torch widens all of them first, into four times a 16-bit gradient.
-    """
-    values = real_values(grad.detach())
-    if not values.is_cpu:
-        return values.view(_BITS[values.element_size()]).sum(dtype=torch.int64)
-    flat, width = values.contiguous().view(-1), 8 // values.element_size()
-    flat = flat.clone() if flat.storage_offset() % width else flat  # a view of words begins at a word
-    end = len(flat) // width * width
-    rest = flat[end:].view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
-    return flat[:end].view(torch.int64).sum() + rest
 
 
 def host_decides(device: torch.device) -> bool:

@@ -122,7 +122,7 @@ class Invariants:
             square,
             {p: kept for p, (kept, _) in lost.items()},
             {p: all_ for p, (_, all_) in lost.items()},
-            {**self._ruined_counts(shares), **self._buffers()},
+            {**self._ruined(shares), **self._buffers()},
         )
         if squares:
             self._check_divisor(math.sqrt(squares[""]), facts)
@@ -207,15 +207,15 @@ class Invariants:
             )
 
     @torch.no_grad()
-    def _ruined_counts(self, shares: Sequence[OptimizerGrads]) -> dict[str, Tensor]:
-        """Count inf and NaN in all that a step writes and a later one reads: weights, moments and masters."""
-        counts = {name: count_ruined(local(p.detach())) for p, name in self._names.items() if p.requires_grad}
+    def _ruined(self, shares: Sequence[OptimizerGrads]) -> dict[str, Tensor]:
+        """Return whether there is inf or NaN in each tensor that a step writes and a later one reads: weights, moments and masters."""
+        found = {name: _is_ruined(local(p.detach())) for p, name in self._names.items() if p.requires_grad}
         for share in shares:
             for (p, key), tensor in _state_tensors(share.optimizer).items():
                 is_known = key in MOMENTS or key in AUX_STATE.values()
                 if is_known and tensor.is_floating_point():
-                    counts[f"{self._name(p)}.{key}"] = count_ruined(local(tensor))
-        return counts
+                    found[f"{self._name(p)}.{key}"] = _is_ruined(local(tensor))
+        return found
 
     def _check_finite(self, ruined: Mapping[str, float], shares: Sequence[OptimizerGrads]) -> None:
         bad = [name for name, count in ruined.items() if count]
@@ -263,9 +263,21 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def _sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
-    squares = [chunk.to(widest(chunk.device)).square().sum() for grad in grads for (chunk,) in chunks(grad)]
-    home = squares[0].device
+    pieces = [piece for grad in grads for (piece,) in chunks(grad)]
+    home = pieces[0].device
+    # In memory that all share: what is freed between sums that stay leaves holes in the C library's heap.
+    wide = {
+        device: torch.empty(max(p.numel() for p in pieces if p.device == device), dtype=widest(device), device=device)
+        for device in {p.device for p in pieces}
+    }
+    squares = [wide[p.device][: p.numel()].view(p.shape).copy_(p).square_().sum() for p in pieces]
     return torch.stack([square.to(home) for square in squares]).sum()
+
+
+def _is_ruined(tensor: Tensor) -> Tensor:
+    """Return whether a tensor has inf or NaN, by its least and largest element: no mask is made. Shape (). Syncs: no."""
+    ends = [torch.aminmax(piece) for (piece,) in chunks(values(tensor)) if piece.numel()]
+    return torch.stack([end for pair in ends for end in pair] or [tensor.new_zeros(())]).isfinite().logical_not().any()
 
 
 def count_ruined(tensor: Tensor, is_trained: bool = True) -> Tensor:
