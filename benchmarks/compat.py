@@ -86,9 +86,18 @@ def facts(python: Path) -> dict[str, str]:
     return {"torch": said[0], "python": said[1], "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
 
 
+def stored_as(torch: str, python: str, store: Path = STORE) -> Path:
+    """Return the file of a torch's results; a second Python has one of its own."""
+    plain = store / f"torch-{torch}.json"
+    minor = python.rsplit(".", 1)[0]
+    if not plain.exists() or json.loads(plain.read_text(encoding="utf-8"))["python"].startswith(f"{minor}."):
+        return plain
+    return store / f"torch-{torch}-python-{minor}.json"
+
+
 def store(torch: str, python: Path, chosen: list[str]) -> dict[str, Any]:
     """Run parts of the suite and write the result beside those of other parts that are stored. Writes: one file, the README's table."""
-    path = STORE / f"torch-{torch}.json"
+    path = stored_as(torch, facts(python)["python"])
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"parts": {}, "failed": {}}
     for part in chosen:
         counts, failed = run(python, part)
@@ -116,7 +125,11 @@ def row(result: dict[str, Any]) -> str:
 def table() -> str:
     """Return the table of all stored results, the newest torch first."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in STORE.glob("torch-*.json")]
-    newest = sorted(results, key=lambda r: [int(n) for n in r["torch"].split("+")[0].split(".")], reverse=True)
+    newest = sorted(
+        results,
+        key=lambda r: [int(n) for key in ("torch", "python") for n in r[key].split("+")[0].split(".")],
+        reverse=True,
+    )
     return "\n".join([HEAD, *map(row, newest)])
 
 

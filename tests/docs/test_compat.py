@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -37,3 +38,13 @@ def test_a_report_is_counted() -> None:
 def test_every_folder_of_tests_is_a_part() -> None:
     parts = program()["parts"]()
     assert {"policy", "step", "docs", "."} <= set(parts)
+
+
+def test_a_second_python_of_one_torch_has_a_file_of_its_own(tmp_path: Path) -> None:
+    stored_as = program()["stored_as"]
+    plain = tmp_path / "torch-2.15.0.json"
+    assert stored_as("2.15.0", "3.11.7", tmp_path) == plain
+    plain.write_text(json.dumps({"python": "3.11.7"}))
+    assert stored_as("2.15.0", "3.11.9", tmp_path) == plain
+    assert stored_as("2.15.0", "3.1.4", tmp_path).name == "torch-2.15.0-python-3.1.json"
+    assert stored_as("2.15.0", "3.14.10", tmp_path).name == "torch-2.15.0-python-3.14.json"
