@@ -297,6 +297,25 @@ def test_two_trained_models_are_refused_and_left_alone() -> None:
         optimizer.step()
 
 
+def test_two_optimizers_that_step_after_one_backward() -> None:
+    """The weights of torch's own Accelerator, to the last bit."""
+    runs = []
+    for make in (lambda: accelerate.Accelerator(cpu=True), lambda: Accelerator(cpu=True, policy="fp32")):
+        start_anew()
+        accelerator, model = make(), loops.make_model()
+        params = list(model.parameters())
+        both = [torch.optim.AdamW(params[:2], lr=0.01), torch.optim.SGD(params[2:], lr=0.01)]
+        model, *both = accelerator.prepare(model, *both)
+        for _ in range(4):
+            for optimizer in both:
+                optimizer.zero_grad()
+            accelerator.backward(model(torch.ones(2, 6)).square().mean())
+            for optimizer in both:
+                optimizer.step()
+        runs.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
 def test_backward_before_an_optimizer_is_refused() -> None:
     accelerator = Accelerator(cpu=True, policy="bf16")
     model = accelerator.prepare(loops.make_model())

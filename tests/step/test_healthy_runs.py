@@ -11,7 +11,7 @@ from tests.step.step_models import INF, Net, batch, mse
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.errors import InvariantError
+from mezzo.errors import InvariantError, NonFiniteStep
 
 
 def train(model: nn.Module, optimizer: Any, policy: str = "fp32", *, steps: int = 5, factor: float = 1.0) -> list[bool]:
@@ -184,6 +184,57 @@ def test_under_a_default_dtype_of_fp64(name: str) -> None:
         assert all(train(model, getattr(torch.optim, name)(model.parameters(), lr=0.01)))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Spare(Net):
+    """Looks rows up in a table, of which one is NaN and never asked for, and has a layer that its forward leaves out."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.table, self.spare = nn.Embedding(4, 8), nn.Linear(4, 4).requires_grad_(trained)
+        with torch.no_grad():
+            self.table.weight[3] = self.spare.weight[0] = math.nan
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.table(torch.arange(x.shape[0]) % 3).float().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master", "fp16, scaling.init_scale=65536"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_nan_that_no_step_reads(kind: Any, trained: bool, policy: str) -> None:
+    """Neither a healthy step nor one that a batch, or the loss scale, spoiled lays it at its door."""
+    model = Spare(trained)
+    amp = mezzo.prepare(model, kind(model.parameters(), lr=0.01), policy + ", guard.check_every=1")
+    for factor in (*[1.0] * 6, INF, 1.0, math.nan, 1.0):
+        x, y = batch()
+        amp.zero_grad()
+        amp.backward(mse(model(x), y) * factor)
+        if "fp16" not in policy:
+            assert bool(amp.step()) is math.isfinite(factor)
+        else:  # the scale is on its way down from where gradients overflow
+            amp.step()
+    assert amp.model.table.weight[:3].isfinite().all()
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16, scaling.init_scale=256"])
+@pytest.mark.parametrize("name", ["table", "inner"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_nan_that_a_step_reads_is_named_at_once(name: str, trained: bool, policy: str) -> None:
+    model = Spare(trained)
+    model.get_submodule(name).requires_grad_(trained)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), policy)
+    x, y = batch()
+    amp.backward(mse(model(x), y))
+    assert amp.step()
+    amp.zero_grad()
+    with torch.no_grad():
+        model.get_submodule(name).weight[0, 0] = math.nan
+    amp.backward(mse(model(x), y))
+    with pytest.raises(
+        NonFiniteStep, match=rf"no loss scale can mend it: inf or NaN in 1 parameter: {name}\.weight \("
+    ):
+        amp.step()
 
 
 def test_an_optimizer_that_never_moves_is_found() -> None:

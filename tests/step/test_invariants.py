@@ -148,16 +148,6 @@ class TestPlantedFaults:
         with pytest.raises(InvariantError, match=r"after the step inner\.weight\.momentum_buffer hold inf or NaN"):
             run(amp)
 
-    def test_6_non_finite_weights_that_no_gradient_reached(self) -> None:
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.register_parameter("unused", nn.Parameter(torch.tensor([1.0])))
-        amp = mezzo.prepare(model, optimizer, "fp32")
-        with torch.no_grad():
-            model.unused.fill_(float("nan"))
-        with pytest.raises(InvariantError, match="after the step unused hold inf or NaN"):
-            run(amp)
-
 
 def _drift(rank: int, world: int) -> str:
     torch.manual_seed(0)

@@ -167,14 +167,24 @@ class TestAnotherPolicy:
         other.load_state_dict(amp.export_weights())
         assert torch.equal(other.inner.weight, plain.inner.weight)
 
-    def test_from_a_run_in_copies_whose_wrapper_names_the_weights_its_own_way(self) -> None:
+    @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+    def test_from_a_run_whose_wrappers_name_the_weights_their_own_way(self, prefix: str) -> None:
         plain = Net()
         optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-        weights = {f"module.{name}": value for name, value in plain.state_dict().items()}
+        weights = {f"{prefix}{name}": value for name, value in plain.state_dict().items()}
         amp = start("bf16-split")
         amp.load_state_dict({"model": weights, "optimizer": optimizer.state_dict()})
         for name, value in amp.export_weights().items():
             assert torch.equal(value, plain.state_dict()[name])
+
+    def test_from_a_model_with_compiled_parts_and_into_one(self) -> None:
+        runs = [start("bf16-split") for _ in range(3)]
+        for amp in runs[1:]:
+            amp.model.inner = torch.compile(amp.model.inner, backend="eager")
+        train(runs[0], [batch()])
+        for before, after in ((runs[0], runs[1]), (runs[1], runs[2]), (runs[2], start("bf16-split"))):
+            assert after.load_state_dict(before.state_dict()) == ()
+            assert all(map(torch.equal, after.model.parameters(), runs[0].model.parameters()))
 
     def test_masters_start_from_fp32_weights_that_were_never_stepped(self) -> None:
         before, after = start("fp32"), start("bf16-split")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.step.step_models import (
     CALM,
+    INF,
     ON_DEVICE,
     OPTIMIZERS,
     Net,
@@ -238,11 +239,37 @@ class TestSeveralOptimizers:
             amp.step(optimizer=second)
         assert str(caught.value) == (
             "step() was called after step(optimizer=AdamW), which ended the step of this loss for the other optimizers too. "
-            "Write amp.step() once, which steps all of them, or amp.backward(loss) for each."
+            "Write amp.step() once, which steps all of them, amp.backward(loss) for each, or "
+            "mezzo.prepare(..., skip='independent'), after which each may take its step alone."
         )
         amp.zero_grad()
         with pytest.raises(StepError, match="called before backward"):
             amp.step(optimizer=second)
+
+    @pytest.mark.parametrize("policy", ["fp32", "fp32, scaling.init_scale=1024"])
+    def test_one_after_another_on_one_loss_where_each_skips_by_itself(self, policy: str) -> None:
+        """As a loop for torch steps them; a gradient is applied once, and a loss that was bad holds for all."""
+        runs = []
+        for by_turns in (True, False):
+            torch.manual_seed(0)
+            model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1)})
+            both = [
+                torch.optim.AdamW(model["g"].parameters(), lr=0.1),
+                torch.optim.SGD(model["d"].parameters(), lr=0.1),
+            ]
+            amp = mezzo.prepare(model, both, policy, skip="independent")
+            for factor in (1.0, INF, 1.0):
+                amp.zero_grad()
+                amp.backward(model["d"](model["g"](torch.ones(1, 4))).sum() * factor)
+                results = [amp.step(optimizer=one) for one in both] if by_turns else [amp.step()]
+                assert all(bool(one) is (factor == 1) for one in results)
+                if by_turns:
+                    with pytest.raises(StepError, match="before backward"):
+                        amp.step(optimizer=both[0])
+            with pytest.raises(StepError, match="zero_grad"):
+                amp.backward(model["d"](model["g"](torch.ones(1, 4))).sum())
+            runs.append([p.detach().clone() for p in model.parameters()])
+        assert all(map(torch.equal, *runs))
 
     def test_shared_parameters_cannot_skip_independently(self) -> None:
         model = nn.Linear(1, 1)

@@ -8,7 +8,7 @@ from tests.step.step_models import Net, batch, mse
 from torch import nn
 
 import mezzo
-from mezzo.errors import StepError
+from mezzo.errors import StepError, StepTypeError
 
 
 def test_a_released_stepper_says_so() -> None:
@@ -167,3 +167,15 @@ def test_a_loader_in_the_place_of_the_policy_is_named() -> None:
     with pytest.raises(mezzo.errors.PolicyError, match=r"a policy is .*DataLoader"):
         mezzo.prepare(model, optimizer, loader)
     assert trains(mezzo.prepare(model, optimizer, "bf16"), model)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16, scaling.init_scale=256"])
+def test_the_scale_is_a_number_and_no_method(policy: str) -> None:
+    """A habit from GradScaler; what is written instead is what the sentence says."""
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), policy)
+    x, y = batch()
+    with pytest.raises(StepTypeError, match=r"amp\.scale.*number.*Write amp\.backward\(loss\)"):
+        amp.scale(mse(model(x), y)).backward()  # type: ignore[operator]  # the mistake
+    assert type(amp.scale) is float and f"{amp.scale:g}" == ("256" if "fp16" in policy else "1")
+    assert amp.scale.is_integer() and [amp.scale for _ in range(2)] == [amp.scale] * 2

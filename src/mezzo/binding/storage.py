@@ -13,7 +13,7 @@ from .._torch import apply_to_tensors_, own_parameters
 from ..distributed import class_names
 from ..errors import MasterError, PolicyError, listed
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels import is_dtensor, span_of
+from ..kernels import is_dtensor, overlaps, span_of
 from ..optim import MasterOptimizer, MasterWeights, check_whole, keeps_masters, local_optimizer, parameters
 from ..policy import FP32_RULES, Policy, Rule, is_matmul_like
 from .forward import record
@@ -178,19 +178,14 @@ def convert_(
 def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy) -> None:
     """Refuse weights whose memory another tensor of the model shows, which would be left with the values of before."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    plain = [
-        (*span_of(tensor), name) for name, tensor in tensors if type(tensor.detach()) is Tensor and _has_memory(tensor)
-    ]
-    end, last = 0, ""
-    for start, stop, name in sorted(plain):
-        if start < end and (name in changed or last in changed):
+    plain = [(name, tensor) for name, tensor in tensors if type(tensor.detach()) is Tensor and _has_memory(tensor)]
+    for last, name in overlaps((*span_of(tensor), name) for name, tensor in plain):
+        if name in changed or last in changed:
             raise PolicyError(
                 f"{name} lies in the memory of {last}, and policy={policy!s} would store {name if name in changed else last} anew in "
                 f"{dtype_name(policy.params)}, so that each went on with values of its own. Write .clone() where one is made of the "
                 "other, compute it in forward, or keep weights in fp32 (params=fp32)."
             )
-        if stop > end:
-            end, last = stop, name
 
 
 def _has_memory(tensor: Tensor) -> bool:

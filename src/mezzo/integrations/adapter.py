@@ -93,7 +93,11 @@ class Adapter:
         if optimizers:
             if trained[0] in _owners:
                 _owners[trained[0]].forget()
-            self._stepper, self._given = prepare(trained[0], optimizers, self.policy), tuple(optimizers)
+            count = sum(len(group["params"]) for o in optimizers for group in o.param_groups)
+            # Each optimizer is stepped by a call of its own, also after one backward for all.
+            is_apart = len(stepped) == count
+            self._stepper = prepare(trained[0], optimizers, self.policy, skip="independent" if is_apart else "together")
+            self._given = tuple(optimizers)
             _owners[trained[0]] = self
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:

@@ -20,6 +20,7 @@ from .operands import Operands as Operands
 from .operands import check_apart as check_apart
 from .operands import check_shape as check_shape
 from .operands import layout_of as layout_of
+from .operands import overlaps as overlaps
 from .operands import span_of as span_of
 from .ops.adamw import AdamWRule as AdamWRule
 from .ops.decision import CLIP_EPS as CLIP_EPS

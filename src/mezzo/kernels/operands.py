@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from .dtensor import PLAIN
 from .ops.gradients.scaled import ScaledGradients
 from .weights import AUX_STATE, Weights
 
+T = TypeVar("T")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What kernels read and write; enum Format of formats.h and constants of tiles.py."""
 MODES = {"none": 0, "split": 1, "fp32": 2, "kahan": 3, "stochastic": 4}
@@ -226,7 +227,11 @@ def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layo
         _check_row(row, weights)
     kinds = [{one.tensor.dtype for one in row if one.name in moments} for row in rows]
     dtype = next((one.tensor.dtype for row in rows for one in row if one.name in moments), torch.float32)
-    overlapping = _overlapping([row[0] for row in rows])
+    # Weights that share memory are stepped one after the other, as by torch.
+    shared = overlaps(
+        (*span_of(row[0].tensor), index) for index, row in enumerate(rows) if type(row[0].tensor) in PLAIN
+    )
+    overlapping = {index for both in shared for index in both}
     walks = [
         index not in overlapping and kind <= {dtype} and dtype in (torch.float32, torch.bfloat16) and _is_walkable(row)
         for index, (row, kind) in enumerate(zip(rows, kinds, strict=True))
@@ -275,11 +280,17 @@ def check_apart(layouts: Iterable[Layout]) -> None:
     Raises:
         OperandError: two share memory.
     """
-    spans = sorted((span for layout in layouts for span in layout.spans), key=lambda span: span[:2])
-    end, last = 0, None
-    for start, stop, one in spans:
-        if start < end and last is not None and not one.name == last.name == "weight":
+    for last, one in overlaps(span for layout in layouts for span in layout.spans):
+        if not one.name == last.name == "weight":
             raise one.refuse(one.tensor, f"in the memory of {last.name} of {last.owner}")
+
+
+def overlaps(spans: Iterable[tuple[int, int, T]]) -> Iterator[tuple[T, T]]:
+    """Yield what begins inside the memory of something else, after that; given addresses from `span_of`. Host only."""
+    end, last = 0, None
+    for start, stop, one in sorted(spans, key=lambda span: span[:2]):
+        if start < min(end, stop) and last is not None:
+            yield last, one
         if stop > end:
             end, last = stop, one
 
@@ -370,19 +381,6 @@ def span_of(tensor: Tensor, storage: int | None = None) -> tuple[int, int]:
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.data_ptr() != 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-
-
-def _overlapping(weights: Sequence[Operand]) -> set[int]:
-    """Return the indices of weights that share memory with another; they are stepped one after the other, as by torch."""
-    spans = sorted((*span_of(one.tensor), index) for index, one in enumerate(weights) if type(one.tensor) in PLAIN)
-    found: set[int] = set()
-    end, last = 0, -1
-    for start, stop, index in spans:
-        if start < end and stop > start:
-            found |= {last, index}
-        if stop > end:
-            end, last = stop, index
-    return found
 
 
 def _is_walkable(row: Sequence[Operand]) -> bool:

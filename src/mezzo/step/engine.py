@@ -73,7 +73,7 @@ class Engine:
         self._loaded = {p: dtype for p, (dtype, _) in was.dtypes.items()}
         self._skip: Skip = skip
         self.root = innermost(model)
-        self.gradients = Gradients(model, self.optimizers, names, policy.loss)
+        self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
         self.buffers = Buffers(self.root)
         self.loss_scale = (
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dis import opname
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -32,6 +33,13 @@ NO_SCALER = (
 def is_called_by_scaler() -> bool:
     """Whether a method of a GradScaler is among the calls that led here. Host only."""
     return any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame in _callers())
+
+
+def is_call(frame: FrameType) -> bool:
+    """Whether what a frame reads just now is an attribute that it calls at once: `a.b(...)`, not `a.b`. Host only."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    name = opname[code[at]]
+    return name == "LOAD_METHOD" or (name == "LOAD_ATTR" and sys.version_info >= (3, 12) and code[at + 1] % 2 == 1)
 
 
 def warn_of_average(dtype: torch.dtype) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._torch import active_ddp, own_modules
 from ..binding import AfterForward, BeforeForward
 from ..distributed import is_running
-from ..formats import LOW_DTYPES
+from ..errors import StepError, listed
+from ..formats import LOW_DTYPES, dtype_name
 from .engine import Engine
 from .ranks import wrapper_around
 
@@ -50,6 +51,7 @@ class ForwardHook:
             if engine.consensus is not None:
                 engine.consensus.note_forward()
             if self.is_changed():
+                self._refuse_swapped()
                 engine.follow_changes()
                 self.look()
         buffers, note, watch = engine.buffers, None, None
@@ -67,13 +69,18 @@ class ForwardHook:
         self._registries = [own_modules(module) for module in self._model.modules()]
         self._children = self._all_children()
         self._sizes = self._all_sizes()
+        self._layouts = {
+            p: (p.shape, p.dtype) for p in self._engine.gradients.parameters() if p.layout is torch.strided
+        }
+        self._bytes = [p.nbytes for p in self._layouts]
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if self._with_frozen else []
 
     def is_changed(self) -> bool:
-        """Whether a module, a group or a frozen parameter is not as it was: a few microseconds. Host only."""
+        """Whether a module, a group, the size of a weight or a frozen parameter is not as it was: a few microseconds. Host only."""
         return (
             self._all_children() != self._children
             or self._all_sizes() != self._sizes
+            or [p.nbytes for p in self._layouts] != self._bytes
             or any([p.requires_grad for p in self._frozen])
         )
 
@@ -82,6 +89,35 @@ class ForwardHook:
 
     def _all_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._groups for group in optimizer.param_groups]
+
+    def _refuse_swapped(self) -> None:
+        """Refuse weights that `.data` gave another dtype, or a shape that what their optimizer keeps of them does not have. Host only.
+
+        Raises:
+            StepError: there is one; nothing was changed.
+        """
+        for optimizer in self._groups:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                shape, dtype = self._layouts.get(p, (p.shape, p.dtype))
+                kept = optimizer.state.get(p, {}).items() if p.shape != shape else ()
+                held = [name for name, value in kept if isinstance(value, Tensor) and value.shape == shape]
+                if dtype is p.dtype and not held:
+                    continue
+                was, now = _layout(dtype, shape), _layout(p.dtype, p.shape)
+                name, kind = self._engine.names[p], type(optimizer).__name__
+                raise StepError(
+                    f"{name} was {was} in the last step and is {now} now, since its .data was assigned: "
+                    + (
+                        f"what {kind} keeps of it ({listed(held)}) has the old shape. Write optimizer.state.pop(weight) after the assignment, which lets it "
+                        "begin anew, or put a new nn.Parameter into the module and give it to optimizer.add_param_group."
+                        if held
+                        else "the policy decides in which dtype weights are stored. Write it there, as in mezzo.prepare(model, optimizer, 'bf16-master'), and leave .data as it is."
+                    )
+                )
+
+
+def _layout(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
 
 
 def weakly(hook: ForwardHook) -> BeforeForward:

@@ -172,10 +172,14 @@ class GradStats:
             if bad[index]
         }
 
-    def _count(self, param: Tensor) -> int | None:
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """Return a parameter's gradient, if it is still there as it was in the step. Host only."""
         stamp = self.stamps.get(id(param))
         grad = None if stamp is None else stamp.tensor()
-        if stamp is None or grad is None or not stamp.is_current(grad):
+        return None if stamp is None or grad is None or not stamp.is_current(grad) else grad
+
+    def _count(self, param: Tensor) -> int | None:
+        if (grad := self.gradient(param)) is None:
             return None
         # Of a sharded gradient the part here: one rank may ask alone, so nobody waits for the others.
         values = grad.coalesce().values() if grad.is_sparse else local(grad)

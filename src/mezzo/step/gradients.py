@@ -80,22 +80,30 @@ class Gradients:
         optimizers: whose parameters' gradients these are.
         names: of parameters.
         loss_dtype: the narrowest dtype a loss may have.
+        by_turns: whether each optimizer may take its step of one loss by a call of its own.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], loss_dtype: torch.dtype
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[Tensor, str],
+        loss_dtype: torch.dtype,
+        *,
+        by_turns: bool,
     ) -> None:
         self.home = next((p.device for p in names), torch.device("cpu"))
         self._model = model
         self._optimizers = optimizers
         self._names = names
         self._loss_dtype = loss_dtype
+        self._by_turns = by_turns
         self.refresh()
         self._versions = GradVersions()
         self._pending: AccumulationState | None = None
+        self._closed: AccumulationState | None = None
         self._penalty_bad: Flag = False
         self._leftovers = Leftovers(optimizers, names)
-        self._carried: Tensor | None = None
         self._is_shown = False
 
     def refresh(self) -> None:
@@ -250,10 +258,13 @@ class Gradients:
                 f"{call} was called on a model prepared without an optimizer, for inference. "
                 "Write mezzo.prepare(model, optimizer, policy)."
             )
+        if self._pending is None and self._by_turns:
+            self._pending = self._leftovers.pending
         if self._pending is None and self._leftovers.spent_by:
             raise StepError(
                 f"{call} was called after step(optimizer={self._leftovers.spent_by}), which ended the step of this loss for the "
-                "other optimizers too. Write amp.step() once, which steps all of them, or amp.backward(loss) for each."
+                "other optimizers too. Write amp.step() once, which steps all of them, amp.backward(loss) for each, or "
+                "mezzo.prepare(..., skip='independent'), after which each may take its step alone."
             )
         if self._pending is None:
             raise StepError(
@@ -301,9 +312,9 @@ class Gradients:
         Syncs: no.
         """
         if self._pending is not None:
-            self._carried, self._pending = self._pending.scale, None
-        if stepped and (len(stepped) < len(self._optimizers) or self._leftovers.is_part):
-            self._leftovers.close(stepped, self._carried)
+            self._closed, self._pending = self._pending, None
+        if stepped and self._closed and (len(stepped) < len(self._optimizers) or self._leftovers.is_part):
+            self._leftovers.close(stepped, self._closed)
         self._versions.close(self.parameters())
 
     @property

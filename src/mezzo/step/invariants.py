@@ -116,13 +116,15 @@ class Invariants:
         # A scheduler that on_applied called has moved the rates since.
         moving = [share for share in stepped if is_moving and any(_rates([share], share.params))]
         lost = {p: counts for share in moving for p, counts in _lost_counts(before, share).items()}
-        old, new, squares, kept, wanted, ruined = read_together(
+        written = _written(shares)
+        old, new, squares, kept, wanted, ruined, buffers = read_together(
             before.sums,
             now,
             square,
             {p: kept for p, (kept, _) in lost.items()},
             {p: all_ for p, (_, all_) in lost.items()},
-            {**self._ruined(shares), **self._buffers()},
+            {place: _is_ruined(local(tensor)) for place, tensor in written.items()},
+            self._buffers(),
         )
         if squares:
             self._check_divisor(math.sqrt(squares[""]), facts)
@@ -138,7 +140,14 @@ class Invariants:
                 "Register the scheduler with amp.on_applied(scheduler.step)."
             )
         refuse_differing(report())
-        self._check_finite(ruined, shares)
+        # Of what is not finite, which is rare, only elements that the step has read.
+        read = [
+            place
+            for place, is_ruined in ruined.items()
+            if is_ruined and count_ruined(written[place], grad=place[0].grad)
+        ]
+        names = [".".join(filter(None, (self._name(p), key))) for p, key in read]
+        self._check_finite([*names, *(name for name, count in buffers.items() if count)], shares)
 
     def _check_divisor(self, raw: float, facts: StepFlags[float]) -> None:
         if facts.gradients_bad:
@@ -206,19 +215,7 @@ class Invariants:
                 "is when found_inf is set; take another optimizer, or mezzo.optim.MasterWeights around it."
             )
 
-    @torch.no_grad()
-    def _ruined(self, shares: Sequence[OptimizerGrads]) -> dict[str, Tensor]:
-        """Return whether there is inf or NaN in each tensor that a step writes and a later one reads: weights, moments and masters."""
-        found = {name: _is_ruined(local(p.detach())) for p, name in self._names.items() if p.requires_grad}
-        for share in shares:
-            for (p, key), tensor in _state_tensors(share.optimizer).items():
-                is_known = key in MOMENTS or key in AUX_STATE.values()
-                if is_known and tensor.is_floating_point():
-                    found[f"{self._name(p)}.{key}"] = _is_ruined(local(tensor))
-        return found
-
-    def _check_finite(self, ruined: Mapping[str, float], shares: Sequence[OptimizerGrads]) -> None:
-        bad = [name for name, count in ruined.items() if count]
+    def _check_finite(self, bad: Sequence[str], shares: Sequence[OptimizerGrads]) -> None:
         if bad and (options := _useless_options(shares)):
             raise InvariantError(
                 f"after the step {listed(bad)} hold inf or NaN, since a group of the optimizer has {listed(options)}. Write a "
@@ -280,10 +277,30 @@ def _is_ruined(tensor: Tensor) -> Tensor:
     return torch.stack([end for pair in ends for end in pair] or [tensor.new_zeros(())]).isfinite().logical_not().any()
 
 
-def count_ruined(tensor: Tensor, is_trained: bool = True) -> Tensor:
-    """Return how many elements are inf or NaN; of a frozen parameter, which may be a mask, NaN. Shape (), int64. Syncs: no."""
-    pieces = [~piece.isfinite() if is_trained else piece.isnan() for (piece,) in chunks(values(tensor))]
+def count_ruined(tensor: Tensor, is_trained: bool = True, grad: Tensor | None = None) -> Tensor:
+    """Return how many elements are inf or NaN; of a frozen parameter, which may be a mask, NaN. Shape (), int64. Syncs: no.
+
+    Args:
+        tensor: a weight, or what an optimizer keeps of it; of a sharded one the part here.
+        is_trained: see above.
+        grad: of the weight: only where it is not 0, since the step read no other element.
+    """
+    tensor, grad = values(local(tensor.detach())), None if grad is None else local(grad)
+    if grad is None or grad.is_sparse or grad.shape != tensor.shape:
+        pieces = [~piece.isfinite() if is_trained else piece.isnan() for (piece,) in chunks(tensor)]
+    else:
+        pieces = [~piece.isfinite() & (seen != 0) for piece, seen in chunks(tensor, grad)]
     return torch.stack([piece.sum() for piece in pieces]).sum()
+
+
+def _written(shares: Sequence[OptimizerGrads]) -> dict[Place, Tensor]:
+    """Return what a step writes and a later one reads: weights with a gradient, their moments and masters. Host only."""
+    written: dict[Place, Tensor] = {(p, ""): p.detach() for share in shares for p in share.params}
+    for share in shares:
+        for (p, key), tensor in _state_tensors(share.optimizer).items():
+            if (p, "") in written and key in (*MOMENTS, *AUX_STATE.values()) and tensor.is_floating_point():
+                written[p, key] = tensor
+    return written
 
 
 def _lost_counts(before: Before, share: OptimizerGrads) -> dict[Tensor, tuple[Tensor, Tensor]]:

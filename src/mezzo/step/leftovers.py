@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ class Leftovers:
         names: of parameters.
 
     Attributes:
+        pending: the step of that loss, which goes on where each optimizer skips by itself.
         is_part: whether the last step was that of some optimizers and not of all.
         spent_by: the optimizers that ended the step of a loss for others too, in words; empty where there are none.
     """
@@ -38,29 +40,31 @@ class Leftovers:
     def _forget(self) -> None:
         self.spent_by, self.is_part = "", False
         self._waiting: list[Tensor] = []
-        self._scale: Tensor | None = None
+        self.pending: AccumulationState | None = None
 
     def drop(self) -> None:
         """Take note that every gradient was dropped."""
         self._forget()
 
-    def close(self, stepped: Sequence[Optimizer], scale: Tensor | None) -> None:
+    def close(self, stepped: Sequence[Optimizer], pending: AccumulationState) -> None:
         """Take note of a step.
 
         Args:
             stepped: the optimizers that took or skipped it.
-            scale: shape (), fp32: that the gradients of the others carry.
+            pending: the step; the gradients of the others carry its scale.
 
         Syncs: no.
         """
+        before = {id(p) for p in self._waiting} if pending is self.pending else None
         self._forget()
         taken = {id(p) for one in stepped for p in parameters(one)}
         others = [one for one in self._optimizers if all(one is not known for known in stepped)]
-        self.is_part = bool(others)
-        self._waiting = [p for one in others for p in parameters(one) if p.grad is not None and id(p) not in taken]
+        waiting = [p for one in others for p in parameters(one) if p.grad is not None and id(p) not in taken]
+        self._waiting = waiting if before is None else [p for p in waiting if id(p) in before]
+        self.is_part = bool(others) and (before is None or bool(self._waiting))
         if self._waiting:
             self.spent_by = " and ".join(type(one).__name__ for one in stepped)
-            self._scale = None if scale is None else scale.clone()
+            self.pending = replace(pending, scale=None if pending.scale is None else pending.scale.clone())
 
     def open(self, pending: AccumulationState, params: Iterable[Tensor], stamps: Mapping[int, Stamp]) -> None:
         """Look at the gradients that the first backward pass of a step will be added to.
@@ -100,8 +104,9 @@ class Leftovers:
             )
         pending.stale = stale
         grads = [p.grad for p in self._waiting if p.grad is not None]
-        if grads and self._scale is not None and pending.scale is not None:
-            multiply_(grads, pending.scale / move(self._scale, pending.scale.device))
+        scale = None if self.pending is None else self.pending.scale
+        if grads and scale is not None and pending.scale is not None:
+            multiply_(grads, pending.scale / move(scale, pending.scale.device))
         self._forget()
 
     def refuse_stale(self, pending: AccumulationState, params: Iterable[Tensor]) -> None:

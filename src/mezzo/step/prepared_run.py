@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,12 +14,12 @@ from torch.optim import Optimizer
 
 from ..binding import Binding
 from ..distributed import RankConsensus
-from ..errors import StepError
+from ..errors import StepError, StepTypeError
 from ..formats import LOW_DTYPES
 from ..policy import Policy
 from . import state_dict as checkpoint
 from .engine import Engine
-from .foreign_scaler import warn_of_average
+from .foreign_scaler import is_call, warn_of_average
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
 from .loading import MastersFollow, load_run_
@@ -96,6 +97,11 @@ class PreparedRun:
     @property
     def scale(self) -> float:
         """The loss scale that the next step will use; 1.0 without scaling. Syncs: yes."""
+        if is_call(sys._getframe(1)):
+            raise StepTypeError(
+                "amp.scale is the loss scale, a number, and was called as a GradScaler's method. Write amp.backward(loss), which "
+                "scales where the policy says so, in place of scaler.scale(loss).backward(), then amp.step()."
+            )
         return float(self._engine.loss_scale.scale)
 
     def state_dict(self, weights: bool = True) -> dict[str, Any]:

@@ -171,13 +171,19 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
 
 
 def unwrapped(saved: Any, model: nn.Module) -> Any:
-    """Return weights under the model's own names, where they were saved from a DistributedDataParallel wrapper."""
-    prefix = "module."
-    if not isinstance(saved, Mapping) or not saved or hasattr(model, "module"):
+    """Return weights under the model's own names, where DistributedDataParallel or torch.compile wrapped it, or parts of it, differently."""
+    wanted = model.state_dict()
+    if not isinstance(saved, Mapping) or saved.keys() == wanted.keys():
         return saved
-    if not all(isinstance(name, str) and name.startswith(prefix) for name in saved):
-        return saved
-    return {name.removeprefix(prefix): value for name, value in saved.items()}
+    own = {_uncompiled(name): name for name in wanted}
+    bare = {name: _uncompiled(str(name)) for name in saved}
+    named = {own.get(short, own.get(short.removeprefix("module."), name)): saved[name] for name, short in bare.items()}
+    return named if len(named) == len(saved) else saved
+
+
+def _uncompiled(name: str) -> str:
+    """Return the name that a weight has where nothing is compiled."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _with_masters(entry: Mapping[str, Any], wide: Mapping[int, Tensor]) -> dict[str, Any]:
