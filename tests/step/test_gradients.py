@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -117,3 +119,20 @@ def test_abandoned_gradients_start_a_new_step() -> None:
     amp.optimizers[0].zero_grad()
     amp.backward(loss_of(amp))
     assert amp.step()
+
+
+ENDS_INSIDE = """
+from contextlib import ExitStack
+import torch, mezzo
+model = torch.nn.Linear(4, 1)
+amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16, scaling.init_scale=8")
+amp.backward(model(torch.ones(2, 4)).float().mean())
+scope = ExitStack()
+scope.enter_context(amp.unscaled_grads())
+"""
+
+
+def test_a_program_may_end_while_true_gradients_are_shown() -> None:
+    """As one that ends, or raises, between Accelerate's `unscale_gradients` and the step; torch aborted the process."""
+    done = subprocess.run([sys.executable, "-c", ENDS_INSIDE], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

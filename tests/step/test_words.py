@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.step.step_models import Net, batch, mse
@@ -179,3 +181,31 @@ def test_the_scale_is_a_number_and_no_method(policy: str) -> None:
         amp.scale(mse(model(x), y)).backward()  # type: ignore[operator]  # the mistake
     assert type(amp.scale) is float and f"{amp.scale:g}" == ("256" if "fp16" in policy else "1")
     assert amp.scale.is_integer() and [amp.scale for _ in range(2)] == [amp.scale] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda amp: amp.on_applied(torch.optim.lr_scheduler.StepLR(amp.optimizers[0], 1)), r"got StepLR. Write .*scheduler\.step"),
+        (lambda amp: amp.on_applied(None), "takes a function, and got NoneType"),
+        (lambda amp: amp.observe(print), r"got builtin_function_or_method. Write amp\.on_applied"),
+        (lambda amp: setattr(amp, "consensus", "ddp"), "RankConsensus.* given str"),
+    ],
+)  # fmt: skip
+def test_what_is_called_later_is_looked_at_now(call: Any, words: str) -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16")
+    with pytest.raises(StepTypeError, match=words):
+        call(amp)
+    x, y = batch()
+    amp.backward(mse(model(x), y))
+    assert amp.step()
+
+
+def test_a_loss_that_went_backward_by_itself_is_told_where_to_go() -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16")
+    x, y = batch()
+    mse(model(x), y).backward()
+    with pytest.raises(StepError, match=r"write amp\.backward\(loss\) for loss\.backward\(\)"):
+        amp.step()

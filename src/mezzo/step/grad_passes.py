@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -79,10 +80,11 @@ def true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[N
     try:
         yield
     finally:
-        multiply_([p.grad for p in params if p.grad is not None], scale)
-        for p, grad in narrow.items():
-            wide = p.grad
-            _replace(p, None if wide is None else grad.copy_(wide), torch.float16)
+        if not sys.is_finalizing():  # a program that ends inside the block; torch aborts where a tensor is made then
+            multiply_([p.grad for p in params if p.grad is not None], scale)
+            for p, grad in narrow.items():
+                wide = p.grad
+                _replace(p, None if wide is None else grad.copy_(wide), torch.float16)
 
 
 def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.float32) -> None:

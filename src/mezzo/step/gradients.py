@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -222,7 +223,8 @@ class Gradients:
                 yield {self._name(p): p.grad for p in params if p.grad is not None}
         finally:
             self._is_shown = False
-            self._versions.note(self.parameters())
+            if not sys.is_finalizing():
+                self._versions.note(self.parameters())
 
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradients and the step in the making. Syncs: no."""
@@ -277,7 +279,7 @@ class Gradients:
         if not self._versions.changed(self.parameters()):
             return ""
         return (
-            " Gradients are there, made elsewhere: if a schedule runs backward itself, write "
+            " Gradients are there, made elsewhere: write amp.backward(loss) for loss.backward(), or, if a schedule runs backward itself, "
             "`with amp.external_backward(): schedule.step(...)`."
         )
 

@@ -82,6 +82,10 @@ class PreparedRun:
 
     @consensus.setter
     def consensus(self, consensus: RankConsensus | None) -> None:
+        if not isinstance(consensus, RankConsensus | None):
+            raise StepTypeError(
+                f"amp.consensus is a mezzo.distributed.RankConsensus() or None, and was given {type(consensus).__name__}."
+            )
         check_demotion(self.policy, consensus)
         self._engine.consensus = consensus
 

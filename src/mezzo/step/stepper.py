@@ -281,7 +281,14 @@ class Stepper(PreparedRun):
 
         Returns:
             The function, so that this can decorate it.
+
+        Raises:
+            StepTypeError: no function.
         """
+        if not callable(function):
+            raise StepTypeError(
+                f"amp.on_applied takes a function, and got {type(function).__name__}. Write amp.on_applied(scheduler.step)."
+            )
         self._engine.callbacks.append((function, optimizer and stepped_optimizer(optimizer, self.optimizers)))
         return function
 
@@ -291,6 +298,11 @@ class Stepper(PreparedRun):
         Returns:
             A function that ends it.
         """
+        if not (hasattr(observer, "before_step") and hasattr(observer, "after_step")):
+            raise StepTypeError(
+                f"amp.observe takes an object with before_step() and after_step(result), and got {type(observer).__name__}. Write "
+                "amp.on_applied(function) for a function."
+            )
         self._observers = (*self._observers, observer)
         return lambda: self._leave(observer)
 
