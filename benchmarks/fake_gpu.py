@@ -49,6 +49,8 @@ from torch import Tensor, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from mezzo.kernels import registry  # noqa: E402
+
 aten = torch.ops.aten
 LSTM = 2
 """Of cuDNN's modes (cudnnRNNMode_t)."""
@@ -65,7 +67,7 @@ class _Healthy(TorchDispatchMode):
 
 @contextmanager
 def entered() -> Iterator[None]:
-    """Have every tensor made inside be a fake one, and programs find a GPU.
+    """Have every tensor made inside be a fake one, and programs find a GPU on which Triton runs.
 
     Raises:
         RuntimeError: torch was imported first.
@@ -78,6 +80,7 @@ def entered() -> Iterator[None]:
     with (
         patch.object(torch.cuda, "is_available", return_value=True),
         patch.object(torch.cuda, "is_bf16_supported", return_value=True),
+        patch.object(registry, "_triton_fails", return_value=""),
         patch.object(transformers.utils.import_utils, "is_fake_tensor", return_value=False),
         warnings.catch_warnings(),
         FakeTensorMode(),

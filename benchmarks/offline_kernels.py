@@ -25,6 +25,8 @@ from triton.compiler import ASTSource
 from mezzo.kernels.backends.triton.launch import BLOCK, WARPS
 from mezzo.kernels.backends.triton.tiles import BF16, FP16, FP32, KAHAN, MASTER, OWN, SPLIT, STOCHASTIC
 from mezzo.kernels.ops.decision.triton import constants as decision_constants
+from mezzo.kernels.ops.layer_norm.triton import LONGEST
+from mezzo.kernels.ops.layer_norm.triton import constants as norm_constants
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -52,9 +54,16 @@ DECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "decide two optimizers": ("decide", {**decision_constants(2), "TOGETHER": False, "CLIPS": True}),
     "move the loss scale": ("move_scale", {"LOSS": 5, "BUFFERS": 6, "DYNAMIC": True}),
 }
-_FP32_POINTERS = ("p_scalars", "p_step", "p_factors", "p_found", "p_vector", "p_scale")
-_INT32_POINTERS = ("p_tracker", "p_row")
-_INTEGERS = ("tensors", "count", "interval", "hysteresis")
+# Sizes of layer norms: of programs of two warps, of eight and of the most, with multiples of 16 and without.
+NORMED = (768, 256, 4089, LONGEST, LONGEST - 7)
+_INTEGERS = ("tensors", "count", "interval", "hysteresis", "rows", "size")
+_TYPES = {
+    "*fp32": ("p_scalars", "p_step", "p_factors", "p_found", "p_vector", "p_scale", "p_weight", "p_bias", "p_mean", "p_rstd", "p_sums"),
+    "*i32": ("p_tracker", "p_row"),
+    "*bf16": ("p_x", "p_out", "p_grad", "p_grad_x"),
+    "i32": _INTEGERS,
+}  # fmt: skip
+_TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +83,7 @@ class Cost:
     vectors: int
 
 
-def variants(every: bool = True) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def variants(every: bool = True, target: str = "sm_90") -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield kernel, name and constants of each variant; those that are used most, or every one."""
     for kernel, options in KERNELS.items():
         for mode, value, grad, mean in STORED if every else STORED[:5]:
@@ -85,39 +94,44 @@ def variants(every: bool = True) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 yield kernel, name, {**options, **COMMON, **stored, "ALIGNED": aligned}
     for name, (kernel, given) in DECISIONS.items():
         yield kernel, name, given
+    longest = LONGEST * 32 // TARGETS[target].warp_size  # AMD's threads are half as many
+    for size in [size for size in NORMED if size <= longest][: None if every else 1]:
+        for kernel, given in (("layer_norm", {"HAS_BIAS": True}), ("layer_norm_backward", {})):
+            yield (
+                kernel,
+                f"{kernel} bf16 {size}",
+                {**given, "FORMAT": BF16.value, "HAS_WEIGHT": True, **norm_constants(size)},
+            )
 
 
 def function_of(kernel: str) -> Any:
     """Return a kernel by the name that `variants` gives it."""
-    op, suffix = ("decision", "") if kernel in ("decide", "move_scale") else (kernel, "_step")
+    op = {"decide": "decision", "move_scale": "decision", "layer_norm_backward": "layer_norm"}.get(kernel, kernel)
+    suffix = "_step" if kernel in KERNELS else ""
     return getattr(importlib.import_module(f"mezzo.kernels.ops.{op}.triton"), f"{kernel}{suffix}_kernel")
 
 
 def build(kernel: str, constants: dict[str, Any], target: str) -> Any:
     """Compile a variant for a target."""
-    function = function_of(kernel)
+    function, gpu = function_of(kernel), TARGETS[target]
     names = function.arg_names
-    signature = {name: _type_of(name, constants) for name in names}
-    pointers = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.startswith("p_")}
+    known = {name: value for name, value in constants.items() if name in names}
     source = ASTSource(
         fn=function,
-        signature=signature,
-        constexprs={(names.index(k),): v for k, v in constants.items()},
-        attrs=pointers,
+        signature={name: _type_of(name, constants) for name in names},
+        constexprs={(names.index(name),): value for name, value in known.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.startswith("p_")},
     )
-    return triton.compile(
-        source,
-        target=TARGETS[target],
-        options={"enable_fp_fusion": False, "num_warps": WARPS if "SIZE" in constants else 1},
-    )
+    warps = constants.get("num_warps", WARPS if "SIZE" in constants else 1)
+    if "num_warps" in constants:
+        warps = max(1, warps * 32 // gpu.warp_size)
+    return triton.compile(source, target=gpu, options={"enable_fp_fusion": False, "num_warps": warps})
 
 
 def _type_of(name: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    if name.startswith("p_"):
-        return "*fp32" if name in _FP32_POINTERS else "*i32" if name in _INT32_POINTERS else "*i64"
-    return "i32" if name in _INTEGERS else "fp32"
+    return _TYPE_OF.get(name, "*i64" if name.startswith("p_") else "fp32")
 
 
 def cost(compiled: Any) -> Cost:
@@ -153,13 +167,14 @@ def _memory(code: str, pattern: str) -> dict[str, int]:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", default=list(TARGETS), help=", ".join(TARGETS))
     parser.add_argument("--every", action="store_true", help="every way weights are kept, not the usual ones alone")
     given = parser.parse_args()
     print(f"{'target':8} {'variant':44} registers  spilled  memory  vectors")
     for target in given.targets:
-        for kernel, name, constants in variants(given.every):
+        for kernel, name, constants in variants(given.every, target):
             it = cost(build(kernel, constants, target))
             print(f"{target:8} {name:44} {it.registers:9} {it.spilled:8} {it.memory:7} {it.vectors:8}", flush=True)
 

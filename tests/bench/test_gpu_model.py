@@ -34,11 +34,20 @@ def script() -> ModuleType:
 TRACED = """
 import json
 import gpu_model
+import torch
+import mezzo
 from mezzo.bench import find_workload
 for name in ("resnet", "lstm", "vit"):
     for variant in gpu_model.STEP_BYTES:
         ops = gpu_model.trace(find_workload(name)().quick(), variant)
         print(json.dumps([name, variant, [(op.name, op.flops, op.width, sorted(op.devices)) for op in ops]]))
+model = torch.nn.Sequential(torch.nn.Linear(768, 768, device="meta"), torch.nn.LayerNorm(768, device="meta"))
+with gpu_model.fake_gpu.entered():
+    x = torch.empty(512, 768, device="cuda")
+    mezzo.prepare(gpu_model.fake_gpu.placed(model), None, "bf16")
+    with gpu_model.Recorder() as recorder:
+        model(x).sum().backward()
+print(json.dumps(["norm", "prepare", [(op.name, op.flops, op.width, sorted(op.devices)) for op in recorder.ops]]))
 """
 Traced = dict[tuple[str, str], list[tuple[str, float, int, list[str]]]]
 
@@ -94,6 +103,15 @@ def test_attention_is_not_widened_as_on_a_cpu(traced: Traced, variant: str) -> N
 def test_autocast_follows_the_rules_of_cuda(traced: Traced, variant: str) -> None:
     widths = {width for op, _, width, _ in traced["vit", variant] if op.startswith("native_layer_norm")}
     assert widths == {4}
+
+
+def test_norms_take_the_kernel_of_a_gpu_with_triton(traced: Traced) -> None:
+    """16-bit activations and fp32 weights: one launch forward, two backward, and no copy of what is normalised."""
+    pytest.importorskip("triton", reason="triton, an optional import, is not installed")
+    ops = [(op, width) for op, _, width, _ in traced["norm", "prepare"]]
+    forward, backward = ops.index(("layer_norm.default", 2)), ops.index(("layer_norm_backward.default", 2))
+    assert ops[forward - 1][0] == "addmm.default" and ops[backward + 1] == ("sum.dim_IntList", 4), ops
+    assert not [op for op, _ in ops if op.startswith("native_layer_norm")]
 
 
 def test_a_device_that_comes_after_torch_is_refused(script: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -241,6 +242,40 @@ def steps_by_triton_are_those_of_torchs_ops() -> None:
         assert seen.launches["triton::adamw_step_kernel"] and not seen.stops + seen.waits, seen.stops + seen.waits
 
 
+def a_layer_norm_with_fp32_weights_is_three_launches() -> None:
+    """One forward, two backward, on the device that is not the current one too: five copies less, and no wait."""
+    net, x = nn.Sequential(nn.Linear(8, 2048), nn.LayerNorm(2048), nn.Linear(2048, 8)), torch.randn(9, 8)
+
+    def run_on(device: str) -> tuple[list[Tensor], sim.Seen]:
+        own = copy.deepcopy(net).to(device)
+        mezzo.prepare(own, None, "bf16")
+        with sim.watching() as seen:
+            own(x.to(device)).float().square().mean().backward()
+        assert not seen.waits, seen.waits
+        return [p.grad.cpu() for p in own.parameters()], seen
+
+    expected, plain = run_on("sim")
+    for device in ("sim:0", "sim:1"):
+        with sim.triton_kernels():
+            grads, seen = run_on(device)
+        assert [seen.launches[f"triton::layer_norm{way}_kernel"] for way in ("", "_backward")] == [1, 1]
+        assert seen.launches["aten::copy_"] == plain.launches["aten::copy_"] - 5, (seen.launches, plain.launches)
+        for grad, want in zip(grads, expected, strict=True):
+            assert (grad - want).abs().max() <= 2.0**-7 * want.abs().max()
+
+
+def a_layer_norm_by_triton_is_seen_by_a_trace() -> None:
+    """A healthy one is healthy, repeated in fp64; one that overflows is named."""
+    for size, events in ((1.0, 0), (1e6, 1)):
+        net = nn.Sequential(nn.Linear(8, 2048), nn.LayerNorm(2048), nn.Linear(2048, 8)).to("sim")
+        nn.init.constant_(net[1].weight, size)
+        mezzo.prepare(net, None, "fp16")
+        with sim.triton_kernels(), mezzo.diagnose.trace(net) as traced:
+            net(torch.randn(9, 8, device="sim")).float().square().mean().backward()
+        found = traced.report.record.events
+        assert (len(found) > 0) == events and [one.site.op for one in found[:1]] == ["layer_norm"] * events, found
+
+
 def kernels_that_cannot_be_compiled_are_replaced_with_one_sentence() -> None:
     said: list[str] = []
     handler = logging.Handler()
@@ -316,6 +351,8 @@ def a_checkpoint_goes_on_where_it_was() -> None:
 
 
 def main() -> None:
+    with sim.triton_kernels():
+        pass  # imported so, Triton's own functions can be interpreted; a trace imports it otherwise
     run_by_name({**globals(), **vars(places), **vars(torch_kernels), **vars(undone_steps)}, CHECKS)
 
 

@@ -32,6 +32,8 @@ CHECKS = (
     "a_healthy_step_decides_in_few_launches",
     "a_decision_by_triton_is_one_launch",
     "steps_by_triton_are_those_of_torchs_ops",
+    "a_layer_norm_with_fp32_weights_is_three_launches",
+    "a_layer_norm_by_triton_is_seen_by_a_trace",
     "kernels_that_cannot_be_compiled_are_replaced_with_one_sentence",
     "batch_norms_are_taken_back_at_once",
     "the_norm_pass_launches_alike_for_any_size",

@@ -31,7 +31,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def check(offline: ModuleType, target: str, names: Any) -> None:
-    for kernel, name, constants in offline.variants():
+    for kernel, name, constants in offline.variants(target=target):
         if not names(name):
             continue
         cost = offline.cost(offline.build(kernel, constants, target))
@@ -52,11 +52,16 @@ def test_split_weights_take_no_spill_few_registers_and_vectors(target: str, offl
     check(offline, target, lambda name: "split bf16/bf16/fp32" in name or name.startswith(("decide", "move")))
 
 
-@pytest.mark.parametrize("kernel", ["adamw", "sgd", "decide", "move_scale"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_norms_take_no_spill_few_registers_and_vectors(target: str, offline: ModuleType) -> None:
+    check(offline, target, lambda name: name.startswith("layer_norm") and name.endswith(" 768"))
+
+
+@pytest.mark.parametrize("kernel", ["adamw", "sgd", "decide", "move_scale", "layer_norm", "layer_norm_backward"])
 def test_no_number_of_a_launch_has_a_kernel_compiled_anew(kernel: str, offline: ModuleType) -> None:
     """Triton makes one kernel for 1, one for multiples of 16 and one for the rest, of each whole number that it may."""
     numbers = [p for p in offline.function_of(kernel).params if p.name in offline._INTEGERS]
-    assert len(numbers) == {"decide": 0}.get(kernel, 2)
+    assert len(numbers) == {"decide": 0, "layer_norm": 1}.get(kernel, 2)
     assert all(p.do_not_specialize for p in numbers), numbers
 
 

@@ -17,6 +17,7 @@ import torch
 import triton
 from tests.kernels.test_cpu_kernels import HOW, STORED, copy, counts, grads_of, moments_of, same, sums_of, weights_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.kernels import registry
 from mezzo.kernels.operands import operands
@@ -139,6 +140,55 @@ def check_loss_scales(count: int) -> None:
             assert mine.numbers() == state.numbers(), (config, mine, state)
 
 
+def check_layer_norms(every: bool) -> None:
+    """Forward and backward of the kernel beside fp64: rounded once, sums in fp32; through autograd, for operands of every kind."""
+    from mezzo.kernels import layer_norm
+
+    shapes = ((9, 2050), (2050,)), ((3, 5, 40, 32), (40, 32)), ((5, 4099), (4099,)), ((17, 1024), (1024,))
+    options = {}, {"bias": False}, {"dtype": torch.float16}
+    cases = list(itertools.product(shapes, (torch.bfloat16, torch.float16), options))
+    for (shape, over), dtype, given in cases if every else cases[: 2 * 3 * 2 : 5]:
+        norm = torch.nn.LayerNorm(over, **given)
+        for p in norm.parameters():
+            torch.nn.init.normal_(p)
+        x = torch.randn(*shape[1:], shape[0]).movedim(-1, 0).to(dtype).mul(3).add(1)  # does not lie in rows
+        seed = torch.randn(over).to(dtype).expand(shape)
+        check_layer_norm(layer_norm, norm, x, seed if given else torch.randn_like(x))
+    print("equal layer norms", flush=True)
+
+
+def check_layer_norm(layer_norm: Any, norm: torch.nn.LayerNorm, x: Tensor, seed: Tensor) -> None:
+    exact = torch.nn.LayerNorm(norm.normalized_shape, bias=norm.bias is not None, dtype=torch.float64)
+    exact.load_state_dict(norm.state_dict())
+    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
+    with Ops() as seen:
+        out = layer_norm(norm, a)
+        out.backward(seed)
+    assert {"layer_norm", "layer_norm_backward"} < seen.names and "native_layer_norm" not in seen.names, seen.names
+    with torch.no_grad():
+        assert torch.equal(layer_norm(norm, x), out)
+    want = exact(b)
+    want.backward(seed.double())
+    half, spacing = torch.finfo(x.dtype).eps / 2, 2.0**-20
+    assert ((out - want).abs() <= half * want.abs() + spacing * want.abs().max()).all()
+    assert ((a.grad - b.grad).abs() <= half * b.grad.abs() + spacing * b.grad.abs().max()).all()
+    for p, q in zip(norm.parameters(), exact.parameters(), strict=True):
+        allowed = torch.finfo(p.dtype).eps if p.dtype.itemsize == 2 else x.numel() / p.numel() * spacing
+        assert ((p.grad - q.grad).abs() <= allowed * q.grad.abs().max()).all()
+
+
+class Ops(TorchDispatchMode):
+    """Names of the ops that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def main(every: bool) -> None:
     from mezzo.kernels.ops.adamw import triton as adamw
     from mezzo.kernels.ops.sgd import triton as sgd
@@ -152,6 +202,7 @@ def main(every: bool) -> None:
     Tensor.sqrt = rounded_alone(Tensor.sqrt)  # type: ignore[method-assign]  # a process of its own
     check_decisions(960 if every else 120)
     check_loss_scales(200 if every else 25)
+    check_layer_norms(every)
     adamw_rules = (
         AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8),
         AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True, l2=0.1),

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .._torch import TREE_NODES, num_function_modes, own_parameters
 from ..formats import LOW_DTYPES, dtype_name
+from ..kernels import layer_norm
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
-from .norms import layer_norm
 
 _log = logging.getLogger("mezzo.binding")
 

@@ -29,6 +29,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "sgd": ("cpu", "triton", "fused", "reference"),
     "linear": ("cpu", "reference"),
     "decision": ("triton", "reference"),
+    "layer_norm": ("triton", "reference"),
 }
 _log = logging.getLogger("mezzo.kernels")
 _warned: list[str] = []
@@ -102,7 +103,7 @@ def _triton_fails(device: torch.device) -> str:
     except Exception as error:  # of the driver, of a compiler that is not there, of a GPU that is too old
         reason = f"Triton fails here with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         _log.warning(
-            "optimizer steps and decisions on %s run in plain torch, which launches several times as much: %s. "
+            "optimizer steps, decisions and layer norms on %s run in plain torch, which launches several times as much: %s. "
             "Install a C compiler, or another version of Triton.",
             device,
             reason,
@@ -118,7 +119,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
     While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
 
     Args:
-        op: "gradients", "adamw", "sgd", "linear" or "decision".
+        op: "gradients", "adamw", "sgd", "linear", "decision" or "layer_norm".
         device: where the tensors lie.
         dtype: of the weights, or of the gradients for op "gradients".
         backend: "auto", or the one that must run.

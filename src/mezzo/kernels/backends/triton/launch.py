@@ -119,7 +119,7 @@ def launch(
         return
     factors, scaled, found, guarded = factors_of(grads, device)
     count = held.blocks.shape[1]
-    with _on(device):
+    with on(device):
         step_kernel[(count,)](
             held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
             len(weights.values), count, *numbers, **constants,
@@ -141,11 +141,11 @@ def launch_once(one_kernel: Any, first: Tensor, *rest: object, **constants: obje
 
     Writes: what the kernel does. Syncs: no.
     """
-    with _on(first.device):
+    with on(first.device):
         one_kernel[(1,)](first, *rest, **constants, num_warps=1, enable_fp_fusion=False)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which Triton launches on a device: by itself it takes the current one, whatever the pointers."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ...registry import choose
 
 SMALL = 1 << 14
 """Elements below which a norm is torch's own ops on widened inputs: an autograd function in Python costs 20 us more than
@@ -25,19 +28,18 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        out, mean, rstd = _forward(x, shape, weight, bias, eps)
+        out, mean, rstd = _kernel(x).forward(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.shape = shape
-        return out
+        return out  # type: ignore[no-any-return]  # a module of its registry
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad.float(), x.float(), ctx.shape, mean.float(), rstd.float(), _wide(weight), _wide(bias),
-            [needs_x, needs_weight, needs_bias],
-        )  # fmt: skip
+        grad_x, grad_weight, grad_bias = _kernel(x).backward(
+            grad, x, ctx.shape, mean, rstd, weight, bias, [needs_x, needs_weight, needs_bias]
+        )
         return (
             grad_x.to(x.dtype) if needs_x else None,
             None,
@@ -47,13 +49,13 @@ class _LayerNorm(torch.autograd.Function):
         )
 
 
-def _forward(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    # Only the CPU kernel takes 16-bit inputs with fp32 weights.
-    wide = x if x.is_cpu and weight is not None else x.float()
-    out, mean, rstd = torch.native_layer_norm(wide, shape, _wide(weight), _wide(bias), eps)
-    return out.to(x.dtype), mean, rstd
+def as_fp32(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor in fp32. Syncs: no."""
+    return tensor if tensor is None or tensor.dtype is torch.float32 else tensor.float()
+
+
+def _kernel(x: Tensor) -> ModuleType:
+    return choose("layer_norm", x.device, x.dtype).module
 
 
 def _sums_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -62,10 +64,6 @@ def _sums_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool
     Source: torch, aten/src/ATen/native/cuda/layer_norm_kernel.cu, acc_type.
     """
     return x.device.type == "cuda" and all(other is None or other.dtype is x.dtype for other in (weight, bias))
-
-
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None or tensor.dtype is torch.float32 else tensor.float()
 
 
 def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -86,8 +84,8 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
         return F.layer_norm(x, shape, weight, bias, eps)
     has_grad = torch.is_grad_enabled()
     if x.numel() < SMALL and (has_grad or module.training):  # a checkpoint's first run gives what its second does
-        return torch.layer_norm(x.float(), shape, _wide(weight), _wide(bias), eps).to(x.dtype)
+        return torch.layer_norm(x.float(), shape, as_fp32(weight), as_fp32(bias), eps).to(x.dtype)
     if not has_grad:
-        return _forward(x, shape, weight, bias, eps)[0]
+        return _kernel(x).forward(x, shape, weight, bias, eps)[0]  # type: ignore[no-any-return]  # likewise
     out: Tensor = _LayerNorm.apply(x, shape, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch's own
     return out
