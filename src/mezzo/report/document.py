@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 Cell: TypeAlias = str | int | float
+"""What one field of a table holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +131,7 @@ class Source:
 
 
 Block: TypeAlias = Heading | Pairs | Note | Table | Chart | Heat | Source
+"""What a document is made of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
