@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -209,3 +211,44 @@ def test_a_loss_that_went_backward_by_itself_is_told_where_to_go() -> None:
     mse(model(x), y).backward()
     with pytest.raises(StepError, match=r"write amp\.backward\(loss\) for loss\.backward\(\)"):
         amp.step()
+
+
+def soft(target: nn.Module, model: nn.Module) -> None:
+    for mine, other in zip(target.parameters(), model.parameters(), strict=True):
+        mine.lerp_(other, 0.001)
+
+
+def soft_copy(target: nn.Module, model: nn.Module) -> None:
+    for mine, other in zip(target.parameters(), model.parameters(), strict=True):
+        mine.copy_(0.999 * mine + 0.001 * other)
+
+
+def hard(target: nn.Module, model: nn.Module) -> None:
+    target.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("update", "policy", "is_said"),
+    [
+        (soft, "bf16-master", True),
+        (soft_copy, "bf16-master", True),
+        (hard, "bf16-master", False),
+        (soft, "bf16", False),
+    ],
+)
+def test_a_target_network_by_hand(update: Any, policy: str, is_said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It says once that it moves in 16 bit, or not at all; a target that is given the weights does not."""
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), policy)
+    target = copy.deepcopy(model).requires_grad_(False)
+    plain = copy.deepcopy(model).float()
+    for _ in range(5):
+        x, y = batch()
+        amp.zero_grad()
+        amp.backward(mse(model(x), y) + mse(target(x), y) + mse(plain(x), y))
+        amp.step()
+        with torch.no_grad():
+            update(target, model)
+            plain.load_state_dict(amp.export_weights())
+    assert caplog.text.count("is averaged by hand in bf16") == int(is_said)
+    assert pickle.loads(pickle.dumps(target))(x).isfinite().all()

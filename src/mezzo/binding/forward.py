@@ -48,7 +48,7 @@ class Binding:
         cache: where casts of weights are kept.
         before_forward: called before each forward of the root, or of a module that is called without it, outside
             torch.compile, with module and arguments; what it returns, if anything, is called with the output. It belongs
-            to one stepper and is not copied with the model.
+            to one stepper, which may leave another one to a copy of the model.
         owner: the stepper that was made with it; not copied either.
     """
 
@@ -71,9 +71,8 @@ class Binding:
         return policy.why_engine("cpu", self.cache).engine == "dispatcher"
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.is_trained:
-            self.stepper._note_copy()
-        return {**self.__dict__, "before_forward": None, "owner": None, "_regions": {}}
+        watch = self.stepper._note_copy() if self.is_trained else None
+        return {**self.__dict__, "before_forward": watch, "owner": None, "_regions": {}}
 
     @property
     def stepper(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dis import opname
 from itertools import chain
@@ -12,15 +13,16 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import constant_factor
 from ..errors import StepError, listed
-from ..formats import dtype_name
+from ..formats import LOW_DTYPES, dtype_name
+from ..kernels import local
 from ..loss_scale import GradScaler, parameters
 from ..optim import wrapped_optimizer
-from ..stamp import Stamp
+from ..stamp import Stamp, version_of
 
 _log = logging.getLogger("mezzo.step")
 _AVERAGES = re.compile("Averag|E[Mm]A|Ema")
@@ -42,15 +44,56 @@ def is_call(frame: FrameType) -> bool:
     return name == "LOAD_METHOD" or (name == "LOAD_ATTR" and sys.version_info >= (3, 12) and code[at + 1] % 2 == 1)
 
 
-def warn_of_average(dtype: torch.dtype) -> None:
-    """Say what is lost where an average of weights is about to copy 16-bit ones, whose masters stay behind. Host only."""
+class AverageByHand:
+    """Called before forwards of a copy of a model; says once that its weights are averaged in 16 bit, whose masters stayed behind.
+
+    That is, they were written time and again, and are not what the model's are.
+
+    Args:
+        model: that was copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._version: int | None = None
+        self._num_written = 0
+
+    def __deepcopy__(self, memo: object) -> AverageByHand:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
+        """Compare the first weight in 16 bit. Syncs: where it was written, until it is said."""
+        name, weight = next(((n, p) for n, p in module.named_parameters() if p.dtype in LOW_DTYPES), ("", None))
+        if weight is None or self._num_written > 1 or self._version == version_of(weight):
+            return
+        was, self._version = self._version, version_of(weight)
+        model = self._model()
+        source = None if model is None else dict(model.named_parameters()).get(name)
+        if was is None or source is None or torch.equal(local(source), local(weight)):
+            return
+        self._num_written += 1
+        if self._num_written == 2:
+            _log.warning(
+                "a copy of the prepared model is averaged by hand in %s, which rounds away what is added to its weights. Write "
+                "target = copy.deepcopy(model).float(), and average what amp.export_weights() returns into it.",
+                dtype_name(weight.dtype),
+            )
+
+
+def warn_of_average(dtype: torch.dtype) -> bool:
+    """Say what is lost where an average of weights is about to copy 16-bit ones, whose masters stay behind; return whether one is. Host only."""
     made = (type(frame.f_locals.get("self")).__name__ for frame in _callers() if frame.f_code.co_name == "__init__")
-    if (name := next(filter(_AVERAGES.search, made), None)) is not None:
+    name = next(filter(_AVERAGES.search, made), None)
+    if name is not None:
         _log.warning(
             "%s copies weights in %s without their masters, and rounds away what it adds to them. Write "
             "plain = copy.deepcopy(model).float(), %s(plain, ...), and plain.load_state_dict(amp.export_weights()) before each update "
             "from plain.", name, dtype_name(dtype), name,
         )  # fmt: skip
+    return name is not None
 
 
 def refuse_stranger(

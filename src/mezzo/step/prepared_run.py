@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..binding import Binding
+from ..binding import BeforeForward, Binding, innermost
 from ..distributed import RankConsensus
 from ..errors import StepError, StepTypeError
 from ..formats import LOW_DTYPES
 from ..policy import Policy
 from . import state_dict as checkpoint
 from .engine import Engine
-from .foreign_scaler import is_call, warn_of_average
+from .foreign_scaler import AverageByHand, is_call, warn_of_average
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
 from .loading import MastersFollow, load_run_
@@ -188,10 +188,11 @@ class PreparedRun:
         self._engine = cast(Engine, Released())
         del self._forward_hook
 
-    def _note_copy(self) -> None:
-        """Called by the binding when the model is copied."""
-        if self.policy.params in LOW_DTYPES:
-            warn_of_average(self.policy.params)
+    def _note_copy(self) -> BeforeForward | None:
+        """Called by the binding when the model is copied; returns what the copy calls before its forwards."""
+        if self.policy.params not in LOW_DTYPES or warn_of_average(self.policy.params):
+            return None
+        return AverageByHand(innermost(self.model))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StepError(
