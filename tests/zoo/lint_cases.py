@@ -110,11 +110,9 @@ def product_with_itself(dtype: torch.dtype) -> Run:
 def fully_masked_row(dtype: torch.dtype) -> Run:
     def compute(x: Tensor) -> Tensor:
         keep = torch.tensor([[True] * 4, [False] * 4])
-        weights = x.masked_fill(~keep, -math.inf).softmax(-1)  # FAULT
-        return torch.where(keep, weights, 0.0)
+        return x.masked_fill(~keep, -math.inf).softmax(-1)  # FAULT
 
-    leaf = torch.randn(2, 4).to(dtype)
-    return lambda: compute(leaf)
+    return functional(compute, dtype, torch.randn(2, 4), scale=256.0)
 
 
 def rotary_buffer_cast_with_the_model(dtype: torch.dtype) -> Run:
@@ -217,7 +215,7 @@ LINTS = [
     LintCase(build=mask_beyond_the_format, module="body", verdict="constant-lost", names=("-1e+09 is inf in fp16",)),
     LintCase(build=squares_close_to_overflow, module="1", verdict="squares-near-overflow"),
     LintCase(build=product_with_itself, module="body", verdict="squares-near-overflow"),
-    LintCase(build=fully_masked_row, verdict="masked-row", dtypes=BOTH, names=("1 row",)),
+    LintCase(build=fully_masked_row, module="body", verdict="masked-row", dtypes=BOTH, names=("1 row",)),
     LintCase(
         build=rotary_buffer_cast_with_the_model, verdict="buffer-in-16-bit", dtypes=BOTH, names=("buffer inv_freq",)
     ),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tests.zoo.faulty_forward import FP16, Run
 from tests.zoo.strangers import amp, case, fit, mlp
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 @case("log2", "singularity")
@@ -261,3 +262,20 @@ def depth_in_millimetres(dtype: torch.dtype) -> Run:
             opt.step()
 
     return run
+
+
+@case("stack", "inherited", names=("sample", "-inf", "check the data"))
+def logarithm_of_silence_in_the_data(dtype: torch.dtype) -> Run:
+    class Frames(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            power = np.full(8, 0.5, dtype=np.float32)
+            power[3] = 0.0 if i == 5 else 0.1
+            with np.errstate(divide="ignore"):
+                return torch.from_numpy(np.log(power)), i % 4  # FAULT
+
+    return lambda: fit(
+        mlp(), dtype, lambda model, x, y: F.cross_entropy(model(x), y), data=list(DataLoader(Frames(), 4))
+    )

@@ -334,3 +334,39 @@ def depth_as_a_share_of_its_range(dtype: torch.dtype) -> Run:
             scaler.update()
 
     return run
+
+
+@healthy()
+def rows_of_padding_alone_set_to_zero(dtype: torch.dtype) -> Run:
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x, keep):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(~keep[:, None], float("-inf"))
+            return scores.softmax(-1).nan_to_num(0.0) @ v
+
+    def loss(model, x, y):
+        return model(torch.randn(3, 5, 8), torch.arange(5) < torch.tensor([[5], [2], [0]])).float().square().mean()
+
+    return lambda: fit(Attention(), dtype, loss)
+
+
+@healthy()
+def mask_of_minus_ten_thousand(dtype: torch.dtype) -> Run:
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x, mask):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            bias = ((1.0 - mask[:, None].float()) * -10001.0).to(dtype)
+            return (q @ k.transpose(1, 2) / 8**0.5 + bias).softmax(-1) @ v
+
+    def loss(model, x, y):
+        return model(torch.randn(2, 5, 8), torch.tensor([[1, 1, 1, 0, 0], [1] * 5])).float().square().mean()
+
+    return lambda: fit(Attention(), dtype, loss)

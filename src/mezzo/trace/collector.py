@@ -343,8 +343,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),
         )
         self.events.append(event)
-        if event.full_rows and event.outputs[0].nan:
-            self.lints.softmax(site, bad[0].dtype, event.full_rows, call.facts.kernel)
         return frozenset((index,))
 
     def _cast_of(self, call: Call, site: Site) -> str:
@@ -373,6 +371,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         """Note that non-finite values reached something that matters."""
         self._reached_step = sink.step
         self.sinks.append(sink)
+        for index in sink.causes:
+            self.lints.softmax(self.events[index])
         self._on_sink()
 
     def was_spoiled(self, name: str, buffer: Tensor) -> bool:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
+from ..formats import format_of, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
 from .ops import CASTS, plain_name
 from .records import Event, Site
 from .replacement import bound
-from .verdict import Verdict, narrow_dtype, number
-
-_LOW_NAMES = tuple(dtype_name(d) for d in LOW_DTYPES)
+from .verdict import LOW_NAMES, Verdict, narrow_dtype, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,19 +95,15 @@ def fix_for(verdict: Verdict, event: Event, loss: float = 0.0) -> Fix:
     """Return what removes a fault of this kind, which made a loss of this size in an fp32 run non-finite."""
     if event.site.phase == "optimizer" and verdict in ("underflow", "singularity"):
         return _fix_update(event)
-    is_narrow = any(t.dtype in _LOW_NAMES for t in (*event.inputs, *event.outputs))
+    is_narrow = any(t.dtype in LOW_NAMES for t in (*event.inputs, *event.outputs))
     is_far = not event.site.module and (event.site.is_own or not event.site.is_ruled)
     if is_far and is_narrow and verdict in ("overflow", "underflow") and not _narrowed_by_hand(event):
         return _fix_out_of_reach(event)
-    fixes: dict[Verdict, Callable[[Event], Fix]] = {
-        "overflow": lambda e: _fix_overflow(e, loss),
-        "underflow": _fix_underflow,
-        "singularity": _fix_singularity,
-        "inherited": lambda e: Fix(edit="", advice=_inherited_advice(e)),
-        "loss-scale": lambda _: Fix(edit="", advice=_SCALER),
-        "exploding": lambda _: Fix(edit="", advice=_LAYERS),
-    }
-    return fixes[verdict](event)
+    if verdict == "overflow":
+        return _fix_overflow(event, loss)
+    if verdict in ("underflow", "singularity"):
+        return _fix_underflow(event) if verdict == "underflow" else _fix_singularity(event)
+    return Fix(edit="", advice={"loss-scale": _SCALER, "exploding": _LAYERS}.get(verdict) or _inherited_advice(event))
 
 
 def _narrowed_by_hand(event: Event) -> Site | None:
@@ -134,7 +128,7 @@ def _fix_out_of_reach(event: Event) -> Fix:
 def _fix_update(event: Event) -> Fix:
     """Fix an optimizer that divides by a moment that is 0: no policy rule reaches its arithmetic."""
     dtype = event.outputs[0].dtype
-    if dtype in _LOW_NAMES:
+    if dtype in LOW_NAMES:
         return Fix(edit="", advice=f"the optimizer computes in {dtype}, the format of its weights, where its eps is 0: keep the "
                     "weights in fp32, or let mezzo.optim keep masters (params and master=split in the policy).")  # fmt: skip
     return Fix(edit="", advice="give the optimizer an eps above 0, for example eps=1e-8.")
@@ -148,11 +142,11 @@ def _fix_overflow(event: Event, loss: float) -> Fix:
         return Fix(edit="", advice=f"no rule undoes what {event.site.called}() narrows at {event.site.user or event.site.library}: "
                     f"leave {event.leaf or 'the value'} in fp32 there, or use bf16, whose range is that of fp32.")  # fmt: skip
     widest = next((w for w in event.wide if w.is_finite), None)
-    if event.outputs[0].dtype in _LOW_NAMES and (widest is None or widest.dtype == "fp32"):
+    if event.outputs[0].dtype in LOW_NAMES and (widest is None or widest.dtype == "fp32"):
         edit = _edits([event.site, *event.followers])
         if widest is not None and edit.startswith("op:") and _is_slope_too_large(event, widest.amax, loss):
             return Fix(edit="compute=bf16", advice=f"{edit} makes the forward finite alone: the gradient of {event.site.op} is as large as its "
-                        f"result, {number(widest.amax)}, which {event.outputs[0].dtype} does not hold; or bound the argument.")  # fmt: skip
+                        f"{'factor' if event.site.op == 'mul' else 'result'}, which {event.outputs[0].dtype} does not hold; or bound the argument.")  # fmt: skip
         return Fix(
             edit=edit,
             advice="what reads values this large needs fp32 too, up to the next normalisation; or use bf16, whose range "
@@ -175,6 +169,8 @@ _OWN_SLOPE = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
     """Say whether the gradient of a function overflows where it was 16 bit: that of a sum, or of a mean over as many values as the format goes."""
     limit = format_of(narrow_dtype(event)).max
+    if event.site.op == "mul":  # a gradient is multiplied by the other factor
+        return event.tracked and max(t.amax for t in event.inputs) > limit
     return event.tracked and event.site.op in _OWN_SLOPE and (top > limit**2 or limit < loss < math.inf)
 
 
@@ -187,15 +183,17 @@ def _fix_underflow(event: Event) -> Fix:
     sites = [event.site] if flush is None else [*flush.made_by, flush.site, *flush.carried, event.site]
     edit = _edits(sites)
     advice = f"or bound the argument of {event.site.op} away from where it has no value."
-    if flush is not None and flush.constant is not None:
-        facts = format_of(parse_dtype(flush.dtype))
-        advice = f"or write a constant of at least {number(facts.tiny)}, the smallest normal {flush.dtype}."
-        is_ops_alone = edit.startswith("op:")  # a rule on a module holds for the gradient on its way through it too
-        if is_ops_alone and event.tracked and (slope := _slope_at(event.site.op, flush.constant)) > facts.max:
-            advice += f" {edit} makes the forward finite alone: where the sum is this constant the gradient reaches {number(slope)}, which {flush.dtype} does not hold."
-            return Fix(edit="compute=bf16", advice=advice)
-    elif flush is not None:
+    if flush is not None:
+        facts, constant = format_of(parse_dtype(flush.dtype)), flush.constant
         advice = f"or bound the result of {flush.site.op} away from 0."
+        if constant is not None:
+            advice = f"or write a constant of at least {number(facts.tiny)}, the smallest normal {flush.dtype}."
+        is_quotient = constant is None and event.site.op == "div"  # the gradient of what is divided is divided too
+        small = flush.wide_amax if is_quotient else constant
+        is_ops_alone = edit.startswith("op:")  # a rule on a module holds for the gradient on its way through it too
+        if small and is_ops_alone and event.tracked and (slope := _slope_at(event.site.op, small)) > facts.max:
+            advice += f" {edit} makes the forward finite alone: at {number(small)} the gradient reaches {number(slope)}, which {flush.dtype} does not hold."
+            return Fix(edit="compute=bf16", advice=advice)
     tried = (
         f"{flush.site.op} and {event.site.op} in fp32 on these values: finite"
         if flush and event.is_local_enough

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dis
+import ast
 import enum
 import linecache
 import sys
@@ -138,12 +138,11 @@ def sample_line() -> Frame | None:
 
 def _last_handed_out(code: CodeType) -> int:
     """Return the line of the last yield of a function, or of its last return."""
-    starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
-    lines: dict[str, int] = {}
-    for step in dis.get_instructions(code):
-        line = starts.get(step.offset) or line
-        lines[step.opname.partition("_")[0]] = line
-    return lines.get("YIELD", lines.get("RETURN", code.co_firstlineno))
+    own = {line for _, _, line in code.co_lines()}
+    tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    found = [n for n in ast.walk(tree) if isinstance(n, (ast.Yield, ast.YieldFrom, ast.Return)) and n.lineno in own]
+    yields = [n.lineno for n in found if not isinstance(n, ast.Return)]
+    return max(yields or [n.lineno for n in found], default=code.co_firstlineno)
 
 
 def caller() -> Owner:

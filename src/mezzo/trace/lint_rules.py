@@ -15,7 +15,7 @@ from ..binding import record
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
 from .measure import amax, rerun_wide
 from .ops import Call
-from .records import Lint, LintRule, Site
+from .records import Event, Lint, LintRule, Site
 from .verdict import number
 
 _TAKES_CONSTANT = frozenset({
@@ -99,7 +99,9 @@ class LintWatch:
         whole = (
             is_count and math.isfinite(top) and top > exact_integers(low.dtype) and bool((wide == wide.round()).all())
         )
-        if whole and bool((low.to(wide.dtype) != wide).any()):
+        moved = wide[low.to(wide.dtype) != wide] if whole else wide[:0]
+        # one number below 0 is what a mask adds to scores
+        if moved.numel() and not (float(moved.max()) < 0 and bool((moved == moved[0]).all())):
             self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel)
 
     def _constant(self, call: Call, site: Site, low: Tensor) -> None:
@@ -132,9 +134,12 @@ class LintWatch:
         if is_sum and not site.root:
             self.add("half-accumulator", site, low.dtype, "a running sum", float(low.detach()), call.facts.kernel)
 
-    def softmax(self, site: Site, dtype: torch.dtype, rows: int, kernel: str) -> None:
-        """Note rows of a softmax with nothing left in them."""
-        self.add("masked-row", site, dtype, f"{rows} row{'s' * (rows > 1)}", float(rows), kernel)
+    def softmax(self, event: Event) -> None:
+        """Note rows of a softmax with nothing left in them, whose NaN arrived somewhere."""
+        rows, bad = event.full_rows, event.outputs[0]
+        if rows and bad.nan:
+            what = f"{rows} row{'s' * (rows > 1)}"
+            self.add("masked-row", event.site, parse_dtype(bad.dtype), what, float(rows), event.kernel)
 
     def model(self, model: nn.Module, site: Site, in_region: bool) -> None:
         """Look over a model before it runs: buffers that must stay wide, weights that a region expects wide."""

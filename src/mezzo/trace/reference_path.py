@@ -85,6 +85,11 @@ def run_in_fp32(call: Call, values: dict[int, Tensor]) -> list[Tensor] | None:
     return run_wide(call, values, torch.float32)
 
 
+def _is_repaired(call: Call, wide: list[Tensor] | None) -> bool:
+    """Say whether results in fp32 are finite where those of the op are not. Syncs: yes."""
+    return wide is not None and all(math.isfinite(amax(w[~t.isfinite()])) for t, w in zip(call.out, wide, strict=True))
+
+
 class ReferencePath:
     """Carries fp32 values along the forward, and remembers which of them 16 bit turned into 0.
 
@@ -207,10 +212,7 @@ class ReferencePath:
     def is_local_enough(self, call: Call) -> bool:
         """Say whether an op is finite once the ops that made its operands ran in fp32 on what they were given. Syncs: yes."""
         values = {id(t): v for _, t in call.inputs if (v := self._local.get(call.original(t))) is not None}
-        wide = run_in_fp32(call, values) if values else None
-        return wide is not None and all(
-            math.isfinite(amax(w[~t.isfinite()])) for t, w in zip(call.out, wide, strict=True)
-        )
+        return bool(values) and _is_repaired(call, run_in_fp32(call, values))
 
     def enter_node(self, node: object, call: Call) -> None:
         """Keep the ops of the autograd node that runs; its forward's values are what they are judged with."""
@@ -251,10 +253,7 @@ class ReferencePath:
         found = [(t, f) for _, t in call.inputs if (f := self.behind([call.original(t)])) is not None]
         for tensor, flush in found if len(found) > 1 else ():
             value = self._wide.get(call.original(tensor))
-            wide = None if value is None else run_in_fp32(call, {id(tensor): value})
-            if wide is not None and all(
-                math.isfinite(amax(w[~t.isfinite()])) for t, w in zip(call.out, wide, strict=True)
-            ):
+            if value is not None and _is_repaired(call, run_in_fp32(call, {id(tensor): value})):
                 return flush
         return found[0][1] if found else None
 

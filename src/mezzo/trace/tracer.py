@@ -121,9 +121,7 @@ class Trace:
     @property
     def is_on_top(self) -> bool:
         """Whether no mode was put on after this one that is still on."""
-        dispatch = dispatch_modes()
-        functions = function_modes()
-        return dispatch[-1:] == [self._collector] and functions[-1:] == [self._context.names]
+        return dispatch_modes()[-1:] == [self._collector] and function_modes()[-1:] == [self._context.names]
 
     @property
     def record(self) -> TraceRecord:

@@ -25,7 +25,7 @@ _ENTIRE = frozenset({
     "addmv", "mv", "dot", "linear", "convolution", "sum", "mean", "cumsum", "prod", "cumprod", "addcmul", "polyval",
     "linalg_vector_norm", "softplus", "mse_loss", "dist", "to",
 })  # fmt: skip
-_LOW_NAMES = tuple(dtype_name(d) for d in LOW_DTYPES)
+LOW_NAMES = tuple(dtype_name(d) for d in LOW_DTYPES)
 
 
 def number(x: float) -> str:
@@ -111,7 +111,7 @@ def _never_finite(event: Event) -> tuple[Verdict, str]:
     if event.reference is not None and event.reference.is_finite:
         return "underflow", _underflow(event)
     has_nan = any(t.nan for t in event.outputs)
-    if not event.wide and event.outputs[0].dtype in _LOW_NAMES:
+    if not event.wide and event.outputs[0].dtype in LOW_NAMES:
         return (
             "overflow",
             f"finite inputs of at most {number(max(t.amax for t in event.inputs))} gave a non-finite result.",
@@ -136,7 +136,7 @@ def _column(event: Event) -> str:
 
 def _low_name(event: Event) -> str:
     """Return the 16-bit format at work: the op's own, else that of what it read."""
-    return next((t.dtype for t in (*event.outputs, *event.inputs) if t.dtype in _LOW_NAMES), "16 bit")
+    return next((t.dtype for t in (*event.outputs, *event.inputs) if t.dtype in LOW_NAMES), "16 bit")
 
 
 def _underflow(event: Event) -> str:
