@@ -3,14 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
 
 import mezzo.diagnose as diagnose
 from mezzo.trace.records import TraceRecord
+
+UNTRACED = ("sgn", "sparse.mm")
+"""Ops whose backward raises under any dispatch mode of torch's, or has no kernel in 16 bit."""
+QUICK_OPS = ("pow", "__rpow__", "cumsum")
+
+
+def samples(*names: str) -> list[Any]:
+    return [op for op in op_db if (op.name in names if names else op.name not in (*UNTRACED, *QUICK_OPS))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "ops", [samples(*QUICK_OPS), pytest.param(samples(), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+@pytest.mark.filterwarnings("ignore")  # the ops' own
+def test_an_op_that_runs_runs_under_a_trace(ops: list[Any], dtype: torch.dtype) -> None:
+    raised = []
+    for op in ops:
+        wanted = op.supports_autograd and dtype.is_floating_point
+        for sample in islice(given(op, dtype, wanted), 1):
+            with suppress(Exception):  # torch has samples that it refuses
+                differentiated(op, sample)
+                try:
+                    with diagnose.trace() as t:
+                        differentiated(op, sample)
+                    assert t.report.answer
+                except Exception as error:
+                    raised.append((op.name, repr(error)))
+    assert raised == []
+
+
+def given(op: Any, dtype: torch.dtype, wanted: bool) -> Iterator[Any]:
+    return op.sample_inputs("cpu", dtype, requires_grad=wanted) if dtype in op.supported_dtypes("cpu") else iter(())
+
+
+def differentiated(op: Any, sample: Any) -> None:
+    out = op(sample.input, *sample.args, **sample.kwargs)
+    losses = [
+        t.float().sum()
+        for t in (out if isinstance(out, (list, tuple)) else [out])
+        if isinstance(t, Tensor) and t.requires_grad
+    ]
+    if losses:
+        torch.stack(losses).sum().backward()
 
 
 def seen(run: Callable[[], object]) -> TraceRecord:

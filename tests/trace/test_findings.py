@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.trace.events import event, facts, record, sink, wide
 
@@ -31,6 +33,15 @@ def test_nan_made_from_a_mask_is_named_where_it_was_made() -> None:
     mixed = event(index=2, kind="mixed", parents=frozenset({0, 1}), full_rows=1)
     [found] = find(record([mask, leaf, mixed], sink("loss", 2)))
     assert (found.verdict, found.op) == ("singularity", "addmm") and "1 row is -inf" in found.why
+
+
+def test_the_first_module_is_named_where_a_line_met_the_same_value_twice() -> None:
+    first = event(where=(3,), offending=(("self", 0.0),))
+    other = event(index=1, where=(2,), offending=(("self", 0.0),))
+    again = event(index=2, where=(3,), offending=(("self", 0.0),))
+    again, other = (replace(e, site=replace(e.site, module="later")) for e in (again, other))
+    assert [f.module for f in find(record([first, other, again], sink("loss", 2)))] == ["body"]
+    assert [f.module for f in find(record([first, other, again], sink("loss", 1)))] == ["later"]
 
 
 def test_a_leaf_that_holds_nan_is_named_itself() -> None:

@@ -29,6 +29,16 @@ EDGES: list[tuple[str, Callable[[], Tensor], Callable[[], Tensor]]] = [
     ),
     ("integers-in-16-bit", lambda: torch.arange(258, dtype=BF16), lambda: torch.arange(257, dtype=BF16)),
     ("integers-in-16-bit", lambda: torch.tensor([257]).to(BF16), lambda: torch.tensor([256, 258]).to(BF16)),
+    (
+        "integers-in-16-bit",
+        lambda: torch.tensor([-301, -303]).to(BF16),
+        lambda: torch.tensor([0, -10001, -10001]).to(BF16),
+    ),
+    (
+        "squares-near-overflow",
+        lambda: torch.tensor([150.0, 2.0]).half() ** 2,
+        lambda: 2.0 ** torch.arange(4, dtype=FP16),
+    ),
     ("integers-in-16-bit", lambda: torch.tensor([2049.0]).half(), lambda: torch.tensor([2049.5]).half()),
     (
         "integers-in-16-bit",

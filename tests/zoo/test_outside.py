@@ -28,6 +28,10 @@ QUICK = {
     "g01_fixed_scale",
     "g18_lr_schedule",
     "g19_resume_bad",
+    "j07_gcn_isolated",
+    "j11_nerf_far",
+    "m14_bf16_counter",
+    "m17_static_scale",
 }
 """Those that run in every suite."""
 FIELDS = ("op", "module", "phase", "verdict")
@@ -71,7 +75,9 @@ def _away(name: str, frame: Frame | None) -> list[str]:
 
 @pytest.mark.parametrize("name", rows(FAULTY))
 def test_faulty(name: str, offers: list[tuple[str, Any]]) -> None:
-    assert complaints(name, diagnosis(name)) == []
+    report = diagnosis(name)
+    assert complaints(name, report) == []
+    assert report.answer == "faulty" or EXPECTED[name]["verdict"] in get_args(LintRule)
     for text, operands in offers:
         assert all(bool(t.isfinite().all()) for t in pasted(text, operands)), text
 

@@ -130,14 +130,12 @@ class TraceContext:
         if autograd_node() is None:
             # a process group may be started inside a trace
             self.rank = rank()
-            if self.last_gradient_of is not None and self.last_gradient_of.grad is None:
-                # zero_grad was called, so whatever scaler is at work skipped the step
-                self._step_ended = True
             self._begin_step()
         self._told_root(module)
 
     def _begin_step(self) -> None:
-        if self._step_ended:
+        # where zero_grad was called, whatever scaler is at work skipped the step
+        if self._step_ended or (self.last_gradient_of is not None and self.last_gradient_of.grad is None):
             self.step, self._step_ended, self.last_gradient_of = self.step + 1, False, None
 
     def end_step(self) -> None:

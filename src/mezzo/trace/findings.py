@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from ..errors import listed
@@ -18,6 +19,7 @@ _PRODUCTS = frozenset({
     "mm", "addmm", "mv", "addmv", "bmm", "linear", "convolution", "mul", "div", "mean", "std", "var", "var_mean",
     "layer_norm", "batch_norm",
 })  # fmt: skip
+_MET = attrgetter("kind", "site.op", "site.phase", "site.step", "site.frame", "where", "offending")
 LOST_SHARE = 0.5
 """Above this share of swallowed updates a weight hardly moves; the limit of the update monitor."""
 
@@ -117,7 +119,13 @@ def _root_causes(record: TraceRecord) -> list[tuple[Event, list[Sink]]]:
     for sink in record.sinks:
         for event in _roots(_ancestors(record, sink.causes), sink):
             reached.setdefault(event.index, []).append(sink)
-    return [(record.events[i], reached[i]) for i in sorted(reached)]
+    return [(_first_alike(record.events, record.events[i]), reached[i]) for i in sorted(reached)]
+
+
+def _first_alike(events: tuple[Event, ...], event: Event) -> Event:
+    """Return the first event of a step that met the same values at the same line, in a module whose bad results were dropped."""
+    is_source = event.kind == "source" and event.offending
+    return next(e for e in events if _MET(e) == _MET(event)) if is_source else event
 
 
 def _roots(events: list[Event], sink: Sink) -> list[Event]:

@@ -58,7 +58,6 @@ _SINGULAR = {
     "linalg_eigh": "equal eigenvalues have no derivative of their vectors; use eigvalsh, or separate them",
     "ctc_loss": "a target is longer than its input allows: drop such samples, or ctc_loss(..., zero_infinity=True)",
     "softmax": "a fully masked row has no softmax: keep one entry, or mask with torch.finfo(x.dtype).min",
-    "log_softmax": "a fully masked row has no softmax: keep one entry, or mask with torch.finfo(x.dtype).min",
     "logsumexp": "the sum over nothing is 0: keep one entry, or mask with torch.finfo(x.dtype).min",
     "mean": "the mean of no elements is 0/0; check that the selection is not empty",
     "nll_loss": "every target is ignored or has weight 0, so the mean is 0/0; drop such batches or use reduction='sum'",
@@ -233,7 +232,7 @@ def _cancelled(event: Event) -> str:
 def _singular_advice(event: Event) -> str:
     eps = bound(narrow_dtype(event))
     is_forward = event.site.phase == "forward" or event.site.is_own
-    names = [event.site.op, event.site.called] + [plain_name(event.kernel)] * is_forward
+    names = [event.site.op.removeprefix("log_"), event.site.called] + [plain_name(event.kernel)] * is_forward
     if event.site.op == "div" and is_forward and ("other", 0.0) in event.offending and len(event.inputs) == 1:
         return f"the divisor is the number 0: divide by max(divisor, {eps:g})."
     name = next((n for n in names if n in _SINGULAR), "softmax" if event.full_rows else "")

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..binding import record
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
-from .measure import amax, rerun_wide
+from .measure import amax, numbers, rerun_wide
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .verdict import number
@@ -70,8 +70,8 @@ class LintWatch:
                 rule=rule, site=site, kernel=kernel, dtype=dtype_name(dtype), what=what, value=value
             )
 
-    def see(self, call: Call, site: Site) -> None:
-        """Take in one op."""
+    def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
+        """Take in one op, given what tensors are called."""
         low = _low(call.out)
         if low is None:
             return
@@ -79,7 +79,7 @@ class LintWatch:
             self.has_fp16 = self.has_fp16 or (low.dtype is torch.float16 and len(call.inputs) > 0)
             self._integers(call, site, low)
             self._squares(call, site, low)
-            self._accumulator(call, site, low)
+            self._accumulator(call, site, low, name_of)
         if site.phase != "backward":
             self._constant(call, site, low)
 
@@ -99,7 +99,7 @@ class LintWatch:
         whole = (
             is_count and math.isfinite(top) and top > exact_integers(low.dtype) and bool((wide == wide.round()).all())
         )
-        moved = wide[low.to(wide.dtype) != wide] if whole else wide[:0]
+        moved = wide[low.to(wide.dtype) != wide] if whole else wide.new_empty(0)
         # one number below 0 is what a mask adds to scores
         if moved.numel() and not (float(moved.max()) < 0 and bool((moved == moved[0]).all())):
             self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel)
@@ -121,17 +121,15 @@ class LintWatch:
         if low.dtype is not torch.float16:
             return
         args, name = call.args, call.facts.name
-        is_square = (
-            name == "square"
-            or (name == "pow" and len(args) > 1 and args[1] == 2)
-            or (name == "mul" and len(args) > 1 and args[0] is args[1])
-        )
-        if is_square and (top := amax(low)) * _HEADROOM > format_of(low.dtype).max:
+        is_power = name == "square" or (name == "pow" and numbers(args[1:2], {}) == [2.0])
+        if (is_power or (name == "mul" and args[0] is args[1])) and (top := amax(low)) * _HEADROOM > format_of(
+            low.dtype
+        ).max:
             self.add("squares-near-overflow", site, low.dtype, site.called or name, top, call.facts.kernel)
 
-    def _accumulator(self, call: Call, site: Site, low: Tensor) -> None:
+    def _accumulator(self, call: Call, site: Site, low: Tensor, name_of: Callable[[Tensor], str]) -> None:
         is_sum = call.facts.kernel in ("aten.add_", "aten.sub_") and low.dim() == 0
-        if is_sum and not site.root:
+        if is_sum and (not site.root or name_of(low).startswith("buffer")):
             self.add("half-accumulator", site, low.dtype, "a running sum", float(low.detach()), call.facts.kernel)
 
     def softmax(self, event: Event) -> None:

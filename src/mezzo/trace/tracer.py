@@ -247,15 +247,11 @@ class Trace:
             if not grad:
                 self._collector.sink("output", name, tensor)
 
-    def _reference(self, tensor: Tensor, nonfinite: int) -> float | None:
-        """Return the size of a tensor in an fp32 run; only where it is needed."""
-        wide = self._collector.reference.get(tensor) if nonfinite else None
-        return None if wide is None else amax(wide)
-
     def _size(self, kind: Any, name: str, cls: str, key: int, tensor: Tensor, root: str = "") -> None:
         call = self._calls.get((key, self._context.step), 0)
         self._calls[key, self._context.step] = call + 1
         facts = tensor_facts(name, tensor)
+        wide = self._collector.reference.get(tensor) if facts.nonfinite else None
         self._sizes.append(
             Size(
                 kind=kind,
@@ -268,7 +264,7 @@ class Trace:
                 nonfinite=facts.nonfinite,
                 step=self._context.step,
                 call=call,
-                reference=self._reference(tensor, facts.nonfinite),
+                reference=None if wide is None else amax(wide),
             )
         )
 
