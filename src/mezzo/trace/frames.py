@@ -140,9 +140,8 @@ def _last_handed_out(code: CodeType) -> int:
     """Return the line of the last yield of a function, or of its last return."""
     own = {line for _, _, line in code.co_lines()}
     tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-    found = [n for n in ast.walk(tree) if isinstance(n, (ast.Yield, ast.YieldFrom, ast.Return)) and n.lineno in own]
-    yields = [n.lineno for n in found if not isinstance(n, ast.Return)]
-    return max(yields or [n.lineno for n in found], default=code.co_firstlineno)
+    ends = [n for n in ast.walk(tree) if isinstance(n, (ast.Yield, ast.YieldFrom, ast.Return)) and n.lineno in own]
+    return max(((not isinstance(n, ast.Return), n.lineno) for n in ends), default=(False, code.co_firstlineno))[1]
 
 
 def caller() -> Owner:

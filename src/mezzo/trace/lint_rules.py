@@ -71,7 +71,7 @@ class LintWatch:
             )
 
     def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
-        """Take in one op, given what tensors are called."""
+        """Take in one op, given what tensors are called. Syncs: yes, at the ops it judges."""
         low = _low(call.out)
         if low is None:
             return
@@ -134,10 +134,9 @@ class LintWatch:
 
     def softmax(self, event: Event) -> None:
         """Note rows of a softmax with nothing left in them, whose NaN arrived somewhere."""
-        rows, bad = event.full_rows, event.outputs[0]
-        if rows and bad.nan:
-            what = f"{rows} row{'s' * (rows > 1)}"
-            self.add("masked-row", event.site, parse_dtype(bad.dtype), what, float(rows), event.kernel)
+        if event.full_rows and event.outputs[0].nan:
+            rows, dtype = event.full_rows, parse_dtype(event.outputs[0].dtype)
+            self.add("masked-row", event.site, dtype, f"{rows} row{'s' * (rows > 1)}", float(rows), event.kernel)
 
     def model(self, model: nn.Module, site: Site, in_region: bool) -> None:
         """Look over a model before it runs: buffers that must stay wide, weights that a region expects wide."""

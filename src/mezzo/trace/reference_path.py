@@ -87,7 +87,7 @@ def run_in_fp32(call: Call, values: dict[int, Tensor]) -> list[Tensor] | None:
 
 def _is_repaired(call: Call, wide: list[Tensor] | None) -> bool:
     """Say whether results in fp32 are finite where those of the op are not. Syncs: yes."""
-    return wide is not None and all(math.isfinite(amax(w[~t.isfinite()])) for t, w in zip(call.out, wide, strict=True))
+    return wide is not None and all(is_finite(w[~t.isfinite()]) for t, w in zip(call.out, wide, strict=True))
 
 
 class ReferencePath:
