@@ -11,6 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ContextDecorator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +32,7 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _glob
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket  # noqa: PLC0414  # exported
@@ -504,6 +505,8 @@ next_node_number: Callable[[], int] = _get_sequence_nr
 """The number autograd gives its next node; a backward op is placed by it."""
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 without_autocast = torch._C._DisableAutocast
+without_dispatch_modes: Callable[[], ContextDecorator] = _disable_current_modes
+"""No mode sees an op. Without it kernels are tried on tensors without memory, and count as failing from then on."""
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own

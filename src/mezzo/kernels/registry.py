@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import torch
 
-from .._torch import fused_devices, has_foreach_norm
+from .._torch import fused_devices, has_foreach_norm, without_dispatch_modes
 from ..errors import ConfigError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name
 from .backends.cpp.build import NativeBuildError, library
@@ -70,6 +70,7 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
     return _missing(backend, op, device)
 
 
+@without_dispatch_modes()
 def _missing(backend: str, op: str, device: torch.device) -> str:
     """Say what a backend lacks on this machine; empty if nothing."""
     if backend == "triton":

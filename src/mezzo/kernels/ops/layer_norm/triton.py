@@ -88,11 +88,8 @@ def layer_norm_backward_kernel(
 def constants(size: int) -> dict[str, Any]:
     """Return what both kernels are compiled for: a power of two, and 4 elements a thread, or 8. Host only."""
     block = max(256, triton.next_power_of_2(size))
-    return {
-        "SIZE": block,
-        "ALIGNED": size % 16 == 0,
-        "num_warps": min(32, block // (256 if torch.version.hip else 128)),
-    }
+    warps = min(32, block // (256 if torch.version.hip else 128))
+    return {"SIZE": block, "ALIGNED": size % 16 == 0, "num_warps": warps}
 
 
 def _num_programs(rows: int) -> int:
@@ -175,8 +172,7 @@ def forward(
     """Normalise in one launch; arguments and results are those of `reference.forward`. Syncs: no."""
     if not _fits(x, shape, weight, bias):
         return reference.forward(x, shape, weight, bias, eps)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.mezzo.layer_norm(x.contiguous(), shape, weight, bias, eps)
-    return found
+    return torch.ops.mezzo.layer_norm(x.contiguous(), shape, weight, bias, eps)
 
 
 def backward(
