@@ -152,14 +152,14 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
     @dynamo_skip_frame
     def __enter__(self) -> autocast:
         plan = self._plan
-        mode = _new_mode(plan)
-        if torch.compiler.is_compiling():
+        mode, is_compiling = _new_mode(plan), torch.compiler.is_compiling()
+        if is_compiling:
             # A graph that is run as it was traced would fill torch's cache, and nothing would empty it.
             frame = _Frame(_saved(plan), mode, cache_enabled=torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
         else:
             frame = self._tracked_frame(mode)
-        if torch.compiler.is_compiling() or num_function_modes():  # an exporter is a mode
+        if is_compiling or num_function_modes():  # an exporter is a mode
             frame.recorder = record_entry(plan.recorded)
         for device_type, dtype, enabled in plan.switches:
             torch.set_autocast_enabled(device_type, enabled)
@@ -192,7 +192,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
     ) -> None:
         if torch.compiler.is_compiling():
             frame = self._frames.pop()
-            _restore(frame)
+            _restore(frame, is_compiling=True)
             torch.set_autocast_cache_enabled(frame.cache_enabled)
             return
         frame = self._pop()
@@ -329,10 +329,10 @@ def _saved(plan: CastPlan) -> list[tuple[str, torch.dtype, bool]]:
     return [(one[0], torch.get_autocast_dtype(one[0]), torch.is_autocast_enabled(one[0])) for one in plan.switches]
 
 
-def _restore(frame: _Frame) -> None:
+def _restore(frame: _Frame, *, is_compiling: bool = False) -> None:
     if frame.mode is not None:
         drop_mode(frame.mode)
-    if frame.recorder is not None or torch.compiler.is_compiling():
+    if frame.recorder is not None or is_compiling:
         record_exit(frame.recorder, len(frame.saved))
     for device_type, dtype, enabled in frame.saved:
         torch.set_autocast_enabled(device_type, enabled)

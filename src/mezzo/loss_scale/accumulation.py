@@ -89,8 +89,8 @@ class GradVersions:
 
     def note_zeros(self, params: Iterable[Tensor]) -> None:
         """Write down that what gradients there are hold zeros, and may be added to. Syncs: no."""
-        stamps = stamps_of(grads_by_id(params))
-        self._stamps = {key: stamp._replace(version=-1) for key, stamp in stamps.items()}
+        grads = grads_by_id(params)
+        self._stamps = {key: stamp._replace(version=-1) for key, stamp in stamps_of(grads).items()} if grads else {}
         self._sums.clear()
 
     def close(self, params: Sequence[Tensor]) -> None:

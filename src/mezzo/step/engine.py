@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..policy import Policy
 from .buffers import Buffers
 from .foreign_scaler import refuse_stranger
 from .grad_passes import GradStats
-from .gradients import Gradients, OptimizerGrads
+from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
 from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
@@ -238,8 +238,8 @@ class Engine:
         wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
         try:
             with (
-                nullcontext() if self.consensus is None else self.consensus.watching(),
-                self.buffers.writing() if self.buffers.slots else nullcontext(),
+                NOTHING if self.consensus is None else self.consensus.watching(),
+                self.buffers.writing() if self.buffers.slots else NOTHING,
             ):
                 self.gradients.backward(
                     loss,
@@ -275,7 +275,7 @@ class Engine:
             before.raw_square = None  # the norm of the step is that of all ranks
         self.is_stepping = True
         try:
-            result.undo = update_(grads, flags, self.gradients.require("step()"), skipped, clip, self._skip)
+            result.undo = update_(grads, flags, self.gradients.pending, skipped, clip, self._skip)
         finally:
             self.is_stepping = False
         self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)
@@ -292,7 +292,7 @@ class Engine:
 
     def grad_norm(self, optimizer: Optimizer | None) -> Tensor:
         """Return the norm of the gradients that are there; see `Stepper.grad_norm`. Syncs: as `check_grads`."""
-        grads, pending = self.gradients.collect(optimizer), self.gradients.require("grad_norm()")
+        grads, pending = self.gradients.collect(optimizer), self.gradients.pending
         is_sharded = any_dtensor(p for one in grads for p in one.params)
         consensus = self.consensus if is_sharded else None
         norm = check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm
@@ -303,7 +303,7 @@ class Engine:
         self, grads: Sequence[OptimizerGrads], max_norm: Tensor | float | None = None
     ) -> tuple[StepFlags[Any], StepResult]:
         """Say what is wrong with the gradients, if anything: known, or on the way to the host. Syncs: no."""
-        pending = self.gradients.require("step()")
+        pending = self.gradients.pending
         written = self.buffers.written() if self.buffers.slots and self.policy.guard.restore_buffers else []
         flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers), max_norm)
         guard = self.guard

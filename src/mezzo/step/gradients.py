@@ -70,6 +70,7 @@ def grads_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> l
     return found
 
 
+NOTHING = nullcontext()
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 
 
@@ -132,11 +133,11 @@ class Gradients:
         check_loss(loss, self._loss_dtype)
         if loss.grad_fn is not None and loss.grad_fn.name() == "MulBackward0":
             refuse_scaled(loss)
-        pending = self._begin(scale, "backward(loss)")
         params = self.parameters()
+        pending = self._begin(params, scale, "backward(loss)")
         scaled = pending.scaled(loss)
         pending.broken = _HALF_A_SUM
-        with nullcontext() if probing is None else measure_flush(pending, scaled, params, probing):
+        with NOTHING if probing is None else measure_flush(pending, scaled, params, probing):
             try:
                 scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
@@ -148,9 +149,8 @@ class Gradients:
         pending.broken = ""
         self._versions.note(params)
 
-    def _begin(self, scale: Tensor | None, call: str) -> AccumulationState:
+    def _begin(self, params: Sequence[Tensor], scale: Tensor | None, call: str) -> AccumulationState:
         """Return the step that a backward pass adds to, opened if there is none."""
-        params = self.parameters()
         pending = None if self.is_abandoned else self._pending
         if pending is None:
             pending = AccumulationState(scale, self.home, penalty_bad=self._penalty_bad)
@@ -166,7 +166,7 @@ class Gradients:
     def external(self, scale: Tensor | None) -> Iterator[None]:
         """Take what somebody else's backward passes leave for the gradients of this step; see `Stepper`. Syncs: no."""
         self._refuse_while_shown("external_backward()")
-        pending = self._begin(scale, "external_backward()")
+        pending = self._begin(self.parameters(), scale, "external_backward()")
         pending.broken = _HALF_A_SUM
         yield
         pending.broken = ""
@@ -234,7 +234,7 @@ class Gradients:
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
         self._pending, self._penalty_bad = None, False
-        self._leftovers.drop()
+        self._leftovers.forget()
         self._versions.note_zeros(self.parameters())
 
     @property
@@ -247,6 +247,12 @@ class Gradients:
         """Whether somebody dropped the gradients since the backward pass, and with them the step."""
         pending = self._pending
         return pending is not None and all(p.grad is None or is_stale(pending, p) for p in self.parameters())
+
+    @property
+    def pending(self) -> AccumulationState:
+        """The step in the making, which `collect` has required."""
+        assert self._pending is not None
+        return self._pending
 
     def require(self, call: str) -> AccumulationState:
         """Return the step in the making.

@@ -35,16 +35,13 @@ class Leftovers:
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
         self._optimizers = optimizers
         self._names = names
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Take note that every gradient was dropped."""
         self.spent_by, self.is_part = "", False
         self._waiting: list[Tensor] = []
         self.pending: AccumulationState | None = None
-
-    def drop(self) -> None:
-        """Take note that every gradient was dropped."""
-        self._forget()
 
     def close(self, stepped: Sequence[Optimizer], pending: AccumulationState) -> None:
         """Take note of a step.
@@ -56,7 +53,7 @@ class Leftovers:
         Syncs: no.
         """
         before = {id(p) for p in self._waiting} if pending is self.pending else None
-        self._forget()
+        self.forget()
         taken = {id(p) for one in stepped for p in parameters(one)}
         others = [one for one in self._optimizers if all(one is not known for known in stepped)]
         waiting = [p for one in others for p in parameters(one) if p.grad is not None and id(p) not in taken]
@@ -107,7 +104,7 @@ class Leftovers:
         scale = None if self.pending is None else self.pending.scale
         if grads and scale is not None and pending.scale is not None:
             multiply_(grads, pending.scale / move(scale, pending.scale.device))
-        self._forget()
+        self.forget()
 
     def refuse_stale(self, pending: AccumulationState, params: Iterable[Tensor]) -> None:
         """Refuse to step with gradients that an earlier step has used up. Host only.

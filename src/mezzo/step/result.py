@@ -125,6 +125,7 @@ def check_grads(
     Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
     home, scale = pending.device, pending.scale
+    by_host = host_decides(home)
     unusable = False if scale is None else is_bad(scale, home)  # one of 0 shows in the norms, which were divided by it
     own = Findings(
         early=either(pending.gradients_bad, pending.penalty_bad, unusable),
@@ -135,11 +136,10 @@ def check_grads(
     )
     if consensus is None and len(grads) == 1 and grads[0].check.is_plain:
         check, bad = grads[0].check, own
-        known = check.known if host_decides(home) else None
-        norms: Sequence[Any] = [check.norm.to(home) if known is None else known]
+        norms: Sequence[Any] = [check.norm.to(home) if check.known is None or not by_host else check.known]
     else:
         bad, norms = combine(own, grads, home, consensus, num_optimizers)
-    if host_decides(home):
+    if by_host:
         return _decide_on_host(bad, norms, pending, skip)
     return _decide_on_device(bad, norms, pending, skip, max_norm)
 

@@ -54,26 +54,23 @@ class GradientCheck:
 
     Attributes:
         norms: as given.
+        known: the norm, where the host can have it; else None.
         grads: as given.
         is_plain: as given.
     """
 
-    __slots__ = ("_norm", "grads", "is_plain", "norms")
+    __slots__ = ("_norm", "grads", "is_plain", "known", "norms")
 
     def __init__(
         self, norm: Tensor | None, norms: Tensor | array[float], grads: tuple[Tensor, ...], *, is_plain: bool
     ) -> None:
         self._norm, self.norms, self.grads, self.is_plain = norm, norms, grads, is_plain
+        self.known = None if isinstance(norms, Tensor) else LateNorm(norms)
 
     @property
     def norm(self) -> Tensor:
         """Shape (), fp32, the device of the first gradient: L2 norm of the unscaled gradients. Syncs: no."""
         return _norm_of(self.tensor_norms) if self._norm is None else self._norm
-
-    @property
-    def known(self) -> LateNorm | None:
-        """The norm, where the host can have it; else None."""
-        return None if isinstance(self.norms, Tensor) else LateNorm(self.norms)
 
     @property
     def tensor_norms(self) -> Tensor:
