@@ -15,7 +15,8 @@ would gain if its copies came for nothing. All threads, wall time, the C library
 
 `memory`: MB that tensors take at the largest moment of a step: at the loss, when all that backward reads is kept, or at the end of backward,
 when all gradients are there. Under torch.autocast they are counted; "bf16-master" is what is left of the same step with weights and
-remainders of 2 bytes, moments of 8 and gradients of 2 a parameter, and no casts of weights. Nothing is timed.
+remainders of 2 bytes, moments of 8 and gradients of 2 a parameter, and no casts of weights. "live" is what torch's profiler counts in a step
+as it runs, on top of weights, remainders and moments: what is allocated for an instant is in it, what the C library keeps is not. Nothing is timed.
 
 `compiled`: LoRA at batch 1. Compiled, a region's casts are part of the graph, and no copy outlives it: "weight casts" makes those of the
 frozen weights into fresh memory. "frozen in bf16" trains adapters on layers that were stored in bf16 before. All threads, wall time.
@@ -36,14 +37,18 @@ thread, its processor time.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
 
 import mezzo
 from mezzo import keep_memory
@@ -221,6 +226,25 @@ def kept_for_backward(workload: ModelSteps, model: nn.Module) -> dict[int, int]:
     return {address: count for address, count in kept.items() if address not in weights}
 
 
+def live_bytes(run: Way) -> int:
+    """Return the bytes of tensors that are there at the largest moment of a step, above those that were before it."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(str(trace := Path(folder) / "trace.json"))
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    return max(itertools.accumulate(changes))
+
+
+def live(workload: ModelSteps, count: int, variant: str) -> float:
+    """Return the MB of tensors at the largest moment of a step of a variant that has been warmed up."""
+    run = built(dataclasses.replace(workload, steps=1), variant)
+    for _ in range(4):  # the invariants look at the first ones
+        run()
+    return (12 * count + live_bytes(run)) / 1e6
+
+
 def memory(_: int) -> dict[str, dict[str, float]]:
     """Count the memory of training steps of more than ten million parameters."""
     found = {}
@@ -233,6 +257,8 @@ def memory(_: int) -> dict[str, dict[str, float]]:
             "torch.autocast": max(12 * count + kept, 16 * count) / 1e6,
             "bf16-master": max(12 * count + kept - casts, 14 * count) / 1e6,
             "kept for backward": kept / 1e6,
+            "torch.autocast, live": live(workload, count, "torch-autocast"),
+            "bf16-master, live": live(workload, count, "prepare-master"),
         }
     return found
 
