@@ -235,7 +235,7 @@ class Guard:
     Args:
         config: of the guard.
         scaling: how the loss scale moves; None without scaling.
-        nonfinite_weights: counts inf and NaN in the parameters and buffers that a step may have read, by name; asked only about a bad one.
+        nonfinite_weights: counts inf and NaN in the parameters and buffers that a step may have read, by name, given whether one was taken before; asked only about a bad one.
         floor: see `next_guard`.
 
     Attributes:
@@ -248,7 +248,7 @@ class Guard:
         self,
         config: GuardConfig,
         scaling: ScalingConfig | None,
-        nonfinite_weights: Callable[[StepResult], tuple[Mapping[str, int], Mapping[str, int]]],
+        nonfinite_weights: Callable[[StepResult, bool], tuple[Mapping[str, int], Mapping[str, int]]],
         floor: float = 0.0,
     ) -> None:
         self.config = config
@@ -309,7 +309,10 @@ class Guard:
 
     def _read(self, result: StepResult) -> None:
         flags = result.flags()
-        suspects = Suspects(weights=partial(self._nonfinite_weights, result), gradients=result.stats.nonfinite)
+        suspects = Suspects(
+            weights=partial(self._nonfinite_weights, result, self.state.counters.applied > 0),
+            gradients=result.stats.nonfinite,
+        )
         self.become(next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor))
         counters = self.state.counters
         row = counters.skipped_in_a_row

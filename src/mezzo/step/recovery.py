@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,14 +63,14 @@ class Recovery:
     ) -> None:
         policy = binding.policy
         self.binding = binding
-        self.guard = Guard(policy.guard, policy.scaling, self._nonfinite_weights, _flush_floor(policy, gradients))
+        untrained = {p: Stamp.of(p) for p in _not_stepped(names, gradients)}
+        nonfinite = partial(_nonfinite_weights, names, buffers, gradients, untrained)  # not a method: no cycle
+        self.guard = Guard(policy.guard, policy.scaling, nonfinite, _flush_floor(policy, gradients))
         self.replay = Replay(model)
         self._model = model
         self._gradients = gradients
         self._buffers = buffers
         self._loss_scale = loss_scale
-        self._names = names
-        self._untrained = {p: Stamp.of(p) for p in self._not_stepped()}
         self._skip: StepFlags[float] | None = None
 
     def keep(
@@ -158,32 +159,6 @@ class Recovery:
         self.replay.drop()
         self.replay.forget()
 
-    def _nonfinite_weights(self, result: StepResult) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Count inf and NaN in what a bad step may have read. Syncs: once for each device.
-
-        Of weights that are stepped those with a gradient, where it is not 0. Of others all, if the loss was not finite, but
-        those that are since `prepare` what they were in a healthy step. Of sharded ones the part here: nobody waits for
-        other ranks, of which one may ask alone.
-        """
-        counts = {
-            self._names.get(p, "a parameter"): count_ruined(p, grad=result.stats.gradient(p))
-            for p in result.stats.params
-        }
-        if result.flags().loss_bad:
-            was_healthy = self.guard.state.counters.applied > 0
-            for p in self._not_stepped():
-                stamp = self._untrained.get(p)
-                if not (was_healthy and stamp is not None and stamp.is_current(p)):
-                    counts[self._names[p]] = count_ruined(p, p.requires_grad)
-        found = read_together(counts, self._buffers.nonfinite_counts())
-        weights, others = ({name: int(count) for name, count in group.items() if count} for group in found)
-        return weights, others
-
-    def _not_stepped(self) -> list[Tensor]:
-        """Return the parameters that no optimizer steps, or that are frozen. Host only."""
-        stepped = {id(p) for p in self._gradients.parameters() if p.requires_grad}
-        return [p for p in self._names if id(p) not in stepped]
-
     def _explain_early(self, skip: StepFlags[float], consensus: RankConsensus | None) -> None:
         """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
         found = self._diagnosis(skip, consensus)
@@ -234,6 +209,37 @@ class Recovery:
             # It fell because of an overflow that is mended now.
             list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling))))
         return True
+
+
+def _nonfinite_weights(
+    names: Mapping[Tensor, str],
+    buffers: Buffers,
+    gradients: Gradients,
+    untrained: Mapping[Tensor, Stamp],
+    result: StepResult,
+    was_healthy: bool,
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Count inf and NaN in what a bad step may have read. Syncs: once for each device.
+
+    Of weights that are stepped those with a gradient, where it is not 0. Of others all, if the loss was not finite, but
+    those that are since `prepare` what they were in a healthy step. Of sharded ones the part here: nobody waits for
+    other ranks, of which one may ask alone.
+    """
+    stats = result.stats
+    counts = {names.get(p, "a parameter"): count_ruined(p, grad=stats.gradient(p)) for p in stats.params}
+    for p in _not_stepped(names, gradients) if result.flags().loss_bad else ():
+        stamp = untrained.get(p)
+        if not (was_healthy and stamp is not None and stamp.is_current(p)):
+            counts[names[p]] = count_ruined(p, p.requires_grad)
+    found = read_together(counts, buffers.nonfinite_counts())
+    weights, others = ({name: int(count) for name, count in group.items() if count} for group in found)
+    return weights, others
+
+
+def _not_stepped(names: Mapping[Tensor, str], gradients: Gradients) -> list[Tensor]:
+    """Return the parameters that no optimizer steps, or that are frozen. Host only."""
+    stepped = {id(p) for p in gradients.parameters() if p.requires_grad}
+    return [p for p in names if id(p) not in stepped]
 
 
 def _is_second_bad_loss(state: GuardState) -> bool:
