@@ -1,4 +1,4 @@
-// What torch built for the CPU alone lacks to follow tensors on "cuda" that have no memory: a device that is there, and its one stream.
+// What torch lacks without a GPU to follow tensors on "cuda" that have no memory: a device that is there, and its one stream.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -11,7 +11,8 @@ struct CUDAHooks : CUDAHooksInterface {  // torch asks its registry for this nam
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks);
+// Before those of a torch built for CUDA, which would ask the driver.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at
 
 namespace {
@@ -27,5 +28,6 @@ struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
   void block(void*, const Stream&) const override {}
 };
-const impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, new Guard);
 }  // namespace
+
+extern "C" void take_guard() { static const impl::DeviceGuardImplRegistrar registered(DeviceType::CUDA, new Guard); }  // the last one holds

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ctypes.util import find_library
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from unittest.mock import patch
 TORCH = Path(str(find_spec("torch").origin)).parent  # type: ignore[union-attr]  # torch is installed
 
 
-def _load_device() -> None:
+def _load_device() -> ctypes.CDLL:
     """Compile and load the device: torch asks once, when it is imported, whether there is one."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "fake_gpu.so"
@@ -34,14 +35,13 @@ def _load_device() -> None:
             check=True,
         )  # fmt: skip
         needed = [*TORCH.glob("lib/libgomp*"), TORCH / "lib/libc10.so", TORCH / "lib/libtorch_cpu.so"]
-        for path in (*needed, library):
-            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+        return [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in (*needed, library)][-1]
 
 
-HAS_DEVICE = (TORCH / "lib/libtorch_cuda.so").exists()  # torch built for CUDA follows such tensors by itself
-if not HAS_DEVICE and "torch" not in sys.modules:
-    _load_device()
-    HAS_DEVICE = True
+HAS_DEVICE = (TORCH / "lib/libtorch_cuda.so").exists() and find_library(
+    "cuda"
+) is not None  # follows such tensors by itself
+LIBRARY = None if HAS_DEVICE or "torch" in sys.modules else _load_device()
 
 import torch  # noqa: E402
 import transformers.utils.import_utils  # noqa: E402
@@ -50,6 +50,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from mezzo.kernels import registry  # noqa: E402
+
+if LIBRARY is not None:
+    LIBRARY.take_guard()
+    HAS_DEVICE = True
 
 aten = torch.ops.aten
 LSTM = 2
@@ -80,6 +84,7 @@ def entered() -> Iterator[None]:
     with (
         patch.object(torch.cuda, "is_available", return_value=True),
         patch.object(torch.cuda, "is_bf16_supported", return_value=True),
+        patch.object(torch.backends.cudnn, "is_acceptable", return_value=False),
         patch.object(registry, "_triton_fails", return_value=""),
         patch.object(transformers.utils.import_utils, "is_fake_tensor", return_value=False),
         warnings.catch_warnings(),
@@ -87,7 +92,6 @@ def entered() -> Iterator[None]:
         _Healthy(),
     ):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        warnings.filterwarnings("ignore", message="PyTorch was compiled without cuDNN")
         yield
 
 
@@ -98,11 +102,11 @@ def placed(model: nn.Module) -> nn.Module:
         for held in (module._parameters, module._buffers):
             for name, given in held.items():
                 if given is not None:
-                    held[name] = made.setdefault(id(given), _on_gpu(given))  # type: ignore[assignment]
+                    held[name] = made.setdefault(id(given), on_gpu(given))  # type: ignore[assignment]
     return model
 
 
-def _on_gpu(given: Tensor) -> Tensor:
+def on_gpu(given: Tensor) -> Tensor:
     tensor = torch.empty(given.shape, dtype=given.dtype, device="cuda")
     return nn.Parameter(tensor, given.requires_grad) if isinstance(given, nn.Parameter) else tensor
 
@@ -135,10 +139,11 @@ def _lstm(
     if torch.is_autocast_enabled("cuda"):
         x, *rest = [t.to(torch.get_autocast_dtype("cuda")) for t in (x, *state, *weights)]
         state, weights = rest[:2], rest[2:]
-    out, hidden, cell, _, _ = aten._cudnn_rnn(
-        x, weights, len(weights) // num_layers, x.new_empty(0), *state, LSTM, state[0].shape[-1], 0, num_layers,
-        is_batch_first, dropout, is_training, is_bidirectional, [], None,
-    )  # fmt: skip
+    with torch.autocast("cuda", enabled=False):
+        out, hidden, cell, _, _ = aten._cudnn_rnn(
+            x, weights, len(weights) // num_layers, x.new_empty(0), *state, LSTM, state[0].shape[-1], 0, num_layers,
+            is_batch_first, dropout, is_training, is_bidirectional, [], None,
+        )  # fmt: skip
     return out, hidden, cell
 
 

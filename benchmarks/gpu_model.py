@@ -121,7 +121,7 @@ def trace(workload: ModelSteps, variant: str) -> list[Op]:
         fake_gpu.placed(model)
         if policy:
             mezzo.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), policy)
-        inputs, targets = [given.to("cuda") for given in workload.make_batch()]
+        inputs, targets = map(fake_gpu.on_gpu, workload.make_batch())
         with Recorder() as recorder:
             with torch.autocast("cuda", dtype=torch.bfloat16, enabled=policy is None):
                 loss = workload.loss(model, (inputs, targets))

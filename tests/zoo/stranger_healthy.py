@@ -267,7 +267,7 @@ def workers_and_early_stop(dtype: torch.dtype) -> Run:
         best, bad = math.inf, 0
         for _epoch in range(2):
             total = torch.tensor(0.0)
-            for x, y in DataLoader(Rows(), batch_size=4, num_workers=1):
+            for x, y in DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="fork"):
                 with amp(dtype):
                     loss = F.cross_entropy(model(x).float(), y)
                 if not torch.isfinite(loss):
