@@ -96,12 +96,10 @@ def variants(every: bool = True, target: str = "sm_90") -> Iterator[tuple[str, s
         yield kernel, name, given
     longest = LONGEST * 32 // TARGETS[target].warp_size  # AMD's threads are half as many
     for size in [size for size in NORMED if size <= longest][: None if every else 1]:
-        for kernel, given in (("layer_norm", {"HAS_BIAS": True}), ("layer_norm_backward", {})):
-            yield (
-                kernel,
-                f"{kernel} bf16 {size}",
-                {**given, "FORMAT": BF16.value, "HAS_WEIGHT": True, **norm_constants(size)},
-            )
+        for kind, is_centred in (("layer_norm", True), ("rms_norm", False)):
+            given = {"FORMAT": BF16.value, "CENTRED": is_centred, "HAS_WEIGHT": True, **norm_constants(size)}
+            yield "layer_norm", f"{kind} bf16 {size}", {**given, "HAS_BIAS": is_centred}
+            yield "layer_norm_backward", f"{kind}_backward bf16 {size}", given
 
 
 def function_of(kernel: str) -> Any:

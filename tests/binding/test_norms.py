@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
-from mezzo.kernels import layer_norm, registry
+from mezzo.kernels import layer_norm, registry, rms_norm
 from mezzo.kernels.ops.layer_norm import reference
 
 LOW = torch.bfloat16
@@ -72,7 +72,7 @@ def triton_norms(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def bytes_an_element(kernel: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> float:
     with Ops() as seen:
         out, mean, rstd = kernel.forward(x, [x.shape[-1]], weight, bias, 1e-5)
-        grads = kernel.backward(out, x, [x.shape[-1]], mean, rstd, weight, bias, [True, True, True])
+        grads = kernel.backward(out, x, [x.shape[-1]], mean, rstd, weight, bias, [True, True, True], 1e-5)
         assert [grad.to(like.dtype).shape for grad, like in zip(grads, (x, weight, bias), strict=True)] == [
             x.shape, weight.shape, bias.shape
         ]  # fmt: skip
@@ -87,6 +87,41 @@ def test_fp32_weights_over_16_bit_activations_copy_nothing(triton_norms: ModuleT
         assert bytes_an_element(reference, x, weight, bias) == pytest.approx(50, rel=0.01)
         assert 10 < bytes_an_element(triton_norms, x, weight, bias) < 12.1
     assert ops("cuda", torch.float32) == [("layer_norm", LOW)]
+
+
+def test_rms_norms_with_fp32_weights_copy_nothing(triton_norms: ModuleType) -> None:
+    """What a layer norm takes, but for the sums of a bias."""
+    with FakeTensorMode(), torch.no_grad(), Ops() as seen:
+        x, weight = torch.empty(4096, 768, device="cuda", dtype=LOW), torch.empty(768, device="cuda")
+        out, mean, rstd = triton_norms.forward(x, [768], weight, None, 1e-6, False)
+        grads = triton_norms.backward(out, x, [768], mean, rstd, weight, None, [True, True, False], 1e-6, False)
+        module = nn.RMSNorm(768, device="cuda")
+        assert rms_norm(module, x).dtype is LOW
+    assert [None if grad is None else grad.shape for grad in grads] == [x.shape, weight.shape, None]
+    names = [name for name, _ in seen.seen]
+    assert "_to_copy" not in names and names.count("rms_norm") == 2 and names.count("rms_norm_backward") == 1, names
+    assert 14 < seen.moved / x.numel() < 15.1, "10 and the sums, and 4 of the second forward"
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 4, 16)], ids=["one", "two"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_formulas_of_an_rms_norm_are_its_gradients(shape: tuple[int, ...], affine: bool) -> None:
+    """What gradients of gradients take, and a trace that repeats the kernels in fp64, beside torch's own derivatives of both orders."""
+    over = list(shape[1:]) if len(shape) == 2 else list(shape[2:])
+    x, grad, weight = (torch.randn(s, dtype=torch.float32, requires_grad=True) for s in (shape, shape, over))
+    weight = weight if affine else None
+    out, _, rstd = reference.forward(x, over, weight, None, 1e-3, is_centred=False)
+    want = torch.rms_norm(x.double(), over, None if weight is None else weight.double(), 1e-3)
+    eps = torch.finfo(FP32).eps
+    torch.testing.assert_close(out.double(), want, rtol=8 * eps, atol=8 * eps)
+    found = reference.backward(grad, x, over, rstd, rstd.detach(), weight, None, [True, affine, False], 1e-3, False)
+    inputs = [one for one in (x, weight) if one is not None]
+    expected = torch.autograd.grad(want, inputs, grad.double(), create_graph=True)
+    for one, other in zip(found, expected, strict=False):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-4, atol=1e-5)
+    second = [torch.autograd.grad(of[0].square().sum(), inputs) for of in (found, expected)]
+    for one, other in zip(*second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("edit", ["long", "elsewhere", "shape", "strided", "empty"])

@@ -243,8 +243,13 @@ def steps_by_triton_are_those_of_torchs_ops() -> None:
 
 
 def a_layer_norm_with_fp32_weights_is_three_launches() -> None:
-    """One forward, two backward, on the device that is not the current one too: five copies less, and no wait."""
-    net, x = nn.Sequential(nn.Linear(8, 2048), nn.LayerNorm(2048), nn.Linear(2048, 8)), torch.randn(9, 8)
+    """One forward, two backward, of layer and RMS norms, on the device that is not the current one too: copies less, and no wait."""
+    for norm, copies in (nn.LayerNorm(2048), 5), (nn.RMSNorm(2048), 4):
+        _check_launches(nn.Sequential(nn.Linear(8, 2048), norm, nn.Linear(2048, 8)), copies)
+
+
+def _check_launches(net: nn.Module, copies: int) -> None:
+    x = torch.randn(9, 8)
 
     def run_on(device: str) -> tuple[list[Tensor], sim.Seen]:
         own = copy.deepcopy(net).to(device)
@@ -259,21 +264,22 @@ def a_layer_norm_with_fp32_weights_is_three_launches() -> None:
         with sim.triton_kernels():
             grads, seen = run_on(device)
         assert [seen.launches[f"triton::layer_norm{way}_kernel"] for way in ("", "_backward")] == [1, 1]
-        assert seen.launches["aten::copy_"] == plain.launches["aten::copy_"] - 5, (seen.launches, plain.launches)
+        assert seen.launches["aten::copy_"] == plain.launches["aten::copy_"] - copies, (seen.launches, plain.launches)
         for grad, want in zip(grads, expected, strict=True):
             assert (grad - want).abs().max() <= 2.0**-7 * want.abs().max()
 
 
 def a_layer_norm_by_triton_is_seen_by_a_trace() -> None:
     """A healthy one is healthy, repeated in fp64; one that overflows is named."""
-    for size, events in ((1.0, 0), (1e6, 1)):
-        net = nn.Sequential(nn.Linear(8, 2048), nn.LayerNorm(2048), nn.Linear(2048, 8)).to("sim")
+    norms = (nn.LayerNorm(2048), "layer_norm"), (nn.RMSNorm(2048), "rms_norm")
+    for (size, events), (norm, name) in itertools.product(((1.0, 0), (1e6, 1)), norms):
+        net = nn.Sequential(nn.Linear(8, 2048), copy.deepcopy(norm), nn.Linear(2048, 8)).to("sim")
         nn.init.constant_(net[1].weight, size)
         mezzo.prepare(net, None, "fp16")
         with sim.triton_kernels(), mezzo.diagnose.trace(net) as traced:
             net(torch.randn(9, 8, device="sim")).float().square().mean().backward()
         found = traced.report.record.events
-        assert (len(found) > 0) == events and [one.site.op for one in found[:1]] == ["layer_norm"] * events, found
+        assert (len(found) > 0) == events and [one.site.op for one in found[:1]] == [name] * events, found
 
 
 def kernels_that_cannot_be_compiled_are_replaced_with_one_sentence() -> None:

@@ -41,7 +41,8 @@ def check(offline: ModuleType, target: str, names: Any) -> None:
             continue
         # On AMD a thread has 2 elements: 16-bit ones are one word.
         is_wide = constants["ALIGNED"] and not (target == "gfx942" and name.endswith("bf16/bf16/bf16"))
-        assert (cost.vectors >= 4 if target.startswith("sm") else cost.vectors > 0) == is_wide, (name, cost)
+        least = 1 if target == "gfx942" else 3 if name.startswith("rms_norm bf16") else 4  # no bias, no mean
+        assert (cost.vectors >= least) == is_wide, (name, cost)
         if is_wide:
             plain = offline.build(kernel, {**constants, "ALIGNED": False}, target)
             assert cost.memory < offline.cost(plain).memory
@@ -54,7 +55,7 @@ def test_split_weights_take_no_spill_few_registers_and_vectors(target: str, offl
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_norms_take_no_spill_few_registers_and_vectors(target: str, offline: ModuleType) -> None:
-    check(offline, target, lambda name: name.startswith("layer_norm") and name.endswith(" 768"))
+    check(offline, target, lambda name: "_norm" in name and name.endswith(" 768"))
 
 
 @pytest.mark.parametrize("kernel", ["adamw", "sgd", "decide", "move_scale", "layer_norm", "layer_norm_backward"])

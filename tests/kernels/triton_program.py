@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from copy import deepcopy as copy_module
 from dataclasses import replace
 from typing import Any
 
@@ -143,31 +144,32 @@ def check_loss_scales(count: int) -> None:
 
 def check_layer_norms(every: bool) -> None:
     """Forward and backward of the kernel beside fp64: rounded once, sums in fp32; through autograd, for operands of every kind."""
-    from mezzo.kernels import layer_norm
-
     shapes = ((9, 2050), (2050,)), ((3, 5, 40, 32), (40, 32)), ((5, 4099), (4099,)), ((17, 1024), (1024,))
     options = {}, {"bias": False}, {"dtype": torch.float16}
     cases = list(itertools.product(shapes, (torch.bfloat16, torch.float16), options))
     for (shape, over), dtype, given in cases if every else cases[: 2 * 3 * 2 : 5]:
-        norm = torch.nn.LayerNorm(over, **given)
-        for p in norm.parameters():
-            torch.nn.init.normal_(p)
         x = torch.randn(*shape[1:], shape[0]).movedim(-1, 0).to(dtype).mul(3).add(1)  # does not lie in rows
         seed = torch.randn(over).to(dtype).expand(shape)
-        check_layer_norm(layer_norm, norm, x, seed if given else torch.randn_like(x))
+        for norm in torch.nn.LayerNorm(over, **given), torch.nn.RMSNorm(over, eps=1e-3, dtype=given.get("dtype")):
+            check_layer_norm(norm, x, seed if given else torch.randn_like(x))
     print("equal layer norms", flush=True)
 
 
-def check_layer_norm(layer_norm: Any, norm: torch.nn.LayerNorm, x: Tensor, seed: Tensor) -> None:
-    exact = torch.nn.LayerNorm(norm.normalized_shape, bias=norm.bias is not None, dtype=torch.float64)
-    exact.load_state_dict(norm.state_dict())
+def check_layer_norm(norm: Any, x: Tensor, seed: Tensor) -> None:
+    """Of a layer norm or an RMS norm, which is the same kernel."""
+    from mezzo import kernels
+
+    name, run = ("layer_norm", kernels.layer_norm) if hasattr(norm, "bias") else ("rms_norm", kernels.rms_norm)
+    for p in norm.parameters():
+        torch.nn.init.normal_(p)
+    exact = copy_module(norm).double()
     a, b = x.clone().requires_grad_(), x.double().requires_grad_()
     with Ops() as seen:
-        out = layer_norm(norm, a)
+        out = run(norm, a)
         out.backward(seed)
-    assert {"layer_norm", "layer_norm_backward"} < seen.names and "native_layer_norm" not in seen.names, seen.names
+    assert {name, f"{name}_backward"} < seen.names and "native_layer_norm" not in seen.names, seen.names
     with torch.no_grad():
-        assert torch.equal(layer_norm(norm, x), out)
+        assert torch.equal(run(norm, x), out)
     want = exact(b)
     want.backward(seed.double())
     half, spacing = torch.finfo(x.dtype).eps / 2, 2.0**-20

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._torch import TREE_NODES, num_function_modes, own_parameters
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels import layer_norm
+from ..kernels import choose, layer_norm, rms_norm
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
 
 _log = logging.getLogger("mezzo.binding")
@@ -114,12 +114,12 @@ def run_ruled(
         with regions.region(precision, traced):
             return forward(module, *args, **kwargs)
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
-    is_low_norm = low is not None and _is_low_layer_norm(forward, args, low, traced)
-    if is_low_norm and num_function_modes() == 0:
-        return layer_norm(module, *args)  # type: ignore[arg-type]  # all its ops say their dtype: no region needed
+    norm = None if low is None else _low_norm(module, forward, args, low, traced)
+    if norm is not None and num_function_modes() == 0:
+        return norm(module, *args)  # all its ops say their dtype: no region needed
     with regions.region(precision, traced):
-        if is_low_norm:
-            return layer_norm(module, *args)  # type: ignore[arg-type]  # its forward says it is one
+        if norm is not None:
+            return norm(module, *args)
         wide = torch.float32 if low is None else _own_dtype(module)
         out = forward(module, *cast_floating(args, wide), **cast_floating(kwargs, wide))
     return out if low is None else cast_floating(out, low)
@@ -190,16 +190,20 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch.set_autocast_enabled("cuda", False)
 
 
-def _is_low_layer_norm(forward: Callable[..., Any], args: tuple[Any, ...], low: torch.dtype, traced: bool) -> bool:
-    """Whether a call is a layer norm of one 16-bit tensor, which has a form that saves memory in eager mode."""
-    return (
-        forward is nn.LayerNorm.forward
-        and len(args) == 1
-        and isinstance(args[0], Tensor)
-        and args[0].dtype is low
-        and not traced
-        and not torch.compiler.is_compiling()
-    )
+def _low_norm(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], low: torch.dtype, traced: bool
+) -> Callable[..., Tensor] | None:
+    """Return the form that saves memory in eager mode, of a norm of one 16-bit tensor that has one."""
+    if forward is not nn.LayerNorm.forward and forward is not nn.RMSNorm.forward:
+        return None
+    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dtype is not low:
+        return None
+    if traced or torch.compiler.is_compiling():
+        return None
+    if forward is nn.LayerNorm.forward:
+        return layer_norm
+    has_kernel = choose("layer_norm", args[0].device, low).backend == "triton" and _own_dtype(module) is torch.float32
+    return rms_norm if has_kernel else None  # torch's own takes one dtype
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:

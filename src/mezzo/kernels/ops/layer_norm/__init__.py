@@ -1,4 +1,4 @@
-"""Layer norm of 16-bit activations, with fp32 arithmetic in both directions and 16-bit memory in between."""
+"""Layer and RMS norm of 16-bit activations, with fp32 arithmetic in both directions and 16-bit memory in between."""
 
 from __future__ import annotations
 
@@ -16,35 +16,45 @@ SMALL = 1 << 14
 the second copy of so small an input is worth."""
 
 
-class _LayerNorm(torch.autograd.Function):
-    """Layer norm that keeps its 16-bit input for backward and computes in fp32.
+class _Norm(torch.autograd.Function):
+    """Layer or RMS norm that keeps its 16-bit input for backward and computes in fp32.
 
-    torch's own kernel does the same forward, but sums the gradients of weight and bias in 16 bit on the CPU: over
+    torch's own kernel of layer norm does the same forward, but sums the gradients of weight and bias in 16 bit on the CPU: over
     4096 rows they come out 12 % wrong in bf16 (torch 2.13). A cast before the kernel mends that and keeps a second,
     fp32 copy of the input.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool
     ) -> Tensor:
-        out, mean, rstd = _kernel(x).forward(x, shape, weight, bias, eps)
+        out, mean, rstd = _kernel(x).forward(x, shape, weight, bias, eps, is_centred)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.shape = shape
+        ctx.shape, ctx.eps, ctx.is_centred = shape, eps, is_centred
         return out  # type: ignore[no-any-return]  # a module of its registry
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x, grad_weight, grad_bias = _kernel(x).backward(
-            grad, x, ctx.shape, mean, rstd, weight, bias, [needs_x, needs_weight, needs_bias]
+            grad,
+            x,
+            ctx.shape,
+            mean,
+            rstd,
+            weight,
+            bias,
+            [needs_x, needs_weight, needs_bias],
+            ctx.eps,
+            ctx.is_centred,
         )
         return (
             grad_x.to(x.dtype) if needs_x else None,
             None,
             grad_weight.to(weight.dtype) if needs_weight else None,
             grad_bias.to(bias.dtype) if needs_bias else None,
+            None,
             None,
         )
 
@@ -82,10 +92,40 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     shape, weight, bias, eps = list(module.normalized_shape), module.weight, module.bias, module.eps
     if _sums_in_fp32(x, weight, bias):
         return F.layer_norm(x, shape, weight, bias, eps)
-    has_grad = torch.is_grad_enabled()
-    if x.numel() < SMALL and (has_grad or module.training):  # a checkpoint's first run gives what its second does
+    if _is_small(x, module):
         return torch.layer_norm(x.float(), shape, as_fp32(weight), as_fp32(bias), eps).to(x.dtype)
-    if not has_grad:
-        return _kernel(x).forward(x, shape, weight, bias, eps)[0]  # type: ignore[no-any-return]  # likewise
-    out: Tensor = _LayerNorm.apply(x, shape, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch's own
+    return _norm(x, shape, weight, bias, eps, True)
+
+
+def rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Apply an RMS norm to a 16-bit input with fp32 arithmetic, where Triton runs.
+
+    Args:
+        module: weight of any floating dtype, or none. `eps` of None is that of fp32, in which it is added.
+        x: shape (..., *module.normalized_shape); fp16 or bf16.
+
+    Returns:
+        The shape and dtype of `x`, rounded once.
+
+    Syncs: no.
+    Source: Zhang and Sennrich 2019.
+    """
+    shape, weight = list(module.normalized_shape), module.weight
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+    if _is_small(x, module) or not _kernel(x).fits(x, shape, weight):
+        return torch.rms_norm(x.float(), shape, as_fp32(weight), eps).to(x.dtype)
+    return _norm(x, shape, weight, None, eps, False)
+
+
+def _is_small(x: Tensor, module: nn.Module) -> bool:
+    """Whether torch's ops are quicker; a checkpoint's first run, without gradients, is to give what its second does."""
+    return x.numel() < SMALL and (torch.is_grad_enabled() or module.training)
+
+
+def _norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _kernel(x).forward(x, shape, weight, bias, eps, is_centred)[0]  # type: ignore[no-any-return]  # likewise
+    out: Tensor = _Norm.apply(x, shape, weight, bias, eps, is_centred)  # type: ignore[no-untyped-call]  # torch's own
     return out
