@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.step.step_models import Net, assert_same, batch, everything, mse
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mezzo
 from mezzo.errors import CheckpointError
@@ -143,3 +144,21 @@ def test_weights_loaded_into_the_model_are_the_masters(policy: str) -> None:
     wrapper.load_state_dict({f"module.{name}": value for name, value in again.items()}, strict=False)
     exported = amp.export_weights()
     assert all(torch.equal(exported[name], value) for name, value in again.items())
+
+
+@pytest.mark.parametrize(
+    "policy", ["bf16-master", "fp16-master, scaling.init_scale=16", "bf16, params=bf16, master=kahan"]
+)
+def test_masters_loaded_before_their_weights_stay(policy: str) -> None:
+    """torch's own functions load the optimizer's state first, then the 16-bit weights beside it."""
+    amp, other = make(policy), make(policy)
+    weights, state = copy.deepcopy(get_state_dict(other.model, other.optimizers[0]))
+    masters = {name: value.clone() for name, value in other.export_weights().items()}
+    set_state_dict(amp.model, amp.optimizers[0], model_state_dict=weights, optim_state_dict=state)
+    assert all(torch.equal(value, masters[name]) for name, value in amp.export_weights().items())
+    x, y = batch()
+    amp.zero_grad()
+    amp.backward(mse(amp.model(x), y))
+    amp.step()
+    amp.model.load_state_dict(weights)
+    assert all(torch.equal(value, weights[name].float()) for name, value in amp.export_weights().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from .guard import Counters
 class MastersFollow:
     """Hooks around a model's `load_state_dict`, also where it is called on a module around the model.
 
+    Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it.
+
     Args:
         model: the root.
         optimizers: whose masters follow.
@@ -30,10 +33,16 @@ class MastersFollow:
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         self._optimizers = optimizers
         self._loaded: dict[str, Any] = {}
+        self._restored: dict[Tensor, int] = {}
         self._is_off = False
         before = model.register_load_state_dict_pre_hook(_Inert(self._before))  # type: ignore[no-untyped-call]  # torch's own
         after = model.register_load_state_dict_post_hook(_Inert(self._after))  # type: ignore[no-untyped-call]  # torch's own
-        self._handles: tuple[RemovableHandle, RemovableHandle] = before, after
+        restored = [
+            one.register_load_state_dict_post_hook(_Inert(partial(self._restore, one)))
+            for one in map(local_optimizer, optimizers)
+            if keeps_masters(one)
+        ]
+        self._handles: tuple[RemovableHandle, ...] = before, after, *restored
 
     def remove(self) -> None:
         """Take the hooks off again."""
@@ -49,13 +58,19 @@ class MastersFollow:
         finally:
             self._is_off = False
 
+    def _restore(self, owner: Optimizer, _: object) -> None:
+        if not self._is_off:
+            self._restored.update((p, p._version) for p in parameters(owner))
+
     def _before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
         names = [name for name, _ in module.named_parameters()]
         self._loaded = {name: state[prefix + name] for name in names if prefix + name in state}
+        self._restored = {p: version for p, version in self._restored.items() if p._version == version}
 
     @torch.no_grad()
     def _after(self, module: nn.Module, _: object) -> None:
         loaded, self._loaded = self._loaded, {}
+        restored, self._restored = self._restored, {}
         if self._is_off:
             return
         owners = {p: one for one in map(local_optimizer, self._optimizers) for p in parameters(one)}
@@ -63,8 +78,13 @@ class MastersFollow:
             value, owner = loaded.get(name), owners.get(p)
             if not isinstance(value, Tensor) or value.shape != p.shape or p.dtype not in LOW_DTYPES:
                 continue
-            if owner is not None and keeps_masters(owner):
-                owner.set_masters_({p: value.to(p.device, torch.float32)})
+            if owner is None or not keeps_masters(owner):
+                continue
+            wide = value.to(p.device, torch.float32)
+            if p in restored and value.dtype in LOW_DTYPES:
+                master = owner.master(p)
+                wide = torch.where(master.to(p.dtype) == p, master, wide)
+            owner.set_masters_({p: wide})
 
 
 class _Inert:
