@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 from tests.trace.events import event, facts, record, sink, wide
+from torch import Tensor, nn
 
+import mezzo.diagnose as diagnose
 from mezzo.trace.findings import find
 
 
@@ -33,6 +37,19 @@ def test_nan_made_from_a_mask_is_named_where_it_was_made() -> None:
     mixed = event(index=2, kind="mixed", parents=frozenset({0, 1}), full_rows=1)
     [found] = find(record([mask, leaf, mixed], sink("loss", 2)))
     assert (found.verdict, found.op) == ("singularity", "addmm") and "1 row is -inf" in found.why
+
+
+def test_an_infinity_that_a_layer_reads_is_named_where_it_was_written() -> None:
+    def forward(layer: nn.Module) -> Tensor:
+        pooled = torch.full((4, 16), -math.inf).scatter_reduce(0, torch.zeros(1, 16).long(), torch.ones(1, 16), "amax")
+        return layer(pooled)
+
+    for layer in (nn.Linear(16, 4), nn.LayerNorm(16)):
+        with diagnose.trace(layer) as t:
+            forward(layer).sum().backward()
+        first = t.report.findings[0]
+        assert (first.op, first.verdict, first.module) == ("full", "inherited", "") and "-inf" in first.why
+        assert "finite number" in first.fix.advice
 
 
 def test_the_first_module_is_named_where_a_line_met_the_same_value_twice() -> None:

@@ -46,6 +46,30 @@ def test_the_printed_edit_makes_the_step_finite(name: str) -> None:
     assert model(x).isfinite().all()
 
 
+class Pool(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return ((h * h).mean(-1) - h.mean(-1).square()).sqrt()
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, module:1=fp32"])
+def test_what_was_rounded_before_the_module_that_cancels_is_widened_too(policy: str) -> None:
+    torch.manual_seed(0)
+    x = 1e-2 * torch.randn(64, 64) + 6
+
+    def step(policy: str) -> tuple[diagnose.TraceReport, Tensor]:
+        model = nn.Sequential(nn.Linear(64, 64), Pool())
+        model[0].load_state_dict({"weight": torch.eye(64) / 8, "bias": torch.full((64,), 0.5)})
+        mezzo.prepare(model, None, policy)
+        with diagnose.trace(model) as t:
+            model(x).float().mean().backward()
+        return t.report, next(model.parameters()).grad
+
+    edit = step(policy)[0].findings[0].fix.edit
+    assert edit == "module:0=fp32, module:1=fp32"
+    report, grad = step(f"{policy}, {edit}")
+    assert report.answer == "healthy" and grad.isfinite().all()
+
+
 @pytest.mark.parametrize("divisor", [[0.0, 3.0], [0.0, -3.0]])
 def test_the_printed_replacement_is_finite_with_its_gradients(divisor: list[float]) -> None:
     x, y = torch.tensor([0.1, 2.0], requires_grad=True), torch.tensor(divisor)

@@ -90,16 +90,9 @@ def test_healthy(name: str) -> None:
     assert report.answer == "healthy"
 
 
-UNREACHED = {
-    "g11_variance_pool": "what the module is given was rounded before it",
-}
-"""Scripts that the printed edit does not make finite yet, and why."""
-
-
 def precise() -> list[Any]:
     names = [n for n in FAULTY if EXPECTED[n]["verdict"] in ("overflow", "underflow")]
-    known = {n: [pytest.mark.xfail(reason=UNREACHED[n], strict=True)] if n in UNREACHED else [] for n in names}
-    return [pytest.param(n, marks=[*known[n], *[pytest.mark.slow] * (n not in QUICK)]) for n in names]
+    return rows(names)
 
 
 @pytest.mark.parametrize("name", precise())

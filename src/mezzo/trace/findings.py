@@ -15,10 +15,8 @@ from .verdict import Verdict, number, verdict_of
 
 FLUSHED_SHARE = 0.3
 """Above this share of a step's gradients lost to fp16, or with a whole parameter's, a step is not what fp32 would take."""
-_PRODUCTS = frozenset({
-    "mm", "addmm", "mv", "addmv", "bmm", "linear", "convolution", "mul", "div", "mean", "std", "var", "var_mean",
-    "layer_norm", "batch_norm",
-})  # fmt: skip
+_LAYERS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "linear", "convolution", "layer_norm", "batch_norm"})
+_PRODUCTS = _LAYERS | {"mul", "div", "mean", "std", "var", "var_mean"}
 _MET = attrgetter("kind", "site.op", "site.phase", "site.step", "site.frame", "where", "offending")
 LOST_SHARE = 0.5
 """Above this share of swallowed updates a weight hardly moves; the limit of the update monitor."""
@@ -144,7 +142,9 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     if sources or leaves:
         return sorted([*sources, *leaves], key=lambda e: e.index)
     if mixed:
-        return mixed[:1]
+        # a mask is added or chosen from; what a layer reads was meant to be a number
+        written = [e for e in constants if e.index in mixed[0].parents and mixed[0].site.op in _LAYERS]
+        return written if written and not mixed[0].full_rows else mixed[:1]
     # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not
     if not is_asked:
         return constants

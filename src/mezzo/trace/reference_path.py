@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -95,6 +96,9 @@ class ReferencePath:
 
     Whether a fault is one of precision or of arithmetic is decided by them: the op that failed is finite on them, or
     it is not.
+
+    Attributes:
+        inside: the last ops of the module that runs, and where they ran.
     """
 
     def __init__(self) -> None:
@@ -106,6 +110,7 @@ class ReferencePath:
         self._low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
+        self.inside: deque[tuple[Site, Call]] = deque(maxlen=64)
 
     def get(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor would hold; None where it holds that, or where nothing is known. Syncs: no."""
@@ -148,6 +153,10 @@ class ReferencePath:
         if wide is None:
             self._forget(call)
             return None
+        if self.inside and self.inside[-1][0].module != site.module:
+            self.inside.clear()
+        if site.root:
+            self.inside.append((site, call))
         inherited = self.behind(call.original(t) for _, t in call.inputs)
         local: list[Tensor] | None = None if known else wide
         for i, (tensor, value) in enumerate(zip(call.out, wide, strict=True)):
@@ -186,8 +195,24 @@ class ReferencePath:
             wide_amax=amax(wide[lost]),
             constant=vanishing_constant(call, dtype) if is_here else None,
             is_cancellation=not is_here,
-            made_by=() if is_here else tuple(dict.fromkeys(s for m in self._made_by(call) for s in m.sites(lost))),
+            made_by=()
+            if is_here
+            else tuple(dict.fromkeys(s for m in self._behind_zeros(call, lost, wide) for s in m.sites(lost))),
         )
+
+    def _behind_zeros(self, call: Call, lost: Tensor, wanted: Tensor) -> tuple[MadeBy, ...]:
+        """Return what made an op's operands, behind what fed its module where fp32 in the module alone would not bring the values back. Syncs: yes."""
+        values, wide = WideValues(), list[Tensor]()
+        fed: dict[int, MadeBy] = {}
+        for _, before in self.inside:
+            known = {id(t): v for _, t in before.inputs if (v := values.get(before.original(t))) is not None}
+            given = (before.original(t) for _, t in before.inputs if id(t) not in known)
+            fed |= {id(maker): maker for t in given if (maker := self._makers.get(t)) is not None}
+            wide = run_in_fp32(before, known) or []
+            for tensor, value in zip(before.out, wide, strict=False):
+                values.put(tensor, value)
+        is_left = any(v.shape == lost.shape and bool((v[lost].sign() != wanted[lost].sign()).any()) for v in wide)
+        return (*(fed.values() if is_left else ()), *self._made_by(call))
 
     def _note_maker(self, call: Call, site: Site, index: int, local: list[Tensor] | None) -> None:
         """Note the op that rounded a value: not one that moved it, nor a cast that a region made for the op behind it."""

@@ -233,6 +233,7 @@ class Trace:
                 self._size("output", place.module, type(module).__name__, id(module), tensors[0][1], place.root)
             if not self._context.modules.is_outside:
                 return
+            self._collector.reference.inside.clear()
             buffers = [
                 (n, b) for n, b in module.named_buffers() if self._collector.was_spoiled(n, b) and not is_finite(b)
             ]
