@@ -74,6 +74,7 @@ def test_a_sum_of_bits_tells_each_element_and_not_how_it_lies(dtype: torch.dtype
     assert sum_of_bits(behind[1:].view(7, 11)) == noted  # where no word of 8 bytes begins
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 and 2.12
 def test_a_sum_of_bits_copies_none_of_it() -> None:
     tensor = torch.randn(1 << 16).bfloat16()
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -71,6 +71,19 @@ def fuse_products() -> None:
     InterpreterBuilder.create_fma = create_fma
 
 
+def count_by_numbers() -> None:
+    """Have Triton's interpreter take a number of its own for one to count to, as it does from 3.7 on. Writes: how it stands in for tensors."""
+    from triton.runtime import interpreter
+
+    patched = interpreter._patch_lang_tensor
+
+    def patch_(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_
+
+
 def rounded_alone(root: Any) -> Any:
     return lambda x: root(x.double()).to(x.dtype)
 
@@ -202,8 +215,11 @@ def main(every: bool) -> None:
     with FakeTensorMode():  # a plan made of shapes says nothing about kernels
         registry.choose("adamw", cpu, torch.bfloat16)
         assert registry.choose("adamw", cpu, torch.bfloat16, "triton").backend == "triton"
-    if tuple(int(number) for number in triton.__version__.split(".")[:2]) < (3, 9):
+    version = tuple(int(number) for number in triton.__version__.split(".")[:2])
+    if version < (3, 9):
         fuse_products()
+    if version < (3, 7):
+        count_by_numbers()
     Tensor.sqrt = rounded_alone(Tensor.sqrt)  # type: ignore[method-assign]  # a process of its own
     check_decisions(960 if every else 120)
     check_loss_scales(200 if every else 25)
