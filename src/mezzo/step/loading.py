@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +39,7 @@ class MastersFollow:
         before = model.register_load_state_dict_pre_hook(_Inert(self._before))  # type: ignore[no-untyped-call]  # torch's own
         after = model.register_load_state_dict_post_hook(_Inert(self._after))  # type: ignore[no-untyped-call]  # torch's own
         restored = [
-            one.register_load_state_dict_post_hook(_Inert(partial(self._restore, one)))
+            one.register_load_state_dict_post_hook(_Inert(partial(_note, weakref.ref(one), self._restored)))
             for one in map(local_optimizer, optimizers)
             if keeps_masters(one)
         ]
@@ -57,20 +58,19 @@ class MastersFollow:
             yield
         finally:
             self._is_off = False
-
-    def _restore(self, owner: Optimizer, _: object) -> None:
-        if not self._is_off:
-            self._restored.update((p, p._version) for p in parameters(owner))
+            self._restored.clear()
 
     def _before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
         names = [name for name, _ in module.named_parameters()]
         self._loaded = {name: state[prefix + name] for name in names if prefix + name in state}
-        self._restored = {p: version for p, version in self._restored.items() if p._version == version}
+        for p in [p for p, version in self._restored.items() if p._version != version]:
+            del self._restored[p]
 
     @torch.no_grad()
     def _after(self, module: nn.Module, _: object) -> None:
         loaded, self._loaded = self._loaded, {}
-        restored, self._restored = self._restored, {}
+        restored = {*self._restored}
+        self._restored.clear()
         if self._is_off:
             return
         owners = {p: one for one in map(local_optimizer, self._optimizers) for p in parameters(one)}
@@ -85,6 +85,11 @@ class MastersFollow:
                 master = owner.master(p)
                 wide = torch.where(master.to(p.dtype) == p, master, wide)
             owner.set_masters_({p: wide})
+
+
+def _note(owner: weakref.ref[Optimizer], restored: dict[Tensor, int], _: object) -> None:
+    if (optimizer := owner()) is not None:
+        restored.update((p, p._version) for p in parameters(optimizer))
 
 
 class _Inert:
