@@ -80,7 +80,9 @@ class ForwardHook:
         return (
             self._all_children() != self._children
             or self._all_sizes() != self._sizes
-            or [p.nbytes for p in self._layouts] != self._bytes
+            or (
+                torch.is_grad_enabled() and [p.nbytes for p in self._layouts] != self._bytes
+            )  # what evaluation need not ask
             or any([p.requires_grad for p in self._frozen])
         )
 
