@@ -72,17 +72,15 @@ class ForwardHook:
         self._layouts = {
             p: (p.shape, p.dtype) for p in self._engine.gradients.parameters() if p.layout is torch.strided
         }
-        self._bytes = [p.nbytes for p in self._layouts]
+        self._bytes = self._all_bytes()
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if self._with_frozen else []
 
     def is_changed(self) -> bool:
-        """Whether a module, a group, the size of a weight or a frozen parameter is not as it was: a few microseconds. Host only."""
+        """Whether a module, a group, a frozen parameter or, before a backward, the size of a weight is not as it was. Host only."""
         return (
             self._all_children() != self._children
             or self._all_sizes() != self._sizes
-            or (
-                torch.is_grad_enabled() and [p.nbytes for p in self._layouts] != self._bytes
-            )  # what evaluation need not ask
+            or (torch.is_grad_enabled() and self._all_bytes() != self._bytes)
             or any([p.requires_grad for p in self._frozen])
         )
 
@@ -91,6 +89,9 @@ class ForwardHook:
 
     def _all_sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._groups for group in optimizer.param_groups]
+
+    def _all_bytes(self) -> list[int]:
+        return [p.nbytes for p in self._layouts]
 
     def _refuse_swapped(self) -> None:
         """Refuse weights that `.data` gave another dtype, or a shape that what their optimizer keeps of them does not have. Host only.

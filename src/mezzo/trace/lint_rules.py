@@ -122,9 +122,8 @@ class LintWatch:
             return
         args, name = call.args, call.facts.name
         is_power = name == "square" or (name == "pow" and numbers(args[1:2], {}) == [2.0])
-        if (is_power or (name == "mul" and args[0] is args[1])) and (top := amax(low)) * _HEADROOM > format_of(
-            low.dtype
-        ).max:
+        is_square = is_power or (name == "mul" and len(args) > 1 and args[0] is args[1])
+        if is_square and (top := amax(low)) * _HEADROOM > format_of(low.dtype).max:
             self.add("squares-near-overflow", site, low.dtype, site.called or name, top, call.facts.kernel)
 
     def _accumulator(self, call: Call, site: Site, low: Tensor, name_of: Callable[[Tensor], str]) -> None:

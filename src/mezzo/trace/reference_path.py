@@ -187,6 +187,7 @@ class ReferencePath:
             is_new = is_product(call.func) and site not in inherited.carried
             return replace(inherited, carried=(*inherited.carried, site)) if is_new else inherited
         dtype = tensor.dtype if tensor.dtype in LOW_DTYPES else self._low
+        makers = () if is_here else self._behind_zeros(call, lost, wide)
         return Flush(
             site=site,
             kernel=call.facts.kernel,
@@ -195,9 +196,7 @@ class ReferencePath:
             wide_amax=amax(wide[lost]),
             constant=vanishing_constant(call, dtype) if is_here else None,
             is_cancellation=not is_here,
-            made_by=()
-            if is_here
-            else tuple(dict.fromkeys(s for m in self._behind_zeros(call, lost, wide) for s in m.sites(lost))),
+            made_by=tuple(dict.fromkeys(site for maker in makers for site in maker.sites(lost))),
         )
 
     def _behind_zeros(self, call: Call, lost: Tensor, wanted: Tensor) -> tuple[MadeBy, ...]:

@@ -37,17 +37,9 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        mask = [needs_x, needs_weight, needs_bias]
         grad_x, grad_weight, grad_bias = _kernel(x).backward(
-            grad,
-            x,
-            ctx.shape,
-            mean,
-            rstd,
-            weight,
-            bias,
-            [needs_x, needs_weight, needs_bias],
-            ctx.eps,
-            ctx.is_centred,
+            grad, x, ctx.shape, mean, rstd, weight, bias, mask, ctx.eps, ctx.is_centred
         )
         return (
             grad_x.to(x.dtype) if needs_x else None,

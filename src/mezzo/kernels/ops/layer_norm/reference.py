@@ -27,8 +27,9 @@ def forward(
     Syncs: no.
     """
     if not is_centred:
-        rstd = inverse_rms(x.float(), shape, eps)
-        return torch.rms_norm(x.float(), shape, as_fp32(weight), eps).to(x.dtype), rstd.new_empty(0), rstd
+        wide = x.float()
+        rstd = inverse_rms(wide, shape, eps)
+        return torch.rms_norm(wide, shape, as_fp32(weight), eps).to(x.dtype), rstd.new_empty(0), rstd
     given = x if x.is_cpu and weight is not None else x.float()  # the CPU's kernel alone takes two dtypes
     out, mean, rstd = torch.native_layer_norm(given, shape, as_fp32(weight), as_fp32(bias), eps)
     return out.to(x.dtype), mean, rstd
