@@ -63,7 +63,7 @@ def runs(output_once: OutputOnce) -> dict[str, dict[str, Any]]:
 def test_a_healthy_step_never_waits_and_has_the_bits_of_the_cpu(case: str, runs: dict[str, dict[str, Any]]) -> None:
     run = runs[case]
     assert not run["stops"], "\n".join(run["stops"])
-    if case.endswith("torch.Muon clip"):  # two norms are joined, which the CPU sums by another kernel
+    if case.endswith("clip"):  # squares of a gradient are summed in another order by the CPU's kernel
         assert run["sim"] == pytest.approx(run["cpu"], rel=2.0**-20)
     else:
         assert run["sim"] == run["cpu"]

@@ -127,11 +127,11 @@ def run_ruled(
 
 @functools.cache
 def has_lstm_kernel(dtype: torch.dtype) -> bool:
-    """Whether this CPU runs torch's LSTM under autocast to a 16-bit dtype. For fp16 torch chooses a kernel that few CPUs have."""
+    """Whether this CPU trains torch's LSTM under autocast to a 16-bit dtype. For fp16 torch chooses a kernel that few CPUs have, and some without backward."""
     with torch.random.fork_rng(devices=[]):
         lstm = nn.LSTM(1, 1, device="cpu")
     try:
-        with torch.no_grad(), torch.autocast("cpu", dtype):
+        with torch.enable_grad(), torch.autocast("cpu", dtype):
             lstm(torch.zeros(1, 1, 1, device="cpu"))
     except RuntimeError:
         return False

@@ -239,9 +239,9 @@ def backward_message(error: BaseException) -> str | None:
 def _sentence(error: BaseException, frames: Sequence[tuple[FrameType, int, int]], owner: str, fix: str) -> str:
     frame, line, _ = frames[-1]
     source = linecache.getline(frame.f_code.co_filename, line).strip()
-    got = ", ".join(f"{name} {describe(t)}" for name, t in _tensors_on_line(frame, line)) or "tensors of several dtypes"
+    got = ", ".join(f"{name} {describe(t)}" for name, t in _tensors_on_line(frame, line))
     where = f"({frame.f_code.co_filename}:{line}){' ' * bool(owner)}{owner}"
-    return f"`{source}` {where} got {got}. torch says: {_first_line(error)}\n  {fix}"
+    return f"`{source}` {where} {f'got {got}' if got else 'failed'}. torch says: {_first_line(error)}\n  {fix}"
 
 
 def _op_at(frame: FrameType, instruction: int) -> str | None:
