@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,15 +26,28 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "SMALLEST", 0)
 
 
+@pytest.fixture(params=[8, 16], ids=["lanes", "tiles"])
+def most_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows of the kernel that runs: lanes everywhere, tiles where the processor has them."""
+    if request.param == 16 != cpu.most_rows():
+        pytest.skip("the processor multiplies no tiles")
+    monkeypatch.setattr(cpu, "most_rows", lambda: request.param)
+    return int(request.param)
+
+
 def operands(rows: tuple[int, ...], inner: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(*rows, inner).to(BF16), torch.randn(width, inner).to(BF16), torch.randn(width).to(BF16)
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [*[(n,) for n in range(1, 9)], (), (2, 3), (1, 1)])
-@pytest.mark.parametrize(("inner", "width"), [(1, 1), (15, 3), (64, 33), (129, 70), (6200, 55)])
+@pytest.mark.parametrize("rows", [*[(n,) for n in range(1, 10)], (16,), (), (2, 3), (1, 1)])
+@pytest.mark.parametrize(("inner", "width"), [(1, 1), (15, 3), (64, 33), (129, 70), (6200, 55), (352, 64)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_it_is_the_product_rounded_once(rows: tuple[int, ...], inner: int, width: int, has_bias: bool) -> None:
+def test_it_is_the_product_rounded_once(
+    rows: tuple[int, ...], inner: int, width: int, has_bias: bool, most_rows: int
+) -> None:
+    if math.prod(rows) > most_rows:
+        pytest.skip("more rows than it takes")
     x, weight, bias = operands(rows, inner, width)
     given = (x, weight, bias if has_bias else None)
     found, exact = cpu.linear(*given), F.linear(*[None if t is None else t.double() for t in given])
@@ -45,7 +59,7 @@ def test_it_is_the_product_rounded_once(rows: tuple[int, ...], inner: int, width
 
 
 @needs_compiler
-def test_inf_and_nan_arrive_where_they_belong() -> None:
+def test_inf_and_nan_arrive_where_they_belong(most_rows: int) -> None:
     x, weight, _ = operands((3,), 40, 5)
     x[1, 7], weight[4, 39] = torch.inf, torch.nan
     found = cpu.linear(x, weight)
@@ -55,7 +69,7 @@ def test_inf_and_nan_arrive_where_they_belong() -> None:
 
 
 @needs_compiler
-def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
     x, weight, bias = operands((3,), 100, 200)
     once = cpu.linear(x, weight, bias)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
@@ -70,7 +84,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]] = {
     "fp32 weight": lambda x, w, b: (x, w.float(), b),
     "fp32 rows": lambda x, w, b: (x.float(), w, b),
     "another bias": lambda x, w, b: (x, w, b.float()),
-    "many rows": lambda x, w, b: (x.expand(9, -1).contiguous(), w, b),
+    "many rows": lambda x, w, b: (x.expand(17, -1).contiguous(), w, b),
     "no rows": lambda x, w, b: (x[:0], w, b),
     "a transposed weight": lambda x, w, b: (x, w.t().contiguous().t(), b),
     "rows with gaps": lambda x, w, b: (torch.cat([x, x], 1)[:, ::2].expand(2, -1), w, b),
@@ -169,7 +183,7 @@ def test_without_a_compiled_kernel_torchs_product_runs(monkeypatch: pytest.Monke
 
 @needs_compiler
 def test_rows_beyond_what_this_processor_reads_faster_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.most_rows() in (4, 8)
+    assert cpu.most_rows() in (4, 8, 16)
     monkeypatch.setattr(cpu, "most_rows", lambda: 4)
     found = [reads_faster(*operands((rows,), 32, 16)) for rows in (1, 4, 5, 8)]
     assert found == [True, True, False, False]

@@ -1,5 +1,6 @@
 // y = x w' + b for a few rows of x, in bf16: every weight is read once and multiplied with all rows while it is at hand.
-// Products are summed in fp32, lane by lane, then over lanes pair by pair, and the sum is rounded once.
+// Products are summed in fp32, lane by lane, then over lanes pair by pair, and the sum is rounded once. Where the processor
+// multiplies tiles (AMX), which it is asked when this runs, tiles of weights are multiplied with all rows in one instruction.
 
 #if defined(__clang__)
 #pragma clang fp contract(fast)
@@ -90,6 +91,13 @@ inline float total(Lanes lanes) {
   return sums[0];
 }
 
+// Writes an output: its sum, what lies beyond the `whole` part of a row, and the bias.
+inline void write_output(const Product& p, int64_t whole, int64_t m, int64_t n, float sum) {
+  for (int64_t i = whole; i < p.inner; i++) sum += widen_bf16(p.weight[n * p.inner + i]) * widen_bf16(p.x[m * p.inner + i]);
+  if (p.bias) sum += widen_bf16(p.bias[n]);
+  p.out[m * p.width + n] = narrow_bf16(sum);
+}
+
 // The outputs in [first, last), one piece of x after the other, so that all rows' piece is read from the nearest cache.
 template <int M> void outputs(const Product& p, int64_t first, int64_t last) {
   constexpr int N = M > 5 ? 3 : 4;  // sums that fit the registers
@@ -106,12 +114,7 @@ template <int M> void outputs(const Product& p, int64_t first, int64_t last) {
     for (; n < last; n++) add_products<M, 1>(p, n, begin, end, p.weight + n * p.inner + begin, sums + (n - first) * M);
   }
   for (int64_t n = first; n < last; n++)
-    for (int m = 0; m < M; m++) {
-      float sum = total(sums[(n - first) * M + m]);
-      for (int64_t i = whole; i < p.inner; i++) sum += widen_bf16(p.weight[n * p.inner + i]) * widen_bf16(p.x[m * p.inner + i]);
-      if (p.bias) sum += widen_bf16(p.bias[n]);
-      p.out[m * p.width + n] = narrow_bf16(sum);
-    }
+    for (int m = 0; m < M; m++) write_output(p, whole, m, n, total(sums[(n - first) * M + m]));
 }
 
 template <int M> void product(const Product& p, int32_t threads) {
@@ -130,8 +133,91 @@ extern "C" void mezzo_linear(const uint16_t* x, const uint16_t* weight, uint16_t
   of[rows - 1]({chunks.data(), x, weight, bias, out, inner, width}, threads);
 }
 
-// Rows up to which this is faster than torch's product, in measurements: with pairs of bf16 in an instruction, and without.
+#if defined(__x86_64__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define MEZZO_TILES 1
+#define ON_TILES __attribute__((target("amx-tile,amx-bf16")))
+
+constexpr int kTile = 16;   // outputs, rows of x and pairs of products that a tile holds
+constexpr int64_t kPairs = 2 * kTile;
+
+// Sets this thread's tiles: 0 to 3 sums [outputs][rows], 4 and 5 weights [outputs][32], 6 and 7 pairs of x [16][rows][2].
+ON_TILES inline void set_tiles(int64_t outputs, int64_t rows) {
+  struct {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int tile = 0; tile < 8; tile++) {
+    config.bytes[tile] = tile / 2 == 2 ? 64 : uint16_t(4 * rows);
+    config.rows[tile] = tile < 6 ? uint8_t(outputs) : kTile;
+  }
+  asm volatile("" ::"r"(&config) : "memory");  // GCC believes that only the first bytes are read
+  _tile_loadconfig(&config);
+}
+
+// Up to 16 outputs of all rows, from `first` on, and calls for each weight one step before it is needed.
+ON_TILES void tile_outputs(const Product& p, const uint16_t* pairs, int64_t rows, int64_t first, int64_t outputs) {
+  const int64_t whole = p.inner / kPairs * kPairs, stride = 2 * p.inner;
+  const uint16_t* weight = p.weight + first * p.inner;
+  int64_t k = 0;
+  set_tiles(outputs, rows);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+#define ADD_TILE(SUM, W, X, K) \
+  { _tile_loadd(W, weight + (K), stride); _tile_loadd(X, pairs + (K) * rows, 4 * rows); _tile_dpbf16ps(SUM, W, X); }
+  for (; k + 4 * kPairs <= whole; k += 4 * kPairs) {
+    for (int64_t n = 0; n < outputs; n++)
+      for (int64_t i = 4; i < 8; i++) __builtin_prefetch(weight + n * p.inner + k + i * kPairs, 0, 2);
+    ADD_TILE(0, 4, 6, k)
+    ADD_TILE(1, 5, 7, k + kPairs)
+    ADD_TILE(2, 4, 6, k + 2 * kPairs)
+    ADD_TILE(3, 5, 7, k + 3 * kPairs)
+  }
+  for (; k < whole; k += kPairs) ADD_TILE(0, 4, 6, k)
+#undef ADD_TILE
+  float sums[4][kTile * kTile];
+  _tile_stored(0, sums[0], 4 * rows);
+  _tile_stored(1, sums[1], 4 * rows);
+  _tile_stored(2, sums[2], 4 * rows);
+  _tile_stored(3, sums[3], 4 * rows);
+  _tile_release();
+  for (int64_t n = 0; n < outputs; n++)
+    for (int64_t m = 0; m < rows; m++) {
+      const int64_t i = n * rows + m;
+      write_output(p, whole, m, first + n, (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]));
+    }
+}
+
+// As mezzo_linear, for up to 16 rows, where `has_tiles`.
+extern "C" void mezzo_linear_tiles(const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads) {
+  std::vector<uint16_t> pairs(rows * inner);
+  for (int64_t k = 0; k + 2 <= inner; k += 2)
+    for (int64_t m = 0; m < rows; m++) std::memcpy(&pairs[(k * rows) + 2 * m], x + m * inner + k, 4);
+  const Product p{nullptr, x, weight, bias, out, inner, width};
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < width; first += kTile) tile_outputs(p, pairs.data(), rows, first, std::min<int64_t>(kTile, width - first));
+}
+
+// Whether the processor multiplies tiles of bf16, and Linux lets this process keep tiles.
+bool has_tiles() {
+  unsigned a, b, c, d = 0;
+  constexpr unsigned both = 1u << 24 | 1u << 22;  // AMX-TILE, AMX-BF16
+  constexpr int ask = 0x1023, tile_data = 18;     // ARCH_REQ_XCOMP_PERM
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & both) == both && !syscall(SYS_arch_prctl, ask, tile_data);
+}
+#endif
+
+// Rows up to which this is faster than torch's product, in measurements: with tiles, with pairs of bf16 in an instruction, and without.
 extern "C" int64_t mezzo_linear_most_rows() {
+#if defined(MEZZO_TILES)
+  if (has_tiles()) return 16;
+#endif
 #if defined(__AVX512BF16__)
   return 8;
 #else

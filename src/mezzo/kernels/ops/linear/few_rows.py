@@ -11,7 +11,7 @@ from ...._torch import dispatch_modes, forward_ad_level, functorch_level, tracin
 from ... import registry
 from ...dtensor import PLAIN
 
-ROWS = 8
+ROWS = 16
 """Rows up to which a weight may take longer to read than to multiply with."""
 SMALLEST = 2**20
 """Elements of a weight from which reading it outweighs the call."""
