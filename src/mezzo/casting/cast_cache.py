@@ -164,8 +164,10 @@ class WeightCastCache:
         if weight.device.type != "cpu" or weight.numel() == 0:
             return False
         self._turn += 1
-        row, kept = (weight, copy) if weight.dim() < 2 else (t[self._turn % len(weight)] for t in (weight, copy))
-        return not torch.equal(_copy(row, copy.dtype), kept)
+        row, kept = weight.detach(), copy
+        if weight.dim() > 1:
+            row, kept = (t[self._turn % len(weight)] for t in (row, kept))
+        return not torch.equal(row.to(kept.dtype), kept)
 
     def _drop_old_slices(self, owner: Tensor, dtype: torch.dtype) -> None:
         slices = [
