@@ -88,7 +88,9 @@ def entered() -> Iterator[None]:
         patch.object(registry, "_triton_fails", return_value=""),
         patch.object(transformers.utils.import_utils, "is_fake_tensor", return_value=False),
         warnings.catch_warnings(),
-        torch.autograd.set_multithreading_enabled(False),  # a thread that lets go of a backward at Python's end aborts the process
+        torch.autograd.set_multithreading_enabled(
+            False
+        ),  # a thread that lets go of a backward at Python's end aborts the process
         FakeTensorMode(),
         _Healthy(),
     ):

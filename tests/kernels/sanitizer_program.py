@@ -254,7 +254,8 @@ def check(seed: int) -> None:
 def check_linear(seed: int) -> None:
     """Make one product of few rows, its operands at the ends of their memory, and look at it."""
     rng = random.Random(seed)
-    rows, inner, width = rng.randint(1, linear_cpu.most_rows()), rng.choice([1, 7, 32, 65, 300]), rng.choice([1, 3, 33, 64])
+    rows, inner = rng.randint(1, linear_cpu.most_rows()), rng.choice([1, 7, 32, 65, 300])
+    width = rng.choice([1, 3, 33, 64])
     x, weight, bias = [torch.randn(shape).bfloat16() for shape in ((rows, inner), (width, inner), (width,))]
     has_bias = rng.random() < 0.5
     bias *= has_bias
