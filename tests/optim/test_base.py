@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.optim.streams import equal, feed, gradients, parameters, snapshot
 
-from mezzo.errors import ConfigError, MasterError
+from mezzo.errors import ConfigError, MasterError, OperandError
 from mezzo.optim import SGD, AdamW
 
 BOTH = [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)]
@@ -184,3 +184,37 @@ def test_an_option_that_becomes_useless_after_steps_is_refused() -> None:
     optimizer.param_groups[0]["lr"] = float("nan")
     with pytest.raises(ConfigError, match="lr=nan"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(("ours", "torchs"), BOTH)
+def test_neighbouring_groups_whose_options_agree_are_stepped_together(
+    ours: Any, torchs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(kind: Any, dtype: torch.dtype, **extra: Any) -> Any:
+        p = parameters(dtype)
+        return kind([{"params": p[:3]}, {"params": p[3:5]}, {"params": p[5:], "lr": 0.5}], lr=0.01, **extra)
+
+    calls: list[int] = []
+    update = ours._update
+    monkeypatch.setattr(ours, "_update", lambda *args: (calls.append(len(args[2].weights.values)), update(*args)))
+    got = build(ours, torch.bfloat16, master="split", backend="reference")
+    want = build(torchs, torch.float32, foreach=False)
+    rest = len(got.param_groups[2]["params"])
+    for number, grads in enumerate(gradients(parameters(torch.float32), 6, torch.bfloat16)):
+        calls.clear()
+        for optimizer in (got, want):
+            optimizer.param_groups[1]["lr"] = (0.01, 0.01, 0.5, 0.5, 0.2, 0.01)[number]
+            feed(optimizer, grads)
+        together = {0.01: [5, rest], 0.5: [3, 2 + rest], 0.2: [3, 2, rest]}
+        assert calls == together[got.param_groups[1]["lr"]]
+    for mine, theirs in zip(got.param_groups, want.param_groups, strict=True):
+        assert all(torch.equal(got.master(p), q) for p, q in zip(mine["params"], theirs["params"], strict=True))
+
+
+def test_an_error_names_the_parameter_of_a_group_that_is_stepped_with_another() -> None:
+    p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = AdamW([{"params": [("first", p)]}, {"params": [("second", q)]}])
+    feed(optimizer, [torch.ones(3)] * 2)
+    optimizer.state[q]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(OperandError, match="second"):
+        feed(optimizer, [torch.ones(3)] * 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from .._torch import (
     dynamo_graph_break,
@@ -228,13 +228,8 @@ def _is_recompute() -> bool:
     return bool(torch.autocast_decrement_nesting() > 0)
 
 
-def _is_exported() -> bool:
-    """Whether strict export traces, which takes a thread's state, written and put back, for a side effect of the model."""
-    return torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()
-
-
 def _is_inside(binding: Binding, traced: bool) -> bool:
-    if _is_exported():
+    if is_dynamo_compiling() and is_exporting():
         return torch.is_autocast_enabled(binding.device_type or "cpu")
     return _here.binding is binding and traced is _here.traced
 
@@ -285,7 +280,9 @@ def _enter(
 ) -> Any:
     outer, outer_traced = _here.binding, _here.traced
     region, args, kwargs, after, dtype = _open(bound, module, args, kwargs, traced)
-    if _is_exported():
+    if (
+        is_dynamo_compiling() and is_exporting()
+    ):  # which takes what is written and put back of a thread for an effect of the model
         with region:
             out = _run_inside(bound, module, forward, args, kwargs, traced)
         return _close(out, dtype, after)

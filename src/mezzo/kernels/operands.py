@@ -71,7 +71,6 @@ class Layout:
         spans: first and last address of everything that a step writes.
         storages: addresses of the storages that a step writes to.
         sound: addresses of gradients that were looked at before.
-        formats: "dtypes" of the gradients that were met last, and their "codes".
         struct: what a backend made of the rest for its kernel.
     """
 
@@ -87,7 +86,6 @@ class Layout:
     spans: Sequence[tuple[int, int, Operand]]
     storages: frozenset[int]
     sound: set[int] = field(default_factory=set)
-    formats: dict[str, Any] = field(default_factory=dict)
     struct: list[Any] = field(default_factory=list)
 
 
@@ -144,7 +142,7 @@ def operands(
         for index, grad in enumerate(values):
             _check_gradient(weights, index, grad)
         return Operands(weights=weights, moments=moments, grads=grads, layout=layout)
-    formats = _formats(layout, values)
+    formats = _formats(values)
     own = FORMATS[weights.values[0].dtype]
     readable = set(FORMATS.values()) if own == 0 else {0, own}
     if weights.values[0].device.type != "cpu" and len(set(formats)) > 1:  # one launch reads one format
@@ -154,7 +152,7 @@ def operands(
             _readable(weights, index, grad, code in readable)
             for index, (grad, code) in enumerate(zip(values, formats, strict=True))
         ]
-        formats = _formats(layout, values)
+        formats = _formats(values)
     addresses = array("Q", map(Tensor.data_ptr, values))
     if not layout.sound.issuperset(addresses) and (copies := _copies(layout, weights, values, addresses)):
         values = [copies.get(index, grad) for index, grad in enumerate(values)]
@@ -165,13 +163,9 @@ def operands(
     )  # fmt: skip
 
 
-def _formats(layout: Layout, grads: Sequence[Tensor]) -> array[int]:
-    """Return what each gradient is stored in, -1 where no kernel reads it; from step to step it is the same."""
-    dtypes = [grad.dtype for grad in grads]
-    if layout.formats.get("dtypes") != dtypes:
-        layout.formats.update(dtypes=dtypes, codes=array("i", [FORMATS.get(dtype, -1) for dtype in dtypes]))
-    codes: array[int] = layout.formats["codes"]
-    return codes
+def _formats(grads: Sequence[Tensor]) -> array[int]:
+    """Return what each gradient is stored in, -1 where no kernel reads it."""
+    return array("i", [FORMATS.get(grad.dtype, -1) for grad in grads])
 
 
 def _check_numels(layout: Layout, weights: Weights, grads: Sequence[Tensor]) -> None:

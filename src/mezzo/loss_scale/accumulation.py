@@ -24,8 +24,6 @@ Flag = Tensor | bool
 """A finding: known to the host, or shape (), not 0 (NaN, for one) if so, on a device that the host does not wait for.
 
 On accelerators it is fp32 from the start, so that packing a step's findings casts nothing."""
-
-
 _FIRST_STEPS = 3
 _new, _ref = tuple.__new__, weakref.ref
 
@@ -69,28 +67,26 @@ class GradSums:
 
 
 class GradVersions:
-    """Identity and version of each gradient, as it was last left; and what it held, as `GradSums` has it."""
+    """Identity and version of each gradient, as it was last left, in `stamps` by the parameters' ids; and what it held, as `GradSums` has it.
+
+    What is handed out of `stamps` stays as it is when gradients are noted anew.
+    """
 
     def __init__(self) -> None:
-        self._stamps: dict[int, Stamp] = {}
+        self.stamps: Mapping[int, Stamp] = {}
         self._sums = GradSums()
-
-    @property
-    def stamps(self) -> Mapping[int, Stamp]:
-        """The stamps by the parameters' ids; what is handed out stays as it is when gradients are noted anew."""
-        return self._stamps
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Write down the gradients as they are now, instead of those before. Syncs: no."""
         grads = grads_by_id(params)
-        self._stamps = stamps_of(grads)
+        self.stamps = stamps_of(grads)
         self._sums.clear()
         self._sums.note(grads)
 
     def note_zeros(self, params: Iterable[Tensor]) -> None:
         """Write down that what gradients there are hold zeros, and may be added to. Syncs: no."""
         grads = grads_by_id(params)
-        self._stamps = {key: stamp._replace(version=-1) for key, stamp in stamps_of(grads).items()} if grads else {}
+        self.stamps = {key: stamp._replace(version=-1) for key, stamp in stamps_of(grads).items()} if grads else {}
         self._sums.clear()
 
     def close(self, params: Sequence[Tensor]) -> None:
@@ -101,7 +97,7 @@ class GradVersions:
 
     def changed(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters whose gradient is not the one noted. A dropped one is no change. Syncs: no."""
-        stamps = self._stamps
+        stamps = self.stamps
         return [
             p
             for p in params
@@ -190,10 +186,12 @@ def either(*flags: Flag) -> Flag:
     """Return whether any of several flags is set: a bool where the host knows all of them. Syncs: no."""
     found: Flag = False
     for flag in flags:
-        if isinstance(found, Tensor) and isinstance(flag, Tensor):
+        if found is False:
+            found = flag
+        elif isinstance(found, Tensor) and isinstance(flag, Tensor):
             found = torch.maximum(found, flag)
         elif flag is not False:
-            found = flag if found is False else True  # one of the two is known to be
+            found = True  # one of the two is known to be
     return found
 
 
@@ -244,7 +242,7 @@ def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
             "backward(loss) was given a loss that no parameter leads to: it was detached, made anew with torch.tensor, "
             "computed under torch.no_grad(), or every parameter is frozen. Hand over the loss as the model made it."
         )
-    if _ORDER.index(loss.dtype) < _ORDER.index(wanted):
+    if loss.dtype is not wanted and _ORDER.index(loss.dtype) < _ORDER.index(wanted):
         raise StepError(
             f"backward(loss) was given a {dtype_name(loss.dtype)} loss, and the policy declares loss={dtype_name(wanted)}: "
             f"its scaled gradient may overflow {dtype_name(loss.dtype)}. Compute it from outputs in "

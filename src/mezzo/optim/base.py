@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from operator import is_
 from types import ModuleType
 from typing import Any, overload
@@ -29,7 +29,7 @@ from ..kernels import (
 )
 from ..kernels.operands import operands
 from .checks import can_be_kept, check_dense, check_masters, check_options
-from .optimizer_state import KeepsMasters, mode_of, moment_dtype
+from .optimizer_state import OWN_OPTIONS, KeepsMasters, mode_of, moment_dtype
 from .param_batches import Active, GroupStep, ParamBatch, aligned, batches_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -57,26 +57,19 @@ def hook_steps(kind: type[torch.optim.Optimizer]) -> None:
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether anybody but mezzo has hooks on the steps of an optimizer, or on those of all. Host only."""
     pre, post = step_hooks(optimizer)
-    others = [hook for hook in pre.values() if not hook.__module__.startswith("mezzo.")]  # may hand other arguments on
-    return bool(others or post or global_pre_hooks or global_post_hooks)
+    for hook in pre.values():
+        if not hook.__module__.startswith("mezzo."):  # may hand other arguments on
+            return True
+    return bool(post or global_pre_hooks or global_post_hooks)
 
 
 class KeptBatches:
-    """The batches of a group, and what they were made of.
-
-    Args:
-        batches: of all its parameters with a gradient.
-        step: the group.
-        active: the parameters that have one.
-
-    Attributes:
-        batches: as given.
-    """
+    """The batches of the parameters of a group that have a gradient, and what they were made of."""
 
     def __init__(self, batches: Sequence[ParamBatch], step: GroupStep, active: Sequence[Active]) -> None:
         self.batches = batches
         params = [one.param for one in active]
-        self._options, self._states = _options_of(step), [one.state for one in active]
+        self._options, self._states = step.options, [one.state for one in active]
         self._has_grad = [grad is not None for grad in step.grads]
         self._is_sharded = any_dtensor(params)
         self._tensors = self._all(params)
@@ -97,37 +90,21 @@ class KeptBatches:
 
         Parameters and states must lie where they did: somebody may have loaded, moved or replaced them. Plain loops over
         methods of tensors, since this runs in every step. Syncs: no.
-
-        Args:
-            step: the group.
         """
-        if not self._can_last or _options_of(step) != self._options:
-            return False
-        if [grad is not None for grad in step.grads] != self._has_grad:
+        if not self._can_last or step.options != self._options or [g is not None for g in step.grads] != self._has_grad:
             return False
         given = [grad for grad in step.grads if grad is not None]
         if not self._is_sharded and not all([type(grad) is Tensor and grad.layout is torch.strided for grad in given]):
             return False
-        active = [p for p, grad in zip(step.group["params"], step.grads, strict=True) if grad is not None]
+        active = [p for p, grad in zip(step.params, step.grads, strict=True) if grad is not None]
         tensors = self._all(active)
         return (
             len(tensors) == len(self._tensors)
             and all(map(is_, tensors, self._tensors))
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
             and [t.nbytes for t in tensors[: len(active)]] == self._sizes
-            and self._lie_as_before(tensors[: len(active)])
+            and [t.stride() for t in tensors[: len(active)] if not t.is_contiguous()] == self._strides
         )
-
-    def _lie_as_before(self, params: Sequence[Tensor]) -> bool:
-        if not self._strides:
-            return all(map(Tensor.is_contiguous, params))
-        return [t.stride() for t in params if not t.is_contiguous()] == self._strides
-
-
-def _options_of(step: GroupStep) -> tuple[object, ...]:
-    """Return what of a group decides over its batches."""
-    group = step.group
-    return step.offset, step.names, group["master"], group["state_dtype"], group["rounding_seed"]
 
 
 class MasterOptimizer(KeepsMasters):
@@ -156,7 +133,7 @@ class MasterOptimizer(KeepsMasters):
 
     def _forget(self) -> None:
         self._plans: dict[int, KeptBatches] = {}
-        self._options: dict[int, tuple[list[Any], tuple[tuple[str, ...], Any]]] = {}
+        self._options: dict[int, tuple[list[Any], tuple[Any, ...]]] = {}
         self._entries: list[dict[str, Any]] = []
 
     @abstractmethod
@@ -223,15 +200,6 @@ class MasterOptimizer(KeepsMasters):
         scalars = None if makes_scalars else self.definition.scalars(step, rule, wide)
         kernel.step_(operands, rule, scalars, step)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters, as torch's optimizers do. Writes: gradients. Syncs: no."""
-        if not set_to_none:
-            super().zero_grad(set_to_none)
-            return
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
-
     def why(self) -> list[str]:
         """Return one line for each kind of parameter: which kernel takes its step, and what decided."""
         kinds = dict.fromkeys(
@@ -245,12 +213,7 @@ class MasterOptimizer(KeepsMasters):
         Everything that is there is looked at before anything is made or written.
         """
         is_compiling = torch.compiler.is_compiling()
-        offsets = accumulate((len(group["params"]) for group in self.param_groups), initial=0)
-        steps = [
-            GroupStep(group=group, names=names, rule=rule, offset=offset, grads=[p.grad for p in group["params"]])
-            for group, offset in zip(self.param_groups, offsets, strict=False)
-            for names, rule in (self._read_options(group, is_compiling),)
-        ]
+        steps = self._group_steps(is_compiling)
         if is_compiling:
             return [(step, self._made(step, self._checked(step))) for step in steps]
         self._drop_stale_plans()
@@ -267,18 +230,37 @@ class MasterOptimizer(KeepsMasters):
         self._plans = plans
         return [(step, plans[number].batches) for number, step in enumerate(steps)]
 
-    def _read_options(self, group: dict[str, Any], is_compiling: bool) -> tuple[tuple[str, ...], Any]:
-        """Return the names of a group's moments and its rule: those of the last step where nobody set an option since."""
+    def _group_steps(self, is_compiling: bool) -> list[GroupStep]:
+        """Return the groups as a step meets them; a kernel is called once for neighbours whose options agree."""
+        steps: list[GroupStep] = []
+        offset, last = 0, None
+        for group in self.param_groups:
+            params, (names, rule, shared) = group["params"], self._read_options(group, is_compiling)
+            if shared is None or shared != last:
+                own = offset, names, *map(group.__getitem__, OWN_OPTIONS)
+                steps.append(GroupStep(group, [], own, names, rule, offset, [], []))
+            step, last = steps[-1], shared
+            step.groups.append(group)
+            step.params.extend(params)
+            step.grads.extend([p.grad for p in params])
+            offset += len(params)
+        return steps
+
+    def _read_options(self, group: dict[str, Any], is_compiling: bool) -> tuple[Any, ...]:
+        """Return names of a group's moments, its rule, and what neighbours that are stepped with it share: as they were while nobody sets an option."""
         if is_compiling:
-            return self.moment_names(group), self.rule(group)
+            return self.moment_names(group), self.rule(group), None
         values, kept = list(group.values()), self._options.get(id(group))
         if kept is not None and len(values) == len(kept[0]) and all(map(is_, values, kept[0])):
             return kept[1]
         check_options(self, group)
-        found = self.moment_names(group), self.rule(group)
-        if can_be_kept(group):
-            self._options[id(group)] = values, found
-        return found
+        names, rule = self.moment_names(group), self.rule(group)
+        if not can_be_kept(group):
+            return names, rule, None
+        is_read_late = isinstance(group["lr"], Tensor)  # on its device
+        shared = None if is_read_late else (names, rule, group["maximize"], *map(group.__getitem__, OWN_OPTIONS))
+        self._options[id(group)] = values, (names, rule, shared)
+        return names, rule, shared
 
     def _drop_stale_plans(self) -> None:
         """Forget what was planned if the state of any parameter is another object than in the last step."""

@@ -23,7 +23,6 @@ from ..kernels import (
     local_tensors,
     mix,
 )
-from ..read_only import read_only
 from .checks import check_count
 from .optimizer_state import mode_of, moment_dtype
 
@@ -91,30 +90,36 @@ class Active:
                 check_shape(self.label, name, held, self.param)
 
 
-@read_only
+@dataclass(slots=True, eq=False)
 class GroupStep:
-    """One group as a step meets it.
+    """One group as a step meets it, or neighbours whose options agree, which are stepped as one.
 
     Attributes:
-        group: with its options.
+        group: with the options of all.
+        groups: all of them.
+        options: what decides over its batches.
         names: of the running means in a parameter's state.
         rule: its numbers, as kernels take them.
-        offset: number of the group's first parameter among all parameters.
+        offset: number of the first parameter among all parameters.
+        params: of all groups.
         grads: of each parameter; None for one that has none.
     """
 
     group: dict[str, Any]
+    groups: list[dict[str, Any]]
+    options: tuple[object, ...]
     names: tuple[str, ...]
     rule: Any
     offset: int
-    grads: Sequence[Tensor | None]
+    params: list[Tensor]
+    grads: list[Tensor | None]
 
     def active(self, states: Mapping[Tensor, dict[str, Any]]) -> list[Active]:
         """Return the parameters that have a gradient, with the state that is there. Host only."""
-        labels = self.group.get("param_names")
+        labels = [label for group in self.groups for label in group.get("param_names", ())]
         return [
             Active(index, labels[index] if labels else f"parameter {self.offset + index}", p, grad, states.get(p, {}))
-            for index, (p, grad) in enumerate(zip(self.group["params"], self.grads, strict=True))
+            for index, (p, grad) in enumerate(zip(self.params, self.grads, strict=True))
             if grad is not None
         ]
 
@@ -154,7 +159,7 @@ def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
     return ParamBatch(
         indices=[one.index for one in active],
         orders=orders,
-        needs_views=any(orders) or any(map(_is_viewed, [*group["params"], *[one.grad for one in active]])),
+        needs_views=any(orders) or any(map(_is_viewed, [*step.params, *[one.grad for one in active]])),
         weights=weights,
         moments=moments,
         step=step_counts,

@@ -199,8 +199,7 @@ class Engine:
             raise self.recovery.explained(stop, self.consensus)
 
     def _stop(self, unread: int = 0) -> StoppedRun | None:
-        state = self.guard.take(unread)
-        if not state.is_quiet:
+        if (state := self.guard.take(unread)) is not None:
             return self.recovery.stop(state, self.consensus)
         if not self.replay.is_idle:
             self.replay.forget()
@@ -268,8 +267,11 @@ class Engine:
             self.consensus.check_step()
         grads = self.gradients.collect(optimizer)
         flags, result = self.check_grads(grads, clip.max_norm)
-        by_host = bool(self.callbacks) or not all([self._stepped[one.index].decides_on_device() for one in grads])
-        skipped = result.flags().skipped if by_host or flags.is_known else None
+        is_healthy = flags.is_known and flags.applied and not flags.flushed  # of which nothing is to be said
+        by_host = bool(self.callbacks) or not (
+            is_healthy or all([self._stepped[one.index].decides_on_device() for one in grads])
+        )
+        skipped = flags.skipped if flags.is_known else result.flags().skipped if by_host else None
         before = look(grads) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
@@ -311,7 +313,7 @@ class Engine:
             params=[p for one in grads for p in one.params],
             names=self.names,
             norms=[one.check.norms for one in grads],
-            counts=[one.check.count_nonfinite() for one in grads] if guard.state.is_troubled else None,
+            counts=[one.check.count_nonfinite() for one in grads] if guard.is_troubled else None,
             stamps=self.gradients.stamps,
         )
         return flags, StepResult(flags, stats, guard.last, is_captured=self.is_captured)
@@ -350,21 +352,21 @@ class Engine:
             move_scale_(self.loss_scale, flags, self.policy.scaling)
         if not self.replay.is_idle:
             self.replay.close()
-        self._compare_ranks()
+        if self.consensus is not None:
+            self._compare_ranks(self.consensus)
         if skipped is not None and is_said_at_once:
             self._call_back({id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)})
             if self.consensus is None:  # ranks check together, when the next step begins
                 self.check()
 
-    def _compare_ranks(self) -> None:
+    def _compare_ranks(self, consensus: RankConsensus) -> None:
         """Compare loss scale, counters and whole weights over the ranks, in steps that the agreement chooses."""
-        if self.consensus is not None:
-            numbers = {
-                "the loss scale": self.loss_scale.scale,
-                "the number of clean steps since the loss scale moved": self.loss_scale.growth_tracker,
-                "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
-            }
-            self.consensus.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)})
+        numbers = {
+            "the loss scale": self.loss_scale.scale,
+            "the number of clean steps since the loss scale moved": self.loss_scale.growth_tracker,
+            "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
+        }
+        consensus.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)})
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse the step of a stranger on gradients that carry the loss scale. Host only."""

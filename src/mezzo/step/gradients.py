@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,8 @@ def grads_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> l
     return found
 
 
-NOTHING = nullcontext()
+# contextlib.nullcontext in two calls of C: "" takes whatever it is formatted with, and is false
+NOTHING: AbstractContextManager[Any] = type("", (), dict.fromkeys(("__enter__", "__exit__"), staticmethod("".format)))()
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 
 
@@ -131,7 +133,7 @@ class Gradients:
         """
         self._refuse_while_shown("backward(loss)")
         check_loss(loss, self._loss_dtype)
-        if loss.grad_fn is not None and loss.grad_fn.name() == "MulBackward0":
+        if (node := loss.grad_fn) is not None and node.name() == "MulBackward0":
             refuse_scaled(loss)
         params = self.parameters()
         pending = self._begin(params, scale, "backward(loss)")

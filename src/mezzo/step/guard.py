@@ -39,7 +39,7 @@ class Counters:
     demoted: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@read_only
 class GuardState:
     """What the guard knows after the last step that was read.
 
@@ -117,10 +117,8 @@ def _after_update(
     state: GuardState, flags: StepFlags[float], config: GuardConfig, scaling: ScalingConfig | None, floor: float
 ) -> GuardState:
     was = state.counters
-    norm = flags.grad_norm
-    is_low = norm.is_at_most(floor, flags.scale) if isinstance(norm, LateNorm) else norm * flags.scale <= floor
-    is_small = config.enabled and is_low
-    is_flushed = config.enabled and flags.flushed > 0 and float(norm) == 0
+    is_small = config.enabled and _is_low(flags, floor)
+    is_flushed = config.enabled and flags.flushed > 0 and float(flags.grad_norm) == 0
     row = state.flushed_in_a_row + 1 if is_flushed else 0
     return GuardState(
         counters=Counters(seen=was.seen + 1, applied=was.applied + 1, skipped=was.skipped, demoted=was.demoted),
@@ -130,6 +128,11 @@ def _after_update(
         small_in_a_row=state.small_in_a_row + 1 if is_small else 0,
         flushed_in_a_row=row,
     )
+
+
+def _is_low(flags: StepFlags[float], floor: float) -> bool:
+    norm = flags.grad_norm
+    return norm.is_at_most(floor, flags.scale) if isinstance(norm, LateNorm) else norm * flags.scale <= floor
 
 
 def _after_skip(
@@ -240,7 +243,7 @@ class Guard:
 
     Attributes:
         floor: as given.
-        state: after the last step that was read.
+        is_troubled: whether the last step that was read was skipped.
         may_stop: whether the next step may be the last one, or the first that needs a diagnosis.
     """
 
@@ -260,10 +263,21 @@ class Guard:
 
     def become(self, state: GuardState) -> None:
         """Take a state for what is known after the last step that was read."""
-        self.state, config = state, self.config
+        self._state, self._uneventful, config = state, 0, self.config
+        self.is_troubled = state.is_troubled
+        self._is_calm = state.is_quiet and state.flushed_in_a_row == 0
         is_at_floor = self.scaling is not None and state.next_scale <= self.scaling.min_scale
         always = config.patience == 1 or config.on_overflow == "demote" or is_at_floor
         self.may_stop = config.enabled and (always or state.is_troubled)
+
+    @property
+    def state(self) -> GuardState:
+        """After the last step that was read. Uneventful ones, which change nothing but counters, are counted when it is asked for."""
+        if self._uneventful:
+            counters, num = self._state.counters, self._uneventful
+            counters = replace(counters, seen=counters.seen + num, applied=counters.applied + num)
+            self._state, self._uneventful = replace(self._state, counters=counters), 0
+        return self._state
 
     @property
     def is_last_chance(self) -> bool:
@@ -277,17 +291,19 @@ class Guard:
     @property
     def last(self) -> StepResult | int:
         """The last step, or, where it was read, how many were skipped in a row up to it."""
-        return self._unread[-1] if self._unread else self.state.counters.skipped_in_a_row
+        return self._unread[-1] if self._unread else self._state.counters.skipped_in_a_row
 
     def wants_probe(self, *, is_alone: bool) -> bool:
         """Whether the next backward should measure what fp16 flushed: the same answer on all ranks. Syncs: no."""
-        return (self.read(wait=False) if is_alone else self.state).wants_probe
+        if is_alone:
+            self.read(wait=False)
+        return self._state.wants_probe
 
     def add(self, result: StepResult) -> None:
         """Take note of a step. Syncs: no."""
         self._unread.append(result)
 
-    def read(self, *, wait: bool = True, unread: int = 0) -> GuardState:
+    def read(self, *, wait: bool = True, unread: int = 0) -> None:
         """Bring the state up to the last step.
 
         Args:
@@ -298,17 +314,21 @@ class Guard:
         """
         while len(self._unread) > unread and (wait or self._unread[0].has_arrived):
             self._read(self._unread.pop(0))
-        return self.state
 
-    def take(self, unread: int = 0) -> GuardState:
-        """Return the state after the last step; what it says of a skip is said once. Syncs: as `read`."""
-        state = self.read(unread=unread)
-        if state.skip is not None or state.stop is not None:
+    def take(self, unread: int = 0) -> GuardState | None:
+        """Return the state after the last step if there is something to act on; what it says of a skip is said once. Syncs: as `read`."""
+        self.read(unread=unread)
+        if self._is_calm:
+            return None
+        if (state := self.state).skip is not None or state.stop is not None:
             self.become(replace(state, skip=None, stop=None))
-        return state
+        return None if state.is_quiet else state
 
     def _read(self, result: StepResult) -> None:
         flags = result.flags()
+        if self._is_calm and flags.applied and flags.flushed == 0 and not _is_low(flags, self.floor):
+            self._uneventful += 1
+            return
         suspects = Suspects(
             weights=partial(self._nonfinite_weights, result, self.state.counters.applied > 0),
             gradients=result.stats.nonfinite,

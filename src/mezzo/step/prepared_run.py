@@ -96,7 +96,8 @@ class PreparedRun:
 
     def counters(self) -> Counters:
         """Return how many steps were seen, applied and skipped, and what was demoted. Syncs: with the last step."""
-        return self._engine.guard.read().counters
+        self._engine.guard.read()
+        return self._engine.guard.state.counters
 
     @property
     def scale(self) -> float:

@@ -96,6 +96,7 @@ class StepFlags(Generic[T]):
         return "loss" if self.loss_bad else "gradients" if self.gradients_bad else "buffers"
 
 
+_HEALTHY: dict[str, Any] = {"gradients_bad": 0.0, "loss_bad": 0.0, "buffers_bad": 0.0, "scale": 1.0, "flushed": 0.0}
 _SCALARS = ("gradients_bad", "loss_bad", "buffers_bad", "scale", "grad_norm", "flushed")
 
 
@@ -126,6 +127,8 @@ def check_grads(
     """
     home, scale = pending.device, pending.scale
     by_host = host_decides(home)
+    if by_host and consensus is None and not written and len(grads) == 1 and (norm := _all_well(grads[0], pending)):
+        return StepFlags(**_HEALTHY, grad_norm=norm, norms=(norm,), skipped=(0.0,))
     unusable = False if scale is None else is_bad(scale, home)  # one of 0 shows in the norms, which were divided by it
     own = Findings(
         early=either(pending.gradients_bad, pending.penalty_bad, unusable),
@@ -142,6 +145,13 @@ def check_grads(
     if by_host:
         return _decide_on_host(bad, norms, pending, skip)
     return _decide_on_device(bad, norms, pending, skip, max_norm)
+
+
+def _all_well(one: OptimizerGrads, pending: AccumulationState) -> Any:
+    """Return the norm of gradients without a loss scale where nothing is wrong with anything, which needs no deciding; else None."""
+    is_doubted = pending.gradients_bad or pending.penalty_bad or pending.loss_bad or pending.flushed is not None
+    known = None if is_doubted or not one.check.is_plain else one.check.known
+    return known if known is not None and known.is_finite() else None
 
 
 def _decide_on_host(bad: Findings, norms: Sequence[Any], pending: AccumulationState, skip: Skip) -> StepFlags[float]:

@@ -19,6 +19,7 @@ from .prepared_run import PreparedRun
 from .result import StepResult
 from .update import Clip
 
+_NO_CLIP = Clip()
 _CLIP = "amp.step() divides gradients by the loss scale. Clip with amp.step(max_norm=...) or amp.step(clip_value=...), and edit gradients inside `with amp.unscaled_grads():`."
 _SAVE = "Write torch.save(amp.state_dict(), path), and amp.load_state_dict(torch.load(path))."
 _ELSEWHERE = {
@@ -244,7 +245,8 @@ class Stepper(PreparedRun):
         """
         for observer in self._observers:
             observer.before_step()
-        engine, clip = self._engine, Clip(max_norm=max_norm, value=clip_value)
+        engine = self._engine
+        clip = _NO_CLIP if max_norm is clip_value is None else Clip(max_norm=max_norm, value=clip_value)
         if engine.is_captured:
             refuse_in_graph(closure=closure, optimizer=optimizer, observers=self._observers)
         engine.check_before_step()

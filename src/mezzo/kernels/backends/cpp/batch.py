@@ -88,7 +88,7 @@ def compiled_norms(
 
     def numbers(grads: Sequence[Tensor]) -> array[float]:
         dense = grads if all(map(Tensor.is_contiguous, grads)) else [_dense(grad) for grad in grads]
-        norms, given = array("f", bytes(4 * len(dense))), batch_of(dense)
+        norms, given = array("f", [0.0]) * len(dense), batch_of(dense)
         kernel()(len(dense), *map(address, given), torch.get_num_threads(), address(norms))
         return norms
 

@@ -36,7 +36,7 @@ class LateNorm:
 
     def is_finite(self) -> bool:
         """Whether it is neither inf nor NaN."""
-        return all(map(_LARGE.__gt__, self._norms)) or math.isfinite(float(self))
+        return sum(self._norms) < _LARGE or math.isfinite(float(self))
 
     def is_at_most(self, bound: float, scale: float) -> bool:
         """Whether it is, times `scale`, no larger than `bound`."""
@@ -76,11 +76,6 @@ class GradientCheck:
     def tensor_norms(self) -> Tensor:
         """Shape (number of gradients,), fp32, same device: the unscaled norm of each. Syncs: no."""
         return self.norms if isinstance(self.norms, Tensor) else torch.frombuffer(self.norms, dtype=torch.float32)
-
-    @property
-    def found_nonfinite(self) -> Tensor:
-        """Shape (), fp32, same device: 1.0 if an element is inf or NaN, else 0.0; what optimizers take as `found_inf`. Syncs: no."""
-        return (self.norm * 0 != 0).to(torch.float32)  # inf and NaN times 0 are NaN
 
     def count_nonfinite(self) -> Tensor:
         """Count inf and NaN in each gradient, as it is now; a second pass, for reports.
@@ -123,8 +118,8 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     Syncs: no; copies one vector between devices if the gradients lie on several.
 
     >>> check = norm_and_finite([torch.tensor([6.0, 8.0]).bfloat16()], torch.tensor(0.5))
-    >>> check.norm.item(), check.found_nonfinite.item()
-    (5.0, 0.0)
+    >>> check.norm.item()
+    5.0
     """
     is_plain = all([type(grad) in PLAIN for grad in grads])
     parts = grads if is_plain else local_tensors(grads)
@@ -152,11 +147,10 @@ def _norm_of(norms: Tensor) -> Tensor:
 
 def _known_norms(grads: Sequence[Tensor]) -> array[float] | None:
     """Return the norm of each gradient where one compiled pass reads all of them, so that no tensor is made; else None."""
-    kinds = {(grad.device, grad.dtype, grad.layout) for grad in grads}
-    if len(kinds) != 1:
+    device, dtype = (grads[0].device, grads[0].dtype) if grads else (None, None)
+    if device is None or not all([g.is_cpu and g.dtype is dtype and g.layout is torch.strided for g in grads]):
         return None
-    device, dtype, layout = kinds.pop()
-    if layout is not torch.strided or (chosen := registry.choose("gradients", device, dtype)).backend != "cpu":
+    if (chosen := registry.choose("gradients", device, dtype)).backend != "cpu":
         return None
     norms: array[float] = chosen.module.known_norms(grads)
     _bring_in_range_(norms, grads)
@@ -170,6 +164,8 @@ _SMALL, _LARGE = 1e-12, 1e18
 def _bring_in_range_(norms: Tensor | array[float], grads: Sequence[Tensor]) -> None:
     """Compute norms that are out of fp32's range again in fp64. Writes: `norms`. Syncs: no; CPU only."""
     numbers = norms.numpy() if isinstance(norms, Tensor) else norms
+    if len(numbers) and _SMALL < min(numbers) and sum(numbers) < _LARGE:  # a NaN makes the sum one
+        return
     for index in [k for k, norm in enumerate(numbers.tolist()) if not _SMALL < norm < _LARGE]:
         parts = torch.split(values(grads[index]).flatten(), reference.CHUNK)
         squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts])

@@ -25,16 +25,11 @@ inline double sum_of_squares(int format, const void* grad, int64_t size) {
 extern "C" void mezzo_norms(int64_t tensors, const int64_t* sizes, void* const* grads, const int32_t* formats, int32_t threads, float* norms) {
   const auto parts = parts_of(tensors, sizes);
   std::vector<double> sums(parts.size()), totals(tensors);
-#pragma omp parallel num_threads(threads_for(parts, threads))
-  {
-    const KeepSubnormals mode;
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < int64_t(parts.size()); i++) {
-      const Part& p = parts[i];
-      const int format = formats[p.tensor];
-      sums[i] = sum_of_squares(format, static_cast<const char*>(grads[p.tensor]) + p.start * width(format), p.size);
-    }
-  }
+  for_each(parts, threads, [&](int64_t i) {
+    const Part& p = parts[i];
+    const int format = formats[p.tensor];
+    sums[i] = sum_of_squares(format, static_cast<const char*>(grads[p.tensor]) + p.start * width(format), p.size);
+  });
   for (size_t i = 0; i < parts.size(); i++) totals[parts[i].tensor] += sums[i];
   for (int64_t t = 0; t < tensors; t++) norms[t] = float(std::sqrt(totals[t]));
 }
