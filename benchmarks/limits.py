@@ -1,6 +1,6 @@
 """What torch's own kernels leave to gain on a CPU: each workload beside a run of it that nothing of mezzo's is part of.
 
-Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [step] [lstm] [rows] [ROUNDS]`; all without a name. It prints a table
+Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [step] [lstm] [resnet] [rows] [ROUNDS]`; all without a name. It prints a table
 and one line of JSON. The ways take turns, a step each; figures are medians.
 
 `launch` and `text`: BERT. "16 bit" keeps nothing in fp32: weights and moments in bf16, under torch.autocast, stepped by torch's
@@ -32,6 +32,9 @@ moments are: nothing is computed, and no more than one array is walked at a time
 
 `lstm`: "its kernels" are forward and backward of the LSTM layers alone, stored in bf16: no embedding, no head, no loss, no update. One
 thread, its processor time.
+
+`resnet`: "checked" is a step under torch.autocast that does by torch's own ops what a guard has to do: the norm of all gradients is read, a step
+that is not finite is left out, and the statistics of batch norms are copied, so that they can be given back. All threads, wall time, the C library keeping memory.
 """
 
 from __future__ import annotations
@@ -122,7 +125,7 @@ def launch(rounds: int) -> dict[str, dict[str, float]]:
     ids = torch.randint(100, (1, 8))
     batch = (ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64))
     train, evaluate = (Overhead(steps=1, modes=(mode,)) for mode in ("train", "eval"))
-    named = ("torch-autocast", "mezzo-autocast", "prepare-master")
+    named = ("torch-autocast", "mezzo-autocast", "prepare", "prepare-master")
     ways = {name: built(train, name) for name in named} | {"16 bit": sixteen_bit(train, batch)}
     forwards = {name: built(evaluate, name) for name in named} | {"16 bit": sixteen_bit_forward(evaluate, batch)}
     return {
@@ -354,6 +357,37 @@ def lstm(rounds: int) -> dict[str, dict[str, float]]:
         return {f"lstm {size.label}": medians({"its kernels": lstm_kernels(size)} | ways, rounds, time.thread_time)}
 
 
+def checked(workload: ModelSteps) -> Way:
+    """Return a step under torch.autocast that takes no update from gradients that are not finite."""
+    torch.manual_seed(0)
+    model, batch = workload.make_model(), workload.make_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    buffers = list(model.buffers())
+    before = [buffer.clone() for buffer in buffers]
+
+    def run() -> None:
+        for copy, buffer in zip(before, buffers, strict=True):
+            copy.copy_(buffer)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = workload.loss(model, batch)
+        torch.autograd.backward(loss)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        if bool(norm.isfinite()):
+            optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def resnet(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure training steps of a ResNet beside those that torch checks."""
+    size = Resnet(steps=1)
+    with keep_memory():
+        ways = {"torch-autocast": built(size, "torch-autocast"), "checked": checked(size)}
+        ways |= {name: built(size, name) for name in ("prepare", "prepare-master")}
+        return {f"resnet {size.label}": medians(ways, rounds, time.perf_counter)}
+
+
 def rows(rounds: int) -> dict[str, dict[str, float]]:
     """Measure forwards of few rows beside reading the weights."""
     found = {}
@@ -378,6 +412,7 @@ PARTS = {
     "fixed": fixed,
     "step": step,
     "lstm": lstm,
+    "resnet": resnet,
     "rows": rows,
 }
 UNITS = {"memory": "MB"}
