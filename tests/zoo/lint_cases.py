@@ -205,6 +205,23 @@ def unscaled_fp16(dtype: torch.dtype) -> Run:
     return run
 
 
+def warm_up_in_whole_numbers(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step // 100)
+
+    def run() -> None:
+        for _ in range(4):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = F.mse_loss(model(x).float(), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()  # FAULT
+            schedule.step()
+
+    return run
+
+
 BOTH = (FP16, BF16)
 LINTS = [
     LintCase(build=rotary_phases, module="1", verdict="integers-in-16-bit", dtypes=BOTH, names=("4095",)),
@@ -226,5 +243,6 @@ LINTS = [
     ),
     LintCase(build=loss_in_16_bit, verdict="loss-in-16-bit", dtypes=BOTH),
     LintCase(build=clipped_before_unscaled, verdict="clip-before-unscale", dtypes=BOTH, names=("256",)),
+    LintCase(build=warm_up_in_whole_numbers, verdict="zero-learning-rate", dtypes=(BF16,), names=("4 steps of AdamW",)),
     LintCase(build=unscaled_fp16, verdict="no-loss-scale"),
 ]

@@ -32,6 +32,7 @@ QUICK = {
     "j11_nerf_far",
     "m14_bf16_counter",
     "m17_static_scale",
+    "p01_zero_init_head",
 }
 """Those that run in every suite."""
 FIELDS = ("op", "module", "phase", "verdict")

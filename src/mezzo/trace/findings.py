@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import listed
 from .depth import Trend, grew_into, grew_over_steps, trends
@@ -51,12 +51,12 @@ class Finding:
     verdict: Verdict
     phase: Phase
     op: str
-    kernel: str
-    called: str
+    kernel: str = ""
+    called: str = ""
     module: str
     path: str
-    frame: Frame | None
-    library: Frame | None
+    frame: Frame | None = None
+    library: Frame | None = None
     step: int
     rank: int
     why: str
@@ -98,7 +98,11 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     found += _of_flushed(record, bool(found))
     found += _of_trends(record, bool(found))
     found += _of_lost_updates(record.lost)
-    return tuple(sorted(_merged(found), key=lambda f: not f.is_fault))
+    merged = _merged(found)
+    bad = {n for f in merged if not f.is_fault for n in f.steps}
+    # a scaler found its level: it left out each step that overflowed, and a step was taken after the last of them
+    is_level = record.skipped >= len(bad) and record.updates > 0 and record.steps - 1 > max(bad, default=0)
+    return tuple(sorted((f for f in merged if f.is_fault or not is_level), key=lambda f: not f.is_fault))
 
 
 def _ancestors(record: TraceRecord, causes: frozenset[int]) -> list[Event]:
@@ -162,9 +166,9 @@ def _is_mask(leaf: Event, has_full_rows: bool = False) -> bool:
 
 
 def _at(site: Site, **said: Any) -> Finding:
-    """Return a finding about the op that ran at a place."""
+    """Return a finding about the op that ran at a place, but for what is said."""
     copied = ("phase", "op", "called", "module", "path", "frame", "library", "step", "rank")
-    return Finding(**{name: getattr(site, name) for name in copied}, **said)
+    return Finding(**({name: getattr(site, name) for name in copied} | said))
 
 
 def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
@@ -209,17 +213,12 @@ def _of_trends(record: TraceRecord, is_faulty: bool) -> list[Finding]:
 
 
 def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
-    place: Literal["forward", "backward"] = "forward" if trend.kind == "output" else "backward"
     return Finding(
         verdict=trend.verdict,
-        phase=place,
+        phase="forward" if trend.kind == "output" else "backward",
         op=trend.cls or "gradient",
-        kernel="",
-        called="",
         module=trend.pattern,
         path=trend.pattern,
-        frame=None,
-        library=None,
         step=trend.step,
         rank=record.rank,
         why=str(trend),
@@ -274,9 +273,9 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
     same = [u for u in worst if u.site.step == first.site.step]
     share = sum(u.lost for u in same) / sum(u.intended for u in same)
     site: Site = first.site
-    names = listed([u.name for u in same])
     return [
-        Finding(
+        _at(
+            site,
             verdict="lost-update",
             phase="optimizer",
             op="step",
@@ -284,11 +283,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
             called="",
             module=first.name.rpartition(".")[0],
             path=first.name,
-            frame=site.frame,
-            library=site.library,
-            step=site.step,
-            rank=site.rank,
-            why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
+            why=f"{share:.0%} of the updates {first.optimizer} computed for {listed([u.name for u in same])} are smaller than half the spacing "
             f"of {first.dtype} at the weight, and were rounded away.",
             fix=Fix(edit="", advice="keep in fp32 what is updated, and hand out a copy of it in 16 bit.")
             if site.phase == "forward"

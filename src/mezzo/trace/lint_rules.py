@@ -242,6 +242,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"gradients are clipped while they are still multiplied by {number(x.value)}.",
         "call scaler.unscale_(optimizer) before clipping.",
     ),
+    "zero-learning-rate": lambda x: (
+        f"the learning rate was 0 in each of the {number(x.value)} steps of {x.what}: no weight moved.",
+        "print the schedule's factors: whole-number division (//) in a warm-up gives 0.",
+    ),
     "no-loss-scale": lambda x: (
         "ops run in fp16 and the loss is not scaled: gradients below 6e-8 become 0.",
         "scale the loss: mezzo.GradScaler, or a policy with scaling; or use bf16.",

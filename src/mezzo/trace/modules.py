@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -62,8 +63,8 @@ class Place:
 
     @property
     def held_by(self) -> str:
-        """Name of the innermost module that the root holds; one made in a forward, as losses of libraries are, has no name of its own."""
-        return self.module.partition("<")[0].removesuffix(".")
+        """Name of the innermost module of the program's own: a loss made in a forward has none, a parametrisation is its layer's."""
+        return re.split(r"(?:^|\.)(?:<|parametrizations(?:\.|$))", self.module)[0]
 
 
 OUTSIDE = Place()

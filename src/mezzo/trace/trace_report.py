@@ -18,6 +18,7 @@ from .records import Frame, LineRange, Lint, Size, TensorFacts, TraceRecord
 
 Answer = Literal["faulty", "healthy", "not enough seen"]
 _SHOWN = 5
+_TOO_HIGH = " The loss scale was too high for a step, as happens while a scaler finds its level."
 _HALVINGS = 20
 """Steps after which a loss scale that began at 2^16 is below 1: a scaler still looking for its level has fewer."""
 _MARGIN = 4
@@ -103,15 +104,16 @@ class TraceReport(Report):
         if self.answer == "not enough seen":
             return f"Not enough seen: {self.unseen}. Looked at: {self.seen}."
         if self.answer == "healthy":
-            scale = (
-                " The loss scale was too high for a step, as happens while a scaler finds its level."
-                if self.findings
-                else ""
-            )
-            return f"Healthy: no inf or NaN reached a loss, gradient, weight, buffer, output or the host in {self.seen}.{scale}"
+            scale = _TOO_HIGH * bool(self.findings)
+            broken = listed(tuple(dict.fromkeys(x.rule for x in self.record.lints)))
+            word = f"No fault, but the code loses numbers ({broken})" if broken else "Healthy"
+            return f"{word}: no inf or NaN reached a loss, gradient, weight, buffer, output or the host in {self.seen}.{scale}"
         first = self.faults[0]
-        where = f" at {first.frame}" if first.frame else ""
-        return f"Faulty: {first.verdict} in {first.op}, {first.phase}, module {first.path}{where}."
+        return f"Faulty: {first.verdict} in {first.op}, {first.phase}, module {first.path}{f' at {first.frame}' if first.frame else ''}."
+
+
+def _line(frame: Frame | None) -> str:
+    return "" if frame is None else f"{Path(frame.file).name}:{frame.line}"
 
 
 def _count(n: int, what: str) -> str:
@@ -148,17 +150,7 @@ def _others(findings: tuple[Finding, ...]) -> list[Block]:
     """List the faults after the first; most of them are its consequences."""
     if not findings:
         return []
-    rows = tuple(
-        (
-            f.verdict,
-            f.op,
-            f.phase,
-            f.path,
-            "" if f.frame is None else f"{Path(f.frame.file).name}:{f.frame.line}",
-            f.fix.edit,
-        )
-        for f in findings[:_SHOWN]
-    )
+    rows = tuple((f.verdict, f.op, f.phase, f.path, _line(f.frame), f.fix.edit) for f in findings[:_SHOWN])
     table = Table(title="After it", columns=("verdict", "op", "phase", "module", "line", "policy edit"), rows=rows)
     rest = len(findings) - _SHOWN
     return [table, Note(text=f"… and {rest} more, in the JSON form.")] if rest > 0 else [table]
@@ -168,15 +160,8 @@ def _warnings(lints: tuple[Lint, ...]) -> list[Block]:
     """List lint rules that were broken beside the faults."""
     if not lints:
         return []
-    rows = tuple(
-        (
-            x.rule,
-            "" if x.site.frame is None else f"{Path(x.site.frame.file).name}:{x.site.frame.line}",
-            explain_lint(x).why,
-        )
-        for x in lints
-    )
-    rows = tuple(dict.fromkeys(rows))[:_SHOWN]  # one line of a program runs in many modules
+    # one line of a program runs in many modules
+    rows = tuple(dict.fromkeys((x.rule, _line(x.site.frame), explain_lint(x).why) for x in lints))[:_SHOWN]
     return [Heading(text="Lint rules broken"), Table(title="", columns=("rule", "line", "why"), rows=rows)]
 
 

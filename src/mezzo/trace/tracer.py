@@ -23,8 +23,11 @@ from .findings import find, is_mostly_flushed
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, tensors_in
 from .ops import plain
-from .records import FlushedGradient, Size, TraceRecord
+from .records import FlushedGradient, Site, Size, TraceRecord
 from .trace_report import TraceReport
+
+_STILL = 3
+"""Steps at a rate of 0 that are no warm-up's first."""
 
 
 class Trace:
@@ -70,6 +73,7 @@ class Trace:
         self._is_eager = self._was_loss_seen = False
         self._forwards = self._inferences = self._backwards = self._updates = 0
         self._ended = ""
+        self._still: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
         self._updates_running = 0
         self._judged_steps: set[int] = set()
         self._roots_since_backward: set[int] = set()
@@ -111,6 +115,9 @@ class Trace:
         for sink in self._pending.dropped(is_over=True):
             self._collector.reach(sink)
         self._collector.settle_reads(has_failed=has_failed)
+        for optimizer, (site, steps) in self._still.items():
+            if steps >= _STILL:
+                self._collector.lints.add("zero-learning-rate", site, torch.float32, type(optimizer).__name__, steps)
 
     def _run_eagerly(self) -> None:
         """Have compiled models run eagerly, so that their ops are seen one by one; the compiler is not imported for it."""
@@ -297,12 +304,19 @@ class Trace:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names = {id(p): self._context.parameter_name(p) for p in parameters}
         with self._collector.aside():
+            self._note_rate(optimizer, site)
             self._collector.updates.end(optimizer, names, site)
             bad = [(p, v) for p in parameters if (v := plain(p)) is not None and not is_finite(v)]
         for p, values in bad:
             self._collector.sink("parameter", names[id(p)], values)
         self._updates += 1
         self._collector.end_step()
+
+    def _note_rate(self, optimizer: torch.optim.Optimizer, site: Site) -> None:
+        """Count the steps of an optimizer whose rates were 0 from the first on; below 0 once they were not. Syncs: yes."""
+        is_still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        first, steps = self._still.get(optimizer, (site, 0))
+        self._still[optimizer] = (first, steps + 1 if is_still and steps >= 0 else -1)
 
 
 def _in_region(model: nn.Module) -> bool:
