@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-from types import TracebackType
 from typing import ClassVar
 
 _log = logging.getLogger(__name__)
@@ -58,9 +57,7 @@ class KeptMemory:
     def __enter__(self) -> KeptMemory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:

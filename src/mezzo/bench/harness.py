@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from importlib import util
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..errors import BenchError
@@ -86,9 +85,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.communicate()
         self.exit_code: int = self._process.returncode

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from ..policy import PolicyLike, as_policy
 from ..report import Block, Document, Heading, Pairs, Report
-from ..trace import LintWarning, Trace, explain_lint, preserve_state, source_line
+from ..trace import LintWarning, Trace, explain_lint, line_pairs, preserve_state, short_line
 from .trial import bind_copy, device_of, loss_of, scale_of
 
 
@@ -49,14 +48,9 @@ class LintReport(Report):
 def lint_blocks(warning: LintWarning) -> list[Block]:
     """Lay one warning out."""
     site = warning.lint.site
-    where = "" if site.frame is None else f" {Path(site.frame.file).name}:{site.frame.line}"
-    pairs = [("why", warning.why)]
-    if site.frame is not None:
-        pairs.append(("line", f"{site.frame}   {source_line(site.frame)}"))
-    if site.library is not None and site.library != site.frame:
-        pairs.append(("library", f"{site.library}   {source_line(site.library)}"))
-    pairs.append(("instead", warning.advice))
-    return [Heading(text=f"{warning.lint.rule}:{where}, module {site.path}"), Pairs(pairs=tuple(pairs))]
+    where = f" {short_line(site.frame)}".rstrip()
+    pairs = (("why", warning.why), *line_pairs(site.frame, site.library), ("instead", warning.advice))
+    return [Heading(text=f"{warning.lint.rule}:{where}, module {site.path}"), Pairs(pairs=pairs)]
 
 
 def lint(

@@ -13,6 +13,8 @@ from .exponents import BINS as BINS
 from .exponents import Histogram as Histogram
 from .exponents import largest_scale as largest_scale
 from .findings import Finding as Finding
+from .frames import line_pairs as line_pairs
+from .frames import short_line as short_line
 from .frames import source_line as source_line
 from .lint_rules import LintWarning as LintWarning
 from .lint_rules import explain_lint as explain_lint

@@ -7,6 +7,9 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -163,11 +166,9 @@ class TraceContext:
         ran = op if nearer else node_op(node.name())
         if origin is None:
             return self._site("backward", Place(), here.user, here.library, ran)
-        return Site(
+        return replace(
+            origin,
             phase="backward",
-            root=origin.root,
-            module=origin.module,
-            classes=origin.classes,
             user=here.user if nearer else origin.user,
             library=here.library if nearer else origin.library,
             called=self.names.current if nearer else origin.called,
@@ -175,7 +176,6 @@ class TraceContext:
             step=self.step,
             rank=self.rank,
             own_node=node_op(node.name()) if nearer else "",
-            is_ruled=origin.is_ruled,
         )
 
     def _site(self, phase: Phase, place: Place, user: Any, library: Any, op: str) -> Site:
@@ -212,14 +212,7 @@ class TraceContext:
 
     def is_backward_root(self) -> bool:
         """Say whether autograd is asking for ones to start a backward with."""
-        frame = sys._getframe(2)
-        for _ in range(8):
-            if frame.f_code.co_name == "_make_grads":
-                return True
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        return False
+        return any(frame.f_code.co_name == "_make_grads" for frame, _ in islice(walk_stack(sys._getframe(2)), 8))
 
     def enter_backward(self, loss: Tensor) -> None:
         """Take note of a backward from `loss`, and of the factor its last op multiplied it by. Syncs: yes."""

@@ -36,9 +36,9 @@ class Diagnosis:
     """
 
     report: TraceReport | None
-    sentence: str
-    fix: str
-    edit: str
+    sentence: str = ""
+    fix: str = ""
+    edit: str = ""
 
 
 def rerun_traced(model: nn.Module, run: Callable[[], object], *, step: int, scale: float) -> Diagnosis:
@@ -57,7 +57,7 @@ def rerun_traced(model: nn.Module, run: Callable[[], object], *, step: int, scal
     Writes: what it gives back. Syncs: at every op.
     """
     if any(isinstance(mode, Collector) for mode in dispatch_modes()):
-        return Diagnosis(report=None, sentence="", fix="", edit="")
+        return Diagnosis(report=None)
     with preserve_state(model), Trace(model, step=step) as t:
         t.assume_scale(scale)
         run()
@@ -99,7 +99,7 @@ def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
 def _of_batch(report: TraceReport) -> Diagnosis:
     fault = next(iter(report.faults), None)
     if fault is None:
-        return Diagnosis(report=report, sentence="", fix="", edit="")
+        return Diagnosis(report=report)
     is_models = fault.verdict == "overflow" and fault.path != OUTSIDE
     return Diagnosis(
         report=report,
@@ -115,13 +115,12 @@ def _of_loss(report: TraceReport, is_narrow: bool) -> Diagnosis:
     """Return what was found outside the model, where no rule of its policy reaches but that on its outputs."""
     fault = next(iter(report.faults), None)
     if fault is None:
-        return Diagnosis(report=report, sentence="", fix="", edit="")
+        return Diagnosis(report=report)
     is_narrow = is_narrow and fault.verdict in ("overflow", "underflow")
     return Diagnosis(
         report=report,
         sentence=f"The model's outputs are finite; what was computed from them shows {_found(fault)}",
         fix=_NARROW_LOSS if is_narrow else f"Fix: {fault.fix.advice}",
-        edit="",
     )
 
 

@@ -147,7 +147,7 @@ class PendingOutputs:
     def differentiated(self, loss: Tensor) -> None:
         """Drop the outputs that a loss was computed from: they are judged there. Syncs: no."""
         if self._pending:
-            known = _nodes_behind(loss, min(number for number, _, _ in self._pending))
+            known = {node_number(node) for node in _nodes_behind(loss, min(number for number, _, _ in self._pending))}
             self._pending = [p for p in self._pending if p[0] not in known]
 
     def clear(self) -> None:
@@ -166,28 +166,16 @@ def leaves_behind(loss: Tensor) -> list[Tensor]:
 
     Syncs: no.
     """
+    return [v for node in _nodes_behind(loss) if isinstance(v := getattr(node, "variable", None), Tensor)]
+
+
+def _nodes_behind(loss: Tensor, first: int = 0) -> set[Any]:
+    """Return the autograd nodes that lead to a loss, of those made since the one numbered `first`."""
     seen: set[Any] = set()
     todo: list[Any] = [loss.grad_fn]
-    found: list[Tensor] = []
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(variable := getattr(node, "variable", None), Tensor):
-            found.append(variable)
-        todo += [following for following, _ in node.next_functions]
-    return found
-
-
-def _nodes_behind(loss: Tensor, first: int) -> set[int]:
-    """Return the numbers of the autograd nodes that lead to a loss, of those made since the one numbered `first`."""
-    seen: set[int] = set()
-    todo: list[Any] = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node_number(node) in seen or node_number(node) < first:
-            continue
-        seen.add(node_number(node))
-        todo += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen and node_number(node) >= first:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
     return seen

@@ -96,7 +96,7 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     """
     found = [_of_event(record, e, sinks) for e, sinks in _root_causes(record)]
     found += _of_flushed(record, bool(found))
-    found += _of_trends(record, bool(found))
+    found += [_of_trend(record, t) for t in trends(record.sizes)[:1] if not found]
     found += _of_lost_updates(record.lost)
     merged = _merged(found)
     bad = {n for f in merged if not f.is_fault for n in f.steps}
@@ -166,9 +166,9 @@ def _is_mask(leaf: Event, has_full_rows: bool = False) -> bool:
 
 
 def _at(site: Site, **said: Any) -> Finding:
-    """Return a finding about the op that ran at a place, but for what is said."""
+    """Return a finding about the op that ran at a place, where nothing else is said."""
     copied = ("phase", "op", "called", "module", "path", "frame", "library", "step", "rank")
-    return Finding(**({name: getattr(site, name) for name in copied} | said))
+    return Finding(**{name: getattr(site, name) for name in copied} | said)
 
 
 def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
@@ -181,11 +181,11 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
     fix = fix_for(verdict, event, max((s.reference for s in sinks), default=0.0))
     is_stuck = verdict == "loss-scale" and _is_stuck(record, event.loss_scale)
     if verdict == "loss-scale" and any(s.kind in ("parameter", "buffer") for s in sinks):
-        fix = Fix(edit="", advice=STEPPED)
+        fix = Fix(advice=STEPPED)
     elif is_stuck:
-        fix = Fix(edit="", advice=STUCK)
+        fix = Fix(advice=STUCK)
     elif growth:
-        fix, why = Fix(edit="", advice=DIVERGED), f"{growth} {why}"
+        fix, why = Fix(advice=DIVERGED), f"{growth} {why}"
     return _at(
         site,
         verdict=verdict,
@@ -207,12 +207,8 @@ def _is_stuck(record: TraceRecord, scale: float) -> bool:
     return any({n + 1, n + 2} <= steps for n in steps)
 
 
-def _of_trends(record: TraceRecord, is_faulty: bool) -> list[Finding]:
-    """Report sizes that grow or shrink over depth while everything is still finite."""
-    return [] if is_faulty else [_of_trend(record, t) for t in trends(record.sizes)[:1]]
-
-
 def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
+    """Report sizes that grow or shrink over depth while everything is still finite."""
     return Finding(
         verdict=trend.verdict,
         phase="forward" if trend.kind == "output" else "backward",
@@ -223,7 +219,6 @@ def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
         rank=record.rank,
         why=str(trend),
         fix=Fix(
-            edit="",
             advice="normalise between layers, add residual paths, or scale the initial weights; "
             "no precision and no loss scale repairs this.",
         ),
@@ -254,7 +249,6 @@ def _of_flushed(record: TraceRecord, is_faulty: bool) -> list[Finding]:
             why=f"{share:.1%} of the gradients are 0 in {flush.dtype} and not in fp32: {site.op} flushed {flush.share:.1%} of "
             f"its results (fp32: up to {number(flush.wide_amax)}) at loss scale {number(worst.loss_scale)}.",
             fix=Fix(
-                edit="",
                 advice=f"scale the loss: a loss scale of {number(wanted)} keeps them, and torch.amp.GradScaler or "
                 "mezzo.GradScaler find it; or use bf16, which has the range of fp32.",
             ),
@@ -272,7 +266,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
     first = worst[0]
     same = [u for u in worst if u.site.step == first.site.step]
     share = sum(u.lost for u in same) / sum(u.intended for u in same)
-    site: Site = first.site
+    site, names = first.site, listed([u.name for u in same])
     return [
         _at(
             site,
@@ -283,9 +277,9 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
             called="",
             module=first.name.rpartition(".")[0],
             path=first.name,
-            why=f"{share:.0%} of the updates {first.optimizer} computed for {listed([u.name for u in same])} are smaller than half the spacing "
+            why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
             f"of {first.dtype} at the weight, and were rounded away.",
-            fix=Fix(edit="", advice="keep in fp32 what is updated, and hand out a copy of it in 16 bit.")
+            fix=Fix(advice="keep in fp32 what is updated, and hand out a copy of it in 16 bit.")
             if site.phase == "forward"
             else Fix(
                 edit="params=bf16, master=split" if first.dtype == "bf16" else "params=fp16, master=fp32",

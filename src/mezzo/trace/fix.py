@@ -11,7 +11,7 @@ from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_ru
 from .ops import CASTS, plain_name
 from .records import Event, Site
 from .replacement import bound
-from .verdict import LOW_NAMES, Verdict, narrow_dtype, number
+from .verdict import LOW_NAMES, Verdict, narrow_dtype, number, values_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Fix:
         tried: what running it on the values that failed has given; empty where it could not be tried: an idea.
     """
 
-    edit: str
+    edit: str = ""
     advice: str
     tried: str = ""
 
@@ -102,7 +102,7 @@ def fix_for(verdict: Verdict, event: Event, loss: float = 0.0) -> Fix:
         return _fix_overflow(event, loss)
     if verdict in ("underflow", "singularity"):
         return _fix_underflow(event) if verdict == "underflow" else _fix_singularity(event)
-    return Fix(edit="", advice={"loss-scale": _SCALER, "exploding": _LAYERS}.get(verdict) or _inherited_advice(event))
+    return Fix(advice={"loss-scale": _SCALER, "exploding": _LAYERS}.get(verdict) or _inherited_advice(event))
 
 
 def _narrowed_by_hand(event: Event) -> Site | None:
@@ -116,11 +116,11 @@ def _fix_out_of_reach(event: Event) -> Fix:
     flush = event.flush
     first = next((s for s in (*flush.made_by, flush.site) if not s.is_ruled), event.site) if flush else event.site
     if first.is_ruled:  # its own line in a backward
-        return Fix(edit="", advice=f"no rule reaches the program's own lines in backward: write .float() there before {event.site.op}, or bound "
+        return Fix(advice=f"no rule reaches the program's own lines in backward: write .float() there before {event.site.op}, or bound "
                     "what it is given.")  # fmt: skip
     name = "the value" if first.op == "to" else f"what {first.op} is given"
     better = f"; or better {event.fused}" if event.fused else ""
-    return Fix(edit="", advice=f"no rule reaches what stands outside of models and regions: write .float() on {name} at {first.frame}, or "
+    return Fix(advice=f"no rule reaches what stands outside of models and regions: write .float() on {name} at {first.frame}, or "
                 f"bound the argument of {event.site.op}{better}.")  # fmt: skip
 
 
@@ -128,17 +128,17 @@ def _fix_update(event: Event) -> Fix:
     """Fix an optimizer that divides by a moment that is 0: no policy rule reaches its arithmetic."""
     dtype = event.outputs[0].dtype
     if dtype in LOW_NAMES:
-        return Fix(edit="", advice=f"the optimizer computes in {dtype}, the format of its weights, where its eps is 0: keep the "
+        return Fix(advice=f"the optimizer computes in {dtype}, the format of its weights, where its eps is 0: keep the "
                     "weights in fp32, or let mezzo.optim keep masters (params and master=split in the policy).")  # fmt: skip
-    return Fix(edit="", advice="give the optimizer an eps above 0, for example eps=1e-8.")
+    return Fix(advice="give the optimizer an eps above 0, for example eps=1e-8.")
 
 
 def _fix_overflow(event: Event, loss: float) -> Fix:
     if event.site.op == "to" and event.site.phase == "backward":
-        return Fix(edit="", advice=f"the gradient is narrowed on its way out of {event.site.path}, because what feeds it "
+        return Fix(advice=f"the gradient is narrowed on its way out of {event.site.path}, because what feeds it "
                     "is 16 bit: give that, the module or op before it, an fp32 rule too.")  # fmt: skip
     if _narrowed_by_hand(event) is event.site:
-        return Fix(edit="", advice=f"no rule undoes what {event.site.called}() narrows at {event.site.user or event.site.library}: "
+        return Fix(advice=f"no rule undoes what {event.site.called}() narrows at {event.site.user or event.site.library}: "
                     f"leave {event.leaf or 'the value'} in fp32 there, or use bf16, whose range is that of fp32.")  # fmt: skip
     widest = next((w for w in event.wide if w.is_finite), None)
     if event.outputs[0].dtype in LOW_NAMES and (widest is None or widest.dtype == "fp32"):
@@ -155,8 +155,8 @@ def _fix_overflow(event: Event, loss: float) -> Fix:
             else f"{event.site.op} in fp32 on these values: finite, up to {number(widest.amax)}",
         )
     if event.site.op == "ctc_loss":
-        return Fix(edit="", advice=_SINGULAR["ctc_loss"] + ".")
-    return Fix(edit="", advice="no policy repairs this: the value does not fit fp32. Bound the argument, or rewrite the "
+        return Fix(advice=_SINGULAR["ctc_loss"] + ".")
+    return Fix(advice="no policy repairs this: the value does not fit fp32. Bound the argument, or rewrite the "
                 "expression (logsumexp for log of a sum of exp, log-space products). If sizes grew over the steps before, "
                 "lower the learning rate.")  # fmt: skip
 
@@ -177,7 +177,7 @@ def _fix_underflow(event: Event) -> Fix:
     """Fix a loss of precision where it happened, and in the op that failed on it."""
     flush, cast = event.flush, _narrowed_by_hand(event)
     if flush is not None and cast is not None:
-        return Fix(edit="", advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
+        return Fix(advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
                     f"value in fp32 there, or bound the result of {flush.site.op} away from 0.")  # fmt: skip
     sites = [event.site] if flush is None else [*flush.made_by, flush.site, *flush.carried, event.site]
     edit = _edits(sites)
@@ -213,11 +213,10 @@ def _fix_singularity(event: Event) -> Fix:
         is_root = event.site.op == "sqrt" and event.site.phase == "backward" and not event.site.is_own
         reason = "its derivative at 0 is infinite: " if is_root else ""
         return Fix(
-            edit="",
             advice=f"{reason}write {event.replacement}{event.fused and f', or better {event.fused}'}{_cancelled(event)}.",
             tried=f"{event.replacement} on these values: finite, and so are its gradients",
         )
-    return Fix(edit="", advice=_singular_advice(event))
+    return Fix(advice=_singular_advice(event))
 
 
 def _cancelled(event: Event) -> str:
@@ -237,9 +236,8 @@ def _singular_advice(event: Event) -> str:
         return f"the divisor is the number 0: divide by max(divisor, {eps:g})."
     name = next((n for n in names if n in _SINGULAR), "softmax" if event.full_rows else "")
     if not name:
-        values = ", ".join(f"{n}={number(v)}" for n, v in event.offending)
         what = "value" if is_forward else "derivative"
-        return f"{event.site.op} has no {what}{' at ' + values if values else ''}: mask such elements before it, or bound them."
+        return f"{event.site.op} has no {what}{values_at(event)}: mask such elements before it, or bound them."
     return _SINGULAR[name].format(eps=eps, square=eps**2) + "."
 
 

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType
 
 import torch
@@ -113,20 +114,13 @@ def locate(in_backward: bool) -> Location:
 
 def is_called_from(ending: str) -> bool:
     """Say whether a file whose path ends so is on the Python stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(ending):
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename.endswith(ending) for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def sample_line() -> Frame | None:
     """Return the line by which the dataset of the running DataLoader hands out a sample; None where that is not the user's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(_FETCH):
-        frame = frame.f_back
-    dataset = None if frame is None else getattr(frame.f_locals.get("self"), "dataset", None)
+    frames = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename.endswith(_FETCH))
+    dataset = next((getattr(f.f_locals.get("self"), "dataset", None) for f in frames), None)
     while dataset is not None:
         for name in ("__getitem__", "__iter__"):
             code = getattr(getattr(type(dataset), name, None), "__code__", None)
@@ -146,15 +140,22 @@ def _last_handed_out(code: CodeType) -> int:
 
 def caller() -> Owner:
     """Say whose code called the running op; frames of torch and of the tracer are passed over."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if owner(filename) not in (Owner.TORCH, Owner.STDLIB) and not filename.startswith(_TRACER):
-            return owner(filename)
-        frame = frame.f_back
-    return Owner.USER
+    names = (f.f_code.co_filename for f, _ in walk_stack(sys._getframe(1)))
+    owners = (owner(name) for name in names if not name.startswith(_TRACER))
+    return next((own for own in owners if own not in (Owner.TORCH, Owner.STDLIB)), Owner.USER)
 
 
 def source_line(frame: Frame) -> str:
     """Return the text of the line a frame points at, stripped; empty where the source is not at hand."""
     return linecache.getline(frame.file, frame.line).strip()
+
+
+def line_pairs(frame: Frame | None, library: Frame | None) -> list[tuple[str, str]]:
+    """Return for a report the line to look at and, where that is another, the nearest one of a library, with their text."""
+    lines = {"line": frame, "library": library if library != frame else None}
+    return [(name, f"{f}   {source_line(f)}") for name, f in lines.items() if f is not None]
+
+
+def short_line(frame: Frame | None) -> str:
+    """Return a line as a table has room for it: the file's name and the number; empty for None."""
+    return "" if frame is None else f"{Path(frame.file).name}:{frame.line}"

@@ -39,7 +39,7 @@ class FlushWatch:
         """Take in one op of backward. Syncs: yes."""
         if site.phase != "backward":
             return
-        known = {id(t): v for _, t in call.inputs if (v := self._wide.get(call.original(t))) is not None}
+        known = self._wide.known(call)
         if not all(map(math.isfinite, tops)) or (
             not known and not any(_may_flush(t, top) for t, top in zip(call.out, tops, strict=True))
         ):

@@ -6,13 +6,12 @@ import linecache
 import math
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ..errors import listed
 from ..report import Block, Chart, Document, Heading, Note, Pairs, Report, Series, Source, Table
 from .findings import Finding
-from .frames import source_line
+from .frames import line_pairs, short_line, source_line
 from .lint_rules import explain_lint
 from .records import Frame, LineRange, Lint, Size, TensorFacts, TraceRecord
 
@@ -112,21 +111,13 @@ class TraceReport(Report):
         return f"Faulty: {first.verdict} in {first.op}, {first.phase}, module {first.path}{f' at {first.frame}' if first.frame else ''}."
 
 
-def _line(frame: Frame | None) -> str:
-    return "" if frame is None else f"{Path(frame.file).name}:{frame.line}"
-
-
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def _finding(f: Finding) -> list[Block]:
     times = f", in {len(f.steps)} steps" if len(f.steps) > 1 else ""
-    pairs = [("why", f.why)]
-    if f.frame is not None:
-        pairs.append(("line", f"{f.frame}   {source_line(f.frame)}"))
-    if f.library is not None and f.library != f.frame:
-        pairs.append(("library", f"{f.library}   {source_line(f.library)}"))
+    pairs = [("why", f.why), *line_pairs(f.frame, f.library)]
     if f.kernel:
         called = f", called as {f.called}" if f.called and f.called != f.op else ""
         pairs.append(("op", f"{f.op}{called} (ran {f.kernel})"))
@@ -150,7 +141,7 @@ def _others(findings: tuple[Finding, ...]) -> list[Block]:
     """List the faults after the first; most of them are its consequences."""
     if not findings:
         return []
-    rows = tuple((f.verdict, f.op, f.phase, f.path, _line(f.frame), f.fix.edit) for f in findings[:_SHOWN])
+    rows = tuple((f.verdict, f.op, f.phase, f.path, short_line(f.frame), f.fix.edit) for f in findings[:_SHOWN])
     table = Table(title="After it", columns=("verdict", "op", "phase", "module", "line", "policy edit"), rows=rows)
     rest = len(findings) - _SHOWN
     return [table, Note(text=f"… and {rest} more, in the JSON form.")] if rest > 0 else [table]
@@ -161,7 +152,7 @@ def _warnings(lints: tuple[Lint, ...]) -> list[Block]:
     if not lints:
         return []
     # one line of a program runs in many modules
-    rows = tuple(dict.fromkeys((x.rule, _line(x.site.frame), explain_lint(x).why) for x in lints))[:_SHOWN]
+    rows = tuple(dict.fromkeys((x.rule, short_line(x.site.frame), explain_lint(x).why) for x in lints))[:_SHOWN]
     return [Heading(text="Lint rules broken"), Table(title="", columns=("rule", "line", "why"), rows=rows)]
 
 

@@ -55,8 +55,9 @@ def verdict_of(event: Event) -> tuple[Verdict, str]:
     if halvings is not None:
         scale = event.loss_scale / 2**halvings
         return "loss-scale", (
-            f"the gradient reaches {number(finite.amax)} at loss scale {number(event.loss_scale)}, more than "
-            f"{_limit(event)}; it is finite at scale {number(scale)} = {number(event.loss_scale)} / 2^{halvings}."
+            f"the gradient reaches {number(finite.amax)} at loss scale {number(event.loss_scale)}, more than the "
+            f"{number(format_of(narrow_dtype(event)).max)} that {event.outputs[0].dtype} holds; it is finite at scale {number(scale)} = "
+            f"{number(event.loss_scale)} / 2^{halvings}."
         )
     return "overflow", _overflow(event, finite)
 
@@ -72,17 +73,17 @@ def _inherited(event: Event) -> str:
     return f"{event.leaf} already holds {held} when {event.site.op} first reads it."
 
 
+def values_at(event: Event, mark: str = "") -> str:
+    """Return the values at the first non-finite element of a result, as a sentence goes on with them; empty where none is known."""
+    values = ", ".join(f"{name}={number(v)}" for name, v in event.offending)
+    return f"{mark} at {values}" if values else ""
+
+
 def _mixed(event: Event) -> str:
     if event.full_rows:
         follows = "nothing to share out: 0/0" if event.outputs[0].nan else "no sum to take the logarithm of"
         return f"every entry of {event.full_rows} row{'s' * (event.full_rows > 1)} is -inf, so there is {follows}."
-    values = ", ".join(f"{name}={number(v)}" for name, v in event.offending)
-    return f"infinities written on purpose meet and give NaN{' at ' + values if values else ''}."
-
-
-def _limit(event: Event) -> str:
-    dtype = narrow_dtype(event)
-    return f"the {number(format_of(dtype).max)} that {dtype_name(dtype)} holds"
+    return f"infinities written on purpose meet and give NaN{values_at(event)}."
 
 
 def _halvings(event: Event, finite: Wide) -> int | None:
@@ -96,18 +97,17 @@ def _halvings(event: Event, finite: Wide) -> int | None:
 
 def _overflow(event: Event, finite: Wide) -> str:
     top = max((t.amax for t in event.inputs), default=0.0)
+    name, limit = event.outputs[0].dtype, format_of(narrow_dtype(event)).max
     if event.leaf:
-        return f"{event.leaf} reaches {number(top)}, and {dtype_name(narrow_dtype(event))}, to which it is cast, holds at most {number(format_of(narrow_dtype(event)).max)}."
-    where = "" if finite.amax > format_of(narrow_dtype(event)).max else " on the way to its result"
+        return f"{event.leaf} reaches {number(top)}, and {name}, to which it is cast, holds at most {number(limit)}."
+    where = "" if finite.amax > limit else " on the way to its result"
     return (
-        f"{dtype_name(narrow_dtype(event))} overflows{where}: it holds at most "
-        f"{number(format_of(narrow_dtype(event)).max)}, and the same op in {finite.dtype} gives "
+        f"{name} overflows{where}: it holds at most {number(limit)}, and the same op in {finite.dtype} gives "
         f"{number(finite.amax)} from inputs of at most {number(top)}."
     )
 
 
 def _never_finite(event: Event) -> tuple[Verdict, str]:
-    values = ", ".join(f"{name}={number(v)}" for name, v in event.offending)
     if event.reference is not None and event.reference.is_finite:
         return "underflow", _underflow(event)
     has_nan = any(t.nan for t in event.outputs)
@@ -117,9 +117,9 @@ def _never_finite(event: Event) -> tuple[Verdict, str]:
             f"finite inputs of at most {number(max(t.amax for t in event.inputs))} gave a non-finite result.",
         )
     if not has_nan and event.kernel.split(".")[-1].strip("_").removeprefix("foreach_") in _ENTIRE:
-        return "overflow", f"the result is larger than any format holds{', at ' + values if values else ''}."
+        return "overflow", f"the result is larger than any format holds{values_at(event, ',')}."
     tried = " and ".join(w.dtype for w in event.wide) or "its own format"
-    return "singularity", f"not finite in {tried} either{': at ' + values if values else ''}{_column(event)}."
+    return "singularity", f"not finite in {tried} either{values_at(event, ':')}{_column(event)}."
 
 
 def _column(event: Event) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import storage_id
+from .ops import Call
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -43,6 +44,11 @@ class WideValues:
         """Return the wide values where a tensor lies; None where nothing is known. Syncs: no."""
         found = self.notes.get(tensor)
         return None if found is None or found[0] != tensor.itemsize else at(found[1], tensor)
+
+    def known(self, call: Call) -> dict[int, Tensor]:
+        """Return the wide values of an op's inputs, where there are any, by the id of what it read. Syncs: no."""
+        found = ((id(t), self.get(call.original(t))) for _, t in call.inputs)
+        return {key: wide for key, wide in found if wide is not None}
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Note what a tensor that was just written would hold, all of its storage or a part of it. Syncs: no."""

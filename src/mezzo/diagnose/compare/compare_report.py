@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...report import Block, Cell, Chart, Document, Heading, Note, Pairs, Report, Series, Table
+from ...trace import short_line
 from .agreement import Agreement, ModuleError, OpError, Proposal, StepFidelity
 from .proposals import WORTH_DB
 
@@ -81,7 +81,9 @@ _SCALE = Note(
 )
 
 
-def _db(value: float, sign: bool = False) -> str:
+def _db(value: float | None, sign: bool = False) -> str:
+    if value is None:
+        return ""
     return "exact" if value == math.inf and not sign else f"{value:{'+' if sign else ''}.1f} dB"
 
 
@@ -105,16 +107,7 @@ def _summary(m: StepFidelity) -> Pairs:
 def _proposals(found: tuple[Proposal, ...], tried: int) -> list[Block]:
     if not found:
         return [Note(text=f"{tried} fp32 rules were tried; none gains {WORTH_DB:g} dB.")] if tried else []
-    rows = tuple(
-        (
-            p.edit,
-            _db(p.gain, sign=True),
-            "" if p.gradients is None else _db(p.gradients),
-            _db(p.outputs),
-            f"{p.cost:.1%}",
-        )
-        for p in found
-    )
+    rows = tuple((p.edit, _db(p.gain, sign=True), _db(p.gradients), _db(p.outputs), f"{p.cost:.1%}") for p in found)
     columns = ("policy edit", "gain", "gradients", "outputs", "work to fp32")
     return [Table(title=f"Rules that pay, each measured by running it ({tried} tried)", columns=columns, rows=rows)]
 
@@ -125,25 +118,15 @@ def _three(a: Agreement | None) -> tuple[Cell, Cell, Cell]:
 
 def _modules(ranking: tuple[ModuleError, ...]) -> Table:
     rows = tuple(
-        (m.path, m.cls, *_three(m.forward), "" if m.backward is None else _db(m.backward.local),
-         "" if m.weights is None else _db(m.weights.local))
-        for m in ranking[:_SHOWN]
-    )  # fmt: skip
+        (m.path, m.cls, *_three(m.forward), _three(m.backward)[0], _three(m.weights)[0]) for m in ranking[:_SHOWN]
+    )
     columns = ("module", "class", "local", "inherited", "total", "backward local", "weight gradient local")
     return Table(title="", columns=columns, rows=rows)
 
 
 def _ops(ranking: tuple[OpError, ...]) -> Table:
     rows = tuple(
-        (
-            op.op,
-            op.phase,
-            op.dtype,
-            op.path,
-            "" if op.frame is None else f"{Path(op.frame.file).name}:{op.frame.line}",
-            *_three(op.agreement),
-        )
-        for op in ranking[:_SHOWN]
+        (op.op, op.phase, op.dtype, op.path, short_line(op.frame), *_three(op.agreement)) for op in ranking[:_SHOWN]
     )
     columns = ("op", "phase", "type", "module", "line", "local", "inherited", "total")
     return Table(title="", columns=columns, rows=rows)
@@ -159,13 +142,9 @@ def _charts(modules: tuple[ModuleError, ...]) -> list[Block]:
         points = [(path, a) for path, a in found if a is not None][:_POINTS]
         if points:
             series = tuple(
-                Series(name=name, values=tuple(_finite(getattr(a, name)) for _, a in points))
+                Series(name=name, values=tuple(getattr(a, name) for _, a in points))
                 for name in ("local", "inherited", "total")
             )
             labels = tuple(path for path, _ in points)
             charts.append(Chart(title=title, kind="lines", labels=labels, series=series, unit="dB"))
     return charts
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -175,28 +176,13 @@ def _pairs(pairs: tuple[tuple[str, int], ...]) -> str:
 
 
 def _row(name: str, cls: str, c: Counts) -> ModuleRow:
-    return ModuleRow(
-        module=name,
-        cls=cls,
-        ops=tuple(sorted(c.ops.items())),
-        flops=tuple(sorted(c.flops.items())),
-        weight_casts=c.weight_casts,
-        up_casts=c.up_casts,
-        down_casts=c.down_casts,
-        grad_casts=c.grad_casts,
-        ping_pong=c.ping_pong,
-        cast_bytes=c.cast_bytes,
-        unaligned=tuple(sorted(c.unaligned.items())),
-    )
-
-
-def _nothing(*_: object) -> None:
-    pass
+    counts = {f.name: getattr(c, f.name) for f in fields(c)}
+    data: dict[str, Any] = {key: tuple(sorted(n.items())) if isinstance(n, Counter) else n for key, n in counts.items()}
+    return ModuleRow(module=name, cls=cls, ping_pong=c.ping_pong, **data)
 
 
 def _count(model: nn.Module, run: Callable[[], None]) -> dict[str, Counts]:
-    context = TraceContext(model, 0, _nothing, _nothing)
-    counter = OpCounter(context, model)
+    counter = OpCounter(TraceContext(model, 0, lambda _: None, lambda *_: None), model)
     with counter.watching():
         run()
     return counter.counts

@@ -16,7 +16,6 @@ from ... import random_state
 from ...errors import DataError, StoppedRun
 from ...policy import PolicyLike, as_policy
 from ...report import Document, Pairs, Report
-from ...step import Stepper
 from ...step.prepare import prepare
 from .recorder import FORMAT, RESULTS, START, batch_file, outcome, random_of, segments, step_file
 
@@ -103,15 +102,12 @@ def _segment(folder: Path, step: int) -> tuple[int, Path]:
     raise DataError(f"step {step} was asked for, and {str(folder)!r} does not hold it: {held}.")
 
 
-def _prepared(parts: Parts, policy: PolicyLike) -> Stepper:
-    return prepare(parts[0], parts[1], policy)
-
-
 class _Run:
     """A model, its stepper and loss, and the segment whose steps it takes."""
 
     def __init__(self, parts: Parts, policy: PolicyLike, folder: Path) -> None:
-        self.amp, self.loss_fn, self._folder = _prepared(parts, policy), parts[2], folder
+        model, optimizers, self.loss_fn = parts
+        self.amp, self._folder = prepare(model, optimizers, policy), folder
         self._known = {step: result for file in folder.glob(f"*{RESULTS}") for step, result in _load(file).items()}
 
     def take(self, step: int) -> tuple[dict[str, Any], str]:
@@ -155,17 +151,13 @@ def _bits(value: Tensor) -> list[int]:
     return value.detach().float().reshape(-1).view(torch.int32).tolist()
 
 
-def _none(model: nn.Module) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 def replay(
     folder: str | Path,
     step: int,
     build: Callable[[], Parts],
     *,
     policy: PolicyLike | None = None,
-    around: Around = _none,
+    around: Around = nullcontext,
 ) -> ReplayedStep:
     """Run one step of a record again, from the snapshot before it.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -134,30 +133,24 @@ class Watch:
 
     def _on_output(self, row: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._is_sampling or autograd_node() is not None:
-                return
-            start = time.perf_counter()
-            found = next((v for _, t in tensors_in(output, "") if (v := plain(t)) is not None), None)
-            if found is not None and found.numel():
-                self._dtypes.add(found.dtype)
-                with torch.no_grad():
-                    self._rows.put(row, found)
-            self._spent_s += time.perf_counter() - start
+            if self._is_sampling and autograd_node() is None:
+                self._timed(lambda: self._put(row, output))
 
         return hook
 
     def _on_gradient(self, row: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            if not self._is_sampling or parameter.grad is None:
-                return
-            start = time.perf_counter()
-            values = plain(parameter.grad)
-            if values is not None and values.numel():
-                with torch.no_grad():
-                    self._rows.put(row, values)
-            self._spent_s += time.perf_counter() - start
+            if self._is_sampling and parameter.grad is not None:
+                self._timed(lambda: self._put(row, parameter.grad))
 
         return hook
+
+    def _put(self, row: int, value: object) -> None:
+        """Keep a sample of the first floating tensor in a value."""
+        found = next((v for _, t in tensors_in(value, "") if (v := plain(t)) is not None), None)
+        if found is not None and found.numel():
+            self._dtypes.add(found.dtype)
+            self._rows.put(row, found)
 
     def _step(self, step: Callable[..., StepResult], closure: Any, **kwargs: Any) -> StepResult:
         before = self._timed(self._sample_weights) if self._is_sampling else None
@@ -294,9 +287,7 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
