@@ -7,12 +7,12 @@ names it; nothing else in mezzo touches a name of torch that begins with an unde
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
 from operator import attrgetter
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -437,12 +437,7 @@ def is_pipeline_dry_run() -> bool:
 
     Without it that loss may be NaN, and void the first step.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_backward_metadata_inference":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "_backward_metadata_inference" for frame, _ in walk_stack(sys._getframe()))
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,24 +54,14 @@ def _from_finfo(name: str, dtype: torch.dtype, exponent_bits: int, mantissa_bits
     )
 
 
-_FP32 = _from_finfo("fp32", torch.float32, 8, 23)
 # Source of tf32: NVIDIA A100 architecture whitepaper: 8 exponent bits, 10 fraction bits, stored in 32.
-_TF32 = Format(
-    name="tf32",
-    dtype=torch.float32,
-    exponent_bits=8,
-    mantissa_bits=10,
-    max=(2.0 - 2.0**-10) * 2.0**127,
-    tiny=_FP32.tiny,
-    smallest=_FP32.tiny * 2.0**-10,
-    eps=2.0**-10,
-)
+_TF32 = replace(_from_finfo("tf32", torch.float32, 8, 10), max=(2.0 - 2.0**-10) * 2.0**127, eps=2.0**-10)
 
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         _from_finfo("fp64", torch.float64, 11, 52),
-        _FP32,
+        _from_finfo("fp32", torch.float32, 8, 23),
         _TF32,
         _from_finfo("fp16", torch.float16, 5, 10),
         _from_finfo("bf16", torch.bfloat16, 8, 7),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mezzo.bench.roofline import Phase
 from mezzo.bench.variant import Variant
-from mezzo.bench.worker import VariantWorker, worker_of
+from mezzo.bench.worker import VariantWorker, sampler_of
 from mezzo.bench.workload import PEAK_RATES, Plan, Point, Session, Setting, Workload
 from mezzo.errors import BenchError
 
@@ -117,7 +117,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_for_the_machine_measures_it() -> None:
     plan = dataclasses.asdict(Plan(variants=("torch-amp",), peak_rates_s=0.05))
-    found = worker_of({"plan": plan, "variant": PEAK_RATES, "workload": "recipe", "config": {}}).sample("any")
+    found = sampler_of({"plan": plan, "variant": PEAK_RATES, "workload": "recipe", "config": {}})("any")
     assert list(found["matmul"]) == ["bf16"]
 
 
@@ -125,7 +125,7 @@ def test_memory_that_cannot_be_kept_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
     job = {"plan": {"variants": ["prepare+keep"]}, "variant": "prepare+keep", "workload": "recipe", "config": {}}
     with pytest.raises(BenchError, match=r"^memory cannot be kept here: .*\. Leave the variants with \+keep out\.$"):
-        worker_of(job)
+        sampler_of(job)
 
 
 def test_mezzo_keeps_memory_by_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_mezzo_keeps_memory_by_its_own_call(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("mezzo.bench.worker._keep_memory", lambda: called.append("kept"))
     for variant in ("prepare", "torch-amp+keep", "prepare-master+keep"):
         called.append(variant)
-        worker_of({"plan": {"variants": [variant]}, "variant": variant, "workload": "recipe", "config": {}})
+        sampler_of({"plan": {"variants": [variant]}, "variant": variant, "workload": "recipe", "config": {}})
     assert called == ["prepare", "torch-amp+keep", "prepare-master+keep", "kept"]
 
 

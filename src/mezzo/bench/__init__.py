@@ -15,7 +15,6 @@ from .measurement import load as load
 from .performance import PAGE as PAGE
 from .performance import README as README
 from .performance import RESULTS as RESULTS
-from .performance import figures as figures
 from .performance import page as page
 from .performance import with_figures as with_figures
 from .results_table import header as header

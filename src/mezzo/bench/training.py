@@ -149,12 +149,9 @@ def training_step(
     if variant.compiled:
         model.compile()
     if variant.wrapper != "none":
-        wrap = _accelerated if variant.wrapper == "accelerate" else _fabricated
-        return wrap(setting, model, optimizer, loss_of, training.max_norm)
+        return _wrapped(variant, setting, model, optimizer, loss_of, training.max_norm)
     region, scaler = region_of(variant, setting), scaler_of(variant, setting, training.init_scale)
-    if scaler is None:
-        return _plain(model, optimizer, loss_of, region, training.max_norm)
-    return _scaled(model, optimizer, loss_of, region, scaler, training.max_norm)
+    return _in_region(model, optimizer, loss_of, region, scaler, training.max_norm)
 
 
 def policy_of(variant: Variant, setting: Setting) -> str:
@@ -188,101 +185,70 @@ def _prepared(
     return step
 
 
-def _plain(
+def _in_region(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_of: LossOf[Batch],
     region: Callable[[], contextlib.AbstractContextManager[object]],
+    scaler: Scaler | None,
     max_norm: float | None,
 ) -> StepOf[Batch]:
     def step(batch: Batch) -> Tensor:
         with region():
             loss = loss_of(model, batch)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
         if max_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     return step
 
 
-def _scaled(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_of: LossOf[Batch],
-    region: Callable[[], contextlib.AbstractContextManager[object]],
-    scaler: Scaler,
-    max_norm: float | None,
-) -> StepOf[Batch]:
-    def step(batch: Batch) -> Tensor:
-        with region():
-            loss = loss_of(model, batch)
-        torch.autograd.backward(scaler.scale(loss))
-        if max_norm is not None:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
-def _accelerated(
+def _wrapped(
+    variant: Variant,
     setting: Setting,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_of: LossOf[Batch],
     max_norm: float | None,
 ) -> StepOf[Batch]:
-    """Return the step as the documentation of accelerate writes it."""
-    from accelerate import Accelerator
+    """Return the step as the documentation of accelerate, or of Lightning Fabric, writes it."""
+    library: Any
+    if variant.wrapper == "accelerate":
+        from accelerate import Accelerator
 
-    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[setting.dtype]
-    accelerator = Accelerator(mixed_precision=name, cpu=setting.device.type == "cpu")
-    wrapped, stepped = accelerator.prepare(model, optimizer)
+        library = Accelerator(mixed_precision=dtype_name(setting.dtype), cpu=setting.device.type == "cpu")
+        wrapped, stepped = library.prepare(model, optimizer)
 
-    def clip() -> None:
-        if max_norm is not None:
-            accelerator.clip_grad_norm_(wrapped.parameters(), max_norm)
+        def clip() -> object:
+            return library.clip_grad_norm_(wrapped.parameters(), max_norm)
 
-    return _step_of(accelerator, wrapped, stepped, loss_of, clip)
+    else:
+        from lightning.fabric import Fabric
 
+        precision: Any = f"{dtype_name(setting.dtype).removeprefix('fp')}-mixed"
+        library = Fabric(accelerator=setting.device.type, devices=1, precision=precision)
+        wrapped, stepped = library.setup(model, optimizer)
 
-def _fabricated(
-    setting: Setting,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_of: LossOf[Batch],
-    max_norm: float | None,
-) -> StepOf[Batch]:
-    """Return the step as the documentation of Lightning Fabric writes it."""
-    from lightning.fabric import Fabric
+        def clip() -> object:
+            return library.clip_gradients(wrapped, stepped, max_norm=max_norm)
 
-    name: Any = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}[setting.dtype]
-    fabric = Fabric(accelerator=setting.device.type, devices=1, precision=name)
-    wrapped, stepped = fabric.setup(model, optimizer)
-
-    def clip() -> None:
-        if max_norm is not None:
-            fabric.clip_gradients(wrapped, stepped, max_norm=max_norm)
-
-    return _step_of(fabric, wrapped, stepped, loss_of, clip)
-
-
-def _step_of(
-    library: Any, model: nn.Module, optimizer: Any, loss_of: LossOf[Batch], clip: Callable[[], None]
-) -> StepOf[Batch]:
     def step(batch: Batch) -> Tensor:
         with library.autocast():
-            loss = loss_of(model, batch)
+            loss = loss_of(wrapped, batch)
         library.backward(loss)
-        clip()
-        optimizer.step()
-        optimizer.zero_grad()
+        if max_norm is not None:
+            clip()
+        stepped.step()
+        stepped.zero_grad()
         return loss.detach()
 
     return step

@@ -14,7 +14,8 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -181,20 +182,8 @@ class VariantWorker:
         return answer
 
 
-class PeakRatesWorker:
-    """Measures the machine's limits in the formats of a plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def sample(self, label: str) -> dict[str, Any]:
-        """Return the limits as they are now. Syncs: yes."""
-        plan = self._plan
-        return dataclasses.asdict(measure_peak_rates(plan.setting.device, plan.number_formats, plan.peak_rates_s))
-
-
-def worker_of(job: Mapping[str, Any]) -> VariantWorker | PeakRatesWorker:
-    """Return the worker that a job asks for.
+def sampler_of(job: Mapping[str, Any]) -> Callable[[str], dict[str, Any]]:
+    """Return what takes a sample of a point as a job asks for it: of a variant, or of the machine's limits.
 
     Writes: torch's thread count and fp32 product precision; settings of the C library where freed memory is kept.
     """
@@ -202,12 +191,13 @@ def worker_of(job: Mapping[str, Any]) -> VariantWorker | PeakRatesWorker:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     if job["variant"] == PEAK_RATES:
-        return PeakRatesWorker(plan)
+        rates = partial(measure_peak_rates, plan.setting.device, plan.number_formats, plan.peak_rates_s)
+        return lambda _: dataclasses.asdict(rates())
     variant = find_variant(job["variant"], plan.setting.device)
     if variant.keeps and variant.is_mezzo:
         _keep_memory()
     set_tf32(variant.tf32)
-    return VariantWorker(plan, find_workload(job["workload"]).from_fields(job["config"]), job["variant"])
+    return VariantWorker(plan, find_workload(job["workload"]).from_fields(job["config"]), job["variant"]).sample
 
 
 def set_tf32(is_on: bool) -> None:
@@ -237,10 +227,10 @@ def main() -> int:
         print(json.dumps(message), file=channel, flush=True)
 
     try:
-        worker = worker_of(json.loads(sys.stdin.readline()))
+        sample = sampler_of(json.loads(sys.stdin.readline()))
         answer({"threads": torch.get_num_threads()})
         for line in sys.stdin:
-            answer(worker.sample(line.rstrip("\n")))
+            answer(sample(line.rstrip("\n")))
     except Exception as error:
         traceback.print_exc()
         first_line = (str(error).splitlines() or [""])[0]

@@ -62,13 +62,8 @@ def audit(
     for column, name in enumerate(names):
         if differing[column]:
             shown = [_number(bits, column < len(numbers)) for bits in table[:, column].tolist()]
-            _refuse(
-                group,
-                step,
-                f"{name} is",
-                shown,
-                "Load the same checkpoint, and call step() the same number of times, on all.",
-            )
+            hint = "Load the same checkpoint, and call step() the same number of times, on all."
+            _refuse(group, step, f"{name} is", shown, hint)
     rows = torch.stack([row.cpu() for row in group.gather(group.to_device(sums))])
     apart = (rows != rows[0]).any(dim=0)
     first = int(apart.nonzero()[0])

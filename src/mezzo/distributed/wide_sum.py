@@ -135,7 +135,8 @@ class WideSum:
         rows = form.pack(split(sent, group.size, form.multiple))
         received = torch.empty_like(rows)
         work = group.exchange(received, rows)
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(target))
+        devices: list[int | str | torch.device] = [] if target.device.type == "cpu" else [target.device]
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         self._sent.append(_Bucket(form, rows, received, target, divisor, work, done))
         self._go_on(group, in_flight=1)
         return done
@@ -167,10 +168,6 @@ def _finish(group: Group, bucket: _Bucket) -> None:
     group.wait(bucket.work, bucket.rows)
     bucket.target.copy_(bucket.codec.unpack(bucket.rows).view(-1)[: bucket.target.numel()])
     bucket.done.set_result(bucket.target)
-
-
-def _devices(tensor: Tensor) -> list[int | str | torch.device]:
-    return [] if tensor.device.type == "cpu" else [tensor.device]
 
 
 class WideReduceScatter:

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from ..errors import StepError
-from ..optim import wrapped_optimizer
+from ..optim import parameters, wrapped_optimizer
 from ..policy import PolicyLike
 from ..step import Stepper, needs_closure
 from .adapter import Adapter, innermost_optimizer
@@ -244,14 +244,10 @@ class _PreparedByFabric(FabricStrategy):
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, **kwargs: Any
     ) -> Tensor:
         now = None if norm_type == 2.0 else partial(clip_grad_norm_, max_norm=max_norm, norm_type=norm_type)
-        return self._adapter.clip_norm(_parameters(optimizer), max_norm, now)
+        return self._adapter.clip_norm(parameters(optimizer), max_norm, now)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        self._adapter.clip_value(_parameters(optimizer), clip_val)
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+        self._adapter.clip_value(parameters(optimizer), clip_val)
 
 
 def _adopt_strategies(plugin: MezzoPrecision) -> None:

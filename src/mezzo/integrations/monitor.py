@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..formats import LOW_DTYPES, widest
 from ..kernels import local
 from ..step import Stepper, StepResult
+from ..trace import spaced
 
 Writer = Callable[[Mapping[str, float], int], object]
 """Takes values by name, and the number of the step."""
@@ -55,8 +56,7 @@ class _Sample:
 
 
 def _spaced(tensor: Tensor) -> Tensor:
-    flat = local(tensor.detach()).reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // _WIDTH))].clone()
+    return spaced(local(tensor.detach()), _WIDTH).clone()
 
 
 class Monitor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..errors import ScalerError
+from ..stamp import Stamp
 from . import messages
 from .fused import parameters
 from .grad_tracker import Entry, GradTracker, Mark
@@ -70,14 +73,8 @@ def before_step(tracker: GradTracker, optimizer: Optimizer) -> None:
 
     Syncs: only on the way to an error.
     """
-    if not tracker.can_judge:
-        return
-    added = []
-    for index, param in enumerate(parameters(optimizer)):
-        entry, grad = tracker.entry(param), param.grad
-        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.stamp.is_of(grad):
-            added.append(index)
-    _refuse(optimizer, added, messages.ADDED)
+    if tracker.can_judge:
+        _refuse(optimizer, _still_scaled(tracker, optimizer, Stamp.is_of), messages.ADDED)
 
 
 def direct_step(tracker: GradTracker, optimizer: Optimizer) -> None:
@@ -88,14 +85,20 @@ def direct_step(tracker: GradTracker, optimizer: Optimizer) -> None:
 
     Syncs: only on the way to an error.
     """
-    if tracker.is_stepping or not tracker.can_judge:
-        return
-    scaled = []
-    for index, param in enumerate(parameters(optimizer)):
-        entry, grad = tracker.entry(param), param.grad
-        if grad is not None and entry is not None and entry.mark is not Mark.UNSCALED and entry.stamp.is_current(grad):
-            scaled.append(index)
-    _refuse(optimizer, scaled, messages.DIRECT)
+    if not tracker.is_stepping and tracker.can_judge:
+        _refuse(optimizer, _still_scaled(tracker, optimizer, Stamp.is_current), messages.DIRECT)
+
+
+def _still_scaled(tracker: GradTracker, optimizer: Optimizer, is_noted: Callable[[Stamp, Tensor], bool]) -> list[int]:
+    """Return the indices of the gradients that were not divided, of those that are the ones noted."""
+    return [
+        index
+        for index, param in enumerate(parameters(optimizer))
+        if (grad := param.grad) is not None
+        and (entry := tracker.entry(param)) is not None
+        and entry.mark is not Mark.UNSCALED
+        and is_noted(entry.stamp, grad)
+    ]
 
 
 def _refuse(optimizer: Optimizer, indices: list[int], verdict: str, zeros_too: bool = False) -> None:

@@ -2,13 +2,14 @@
 
 Ops with the same rules and the same reason stand in one family. Names are those of ATen; `table` adds the public
 spellings. Source of torch's columns: aten/src/ATen/autocast_mode.{h,cpp} of torch 2.11 to 2.15, checked against the
-dispatcher of the installed torch by `policy.drift`. At the end: which modules' weights feed low ops.
+dispatcher of the installed torch by `tests/policy/test_table.py`. At the end: which modules' weights feed low ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from .kinds import Rule
 
@@ -40,24 +41,8 @@ class Family:
     instead: str | None = None
 
 
-def _family(
-    ops: str,
-    *torch: tuple[Rule, tuple[str, ...]],
-    mezzo: Rule | None,
-    reason: str,
-    repair: str = "",
-    by_dtype: bool = False,
-    instead: str | None = None,
-) -> Family:
-    return Family(
-        ops=tuple(ops.split()),
-        torch=torch,
-        mezzo=mezzo,
-        reason=reason,
-        repair=repair,
-        by_dtype=by_dtype,
-        instead=instead,
-    )
+def _family(ops: str, *torch: tuple[Rule, tuple[str, ...]], **facts: Any) -> Family:
+    return Family(ops=tuple(ops.split()), torch=torch, **facts)
 
 
 GPU = ("cuda", "xpu")

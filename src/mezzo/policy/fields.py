@@ -192,22 +192,7 @@ _Fields = TypeVar("_Fields", bound="PolicyFields")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyFields:
-    """What precision everything has: ops, modules, weights, gradients, moments, traffic, output.
-
-    Attributes:
-        compute: dtype of low ops; fp32 switches casting off; None lets the device decide (`resolve`).
-        params: storage dtype of trainable weights that feed low ops.
-        master: how 16-bit `params` keep small updates.
-        grads: dtype gradients are accumulated in over micro-batches; None: the dtype of the weight.
-        reduce: dtype of gradient traffic between ranks; fp8 sends blocks with a scale each, and what rounding took away a step
-            later.
-        state: dtype of optimizer moments.
-        output: dtype of the root module's floating outputs; None leaves them.
-        loss: dtype the loss must have when it reaches backward.
-        ops: op table and edits; a table's name is accepted for short.
-        modules: ordered module rules; a later rule wins.
-        scaling: how the loss scale moves; None: no loss scaling.
-        guard: what the step does about inf and NaN.
+    """The fields of a `Policy`, which says what each means, and what follows from them alone.
 
     Raises:
         PolicyError: a value that does not exist or contradicts another.

@@ -68,37 +68,8 @@ def registered(device_type: str) -> frozenset[str]:
     return frozenset(name.removeprefix("aten::").split(".")[0] for name in ops_with_kernel(key))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drift:
-    """How the torch column of `FAMILIES` differs from the installed torch on one device.
-
-    Attributes:
-        unknown: ops torch casts and the table does not name.
-        gone: ops the table names and torch does not cast.
-    """
-
-    device_type: str
-    unknown: tuple[str, ...]
-    gone: tuple[str, ...]
-
-
 def _torch_rule(family: Family, device_type: str) -> Rule | None:
     return next((rule for rule, devices in family.torch if device_type in devices), None)
-
-
-def drift(device_type: str) -> Drift:
-    """Compare the table with the dispatcher of the installed torch.
-
-    Ops that only some versions of torch list show up here by name; `op_table("torch", ...)` keeps to the installed one.
-
-    Args:
-        device_type: cpu, cuda, mps or xpu.
-
-    Syncs: no.
-    """
-    listed = {op for family in FAMILIES if _torch_rule(family, device_type) for op in family.ops}
-    present = registered(device_type)
-    return Drift(device_type=device_type, unknown=tuple(sorted(present - listed)), gone=tuple(sorted(listed - present)))
 
 
 _REFUSES_DTYPE = frozenset({"norm", "linalg_matrix_norm"})  # for the nuclear norm, if the input is 16 bit

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from ..errors import PolicyError
 from ..files import write_atomically
-from .fields import GuardConfig, ModuleRule, OpRules, PolicyFields, ScalingConfig, check, check_known
-from .kinds import Rule, is_word, kinds, options
+from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
+from .kinds import is_word, kinds, options
 from .presets import preset_fields
 from .spelling import (
     CONFIGS,
@@ -67,13 +67,13 @@ def from_document(document: Mapping[str, object]) -> PolicyFields:
         name: _value(name, kinds(PolicyFields)[name], document[name]) for name in FIELDS if name in document
     }
     if "modules" in document:
-        changes["modules"] = (*preset.modules, *_rules("modules", document["modules"], _module_rule))
+        changes["modules"] = (*preset.modules, *_rules("modules", document["modules"], read_module_rule))
     if "scaling" in document:
         changes["scaling"] = _scaling(document["scaling"], preset.scaling or ScalingConfig())
     if "guard" in document:
         changes["guard"] = _config("guard", preset.guard, document["guard"])
     table = _value("ops", kinds(OpRules)["table"], document.get("ops", preset.op_rules.table))
-    edits = (*preset.op_rules.edits, *_rules("op_rules", document.get("op_rules", []), _op_rule))
+    edits = (*preset.op_rules.edits, *_rules("op_rules", document.get("op_rules", []), read_op_rule))
     return preset.replace(ops=OpRules(table=table, edits=edits), **changes)  # type: ignore[arg-type]  # values are checked
 
 
@@ -85,25 +85,17 @@ def _value(key: str, kind: object, value: object) -> object:
     return read(key, kind, value)
 
 
-def _rules(key: str, entries: object, read_rule: Callable[[str], _T]) -> tuple[_T, ...]:
+def _rules(key: str, entries: object, read_rule: Callable[[str, str], _T]) -> tuple[_T, ...]:
     if not isinstance(entries, list):
         raise PolicyError(f"{key!r}: a list of texts such as 'name=fp32' is wanted, not {entries!r}.")
     rules = []
     for number, entry in enumerate(entries, 1):
         check(isinstance(entry, str), f"{key!r}, entry {number}: a text such as 'name=fp32' is wanted, not {entry!r}.")
         try:
-            rules.append(read_rule(entry))
+            rules.append(read_rule(*split_edit(entry)))
         except PolicyError as error:
             raise PolicyError(f"{key!r}, entry {number}: {error}") from None
     return tuple(rules)
-
-
-def _module_rule(entry: str) -> ModuleRule:
-    return read_module_rule(*split_edit(entry))
-
-
-def _op_rule(entry: str) -> tuple[str, Rule]:
-    return read_op_rule(*split_edit(entry))
 
 
 def _scaling(value: object, base: ScalingConfig) -> ScalingConfig | None:

@@ -100,7 +100,7 @@ def _module_rules(policy: PolicyFields, module: str, class_name: str | Sequence[
     names = (class_name,) if isinstance(class_name, str) and class_name else tuple(class_name)
     found = []
     for fqn, class_names in ((module, names), *((around, ()) for around in _around(module))):
-        found += [(i, rule) for i, rule in _backwards(policy.modules) if rule.matches(fqn, class_names)]
+        found += [(i, rule) for i, rule in reversed(list(enumerate(policy.modules))) if rule.matches(fqn, class_names)]
     return list(dict.fromkeys(found))
 
 
@@ -108,10 +108,6 @@ def _around(module: str) -> list[str]:
     """Return the names of the modules around one, inner first, the root "" last."""
     parts = module.split(".") if module else []
     return [".".join(parts[:i]) for i in reversed(range(len(parts)))]
-
-
-def _backwards(rules: Sequence[ModuleRule]) -> list[tuple[int, ModuleRule]]:
-    return list(reversed(list(enumerate(rules))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,13 +92,10 @@ class StateReport:
         return html_table(f"{self.policy}: {self._total}", _COLUMNS, self._cells())
 
     def __str__(self) -> str:
-        lines = [_COLUMNS, *self._cells()]
-        widths = [max(len(line[column]) for line in lines) for column in range(3)]
-        table = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, [*widths, 0], strict=True)).rstrip()
-            for line in lines
-        ]
-        return "\n".join([f"policy: {self.policy}", *table, self._total])
+        from ..report import table_text
+
+        table = table_text(_COLUMNS, list(self._cells()), right=())
+        return "\n".join([f"policy: {self.policy}", table, self._total])
 
 
 Found = tuple[str, Tensor, torch.dtype | None]

@@ -19,7 +19,6 @@ from .frames import source_line as source_line
 from .lint_rules import LintWarning as LintWarning
 from .lint_rules import explain_lint as explain_lint
 from .measure import exponent_fields as exponent_fields
-from .measure import rerun_wide as rerun_wide
 from .measure import spaced as spaced
 from .modules import Place as Place
 from .modules import tensors_in as tensors_in
@@ -38,5 +37,4 @@ from .tracer import trace as trace
 from .verdict import number as number
 from .wide_values import StorageNotes as StorageNotes
 from .wide_values import WideValues as WideValues
-from .wide_values import at as at
 from .wide_values import flat as flat

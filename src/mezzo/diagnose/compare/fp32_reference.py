@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...formats import widest
-from ...trace import Phase, StorageNotes, at, flat
+from ...trace import Phase, StorageNotes, WideValues, flat
 
 _MASK = 2.0**127
 """fp32 magnitudes from here on stand for infinity, as `torch.finfo(dtype).min` does in a mask."""
@@ -35,19 +35,10 @@ class Maker:
 
 
 @dataclass(slots=True)
-class Fp32Values:
-    """What fp32 would hold in one storage, as flat tensors of as many elements.
-
-    Attributes:
-        maker: who wrote it last.
-        local: had the maker computed in fp32 on the inputs it was given.
-        full: had everything been computed in fp32.
-        is_counted: somebody read it as the maker's result, and its error was noted.
-    """
+class _Made:
+    """Who wrote a storage last, and whether somebody read it as the maker's result, so that its error was noted."""
 
     maker: Maker
-    local: Tensor
-    full: Tensor
     is_counted: bool = False
 
 
@@ -128,30 +119,29 @@ class Tally:
 
 
 class Fp32Reference:
-    """fp32 values for each storage that holds something else than fp32 would.
+    """fp32 values for each storage that holds something else than fp32 would: locally and in full.
 
-    Memory that is not known holds exactly what fp32 would hold. Views need no note: a reference has the layout of the
-    storage, so a view of one is the same view of the other. Syncs: no.
+    Local is what it would hold had its maker computed in fp32 on the inputs it was given, full had everything been. Memory
+    that is not known holds exactly what fp32 would hold. Syncs: no.
     """
 
     def __init__(self) -> None:
-        self._known: StorageNotes[Fp32Values] = StorageNotes()
+        self._made: StorageNotes[_Made] = StorageNotes()
+        self._local, self._full = WideValues(), WideValues()
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return self._known.get(tensor) is not None
+        return self._made.get(tensor) is not None
 
     def local(self, tensor: Tensor, here: Maker) -> Tensor | None:
         """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is.
 
         Syncs: no.
         """
-        known = self._known.get(tensor)
-        return at(known.local, tensor) if known is not None and here.is_same_module(known.maker) else None
+        return self._local.get(tensor) if here.is_same_module(self.maker(tensor)) else None
 
     def full(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor would be had everything been computed in fp32; None if that is what it is. Syncs: no."""
-        known = self._known.get(tensor)
-        return None if known is None else at(known.full, tensor)
+        return self._full.get(tensor)
 
     def put(self, tensor: Tensor, here: Maker, local: Tensor, full: Tensor) -> None:
         """Note what a tensor that was just written would hold.
@@ -159,32 +149,23 @@ class Fp32Reference:
         Args:
             tensor: as the run wrote it, all of its storage or a part.
             here: who wrote it.
-            local: shape of `tensor`; see `Fp32Values`.
+            local: shape of `tensor`; see above.
             full: likewise.
 
         Syncs: no.
         """
         if tensor.numel() == 0:
             return
-        old, actual = self._known.get(tensor), flat(tensor).float()
-        if old is not None and at(old.full, tensor) is None:
-            old = None
-        keeps_own = old is not None and old.maker == here
-        known = Fp32Values(
-            maker=here,
-            local=old.local if old is not None and keeps_own else actual.clone(),
-            full=old.full if old is not None else actual.clone(),
-        )
-        for kept, values in ((known.local, local), (known.full, full)):
-            view = at(kept, tensor)
-            assert view is not None  # made from this storage
-            view.copy_(values)
-        self._known.note(tensor, known)
+        if self.maker(tensor) != here:
+            self._local.forget(tensor)
+        self._made.note(tensor, _Made(here))
+        self._local.put(tensor, local.float())
+        self._full.put(tensor, full.float())
 
     def tally(self, tensor: Tensor) -> Tally:
         """Return the error of one tensor. Syncs: yes."""
-        known, tally, actual = self._known.get(tensor), Tally(), tensor.detach()
-        local, full = (None, None) if known is None else (at(known.local, tensor), at(known.full, tensor))
+        tally, actual = Tally(), tensor.detach()
+        local, full = self._local.get(tensor), self._full.get(tensor)
         tally.add(actual, actual.float() if local is None else local, actual.float() if full is None else full)
         return tally
 
@@ -193,19 +174,17 @@ class Fp32Reference:
 
         Syncs: yes.
         """
-        known = self._known.get(tensor)
-        if known is None or known.is_counted or known.maker.phase is None:
+        made = self._made.get(tensor)
+        if made is None or made.is_counted or made.maker.phase is None:
             return None
-        known.is_counted = True
-        tally = Tally()
-        tally.add(flat(tensor)[: known.local.numel()], known.local, known.full)
-        return known.maker, tally
+        made.is_counted = True
+        return made.maker, self.tally(flat(tensor))
 
     def maker(self, tensor: Tensor) -> Maker:
         """Return who wrote a tensor last. Syncs: no."""
-        known = self._known.get(tensor)
-        return Maker() if known is None else known.maker
+        made = self._made.get(tensor)
+        return Maker() if made is None else made.maker
 
     def seed(self, tensor: Tensor, full: Tensor) -> None:
         """Note that a tensor was rounded before the run began. Syncs: no."""
-        self.put(tensor, Maker(), tensor.detach().float(), full.detach().float())
+        self.put(tensor, Maker(), tensor.detach(), full.detach())

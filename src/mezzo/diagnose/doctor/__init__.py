@@ -2,6 +2,5 @@
 
 from .script import ScriptRun as ScriptRun
 from .script import trace_script as trace_script
-from .subject import CheckUp as CheckUp
 from .subject import check_up as check_up
 from .subject import named_function as named_function
