@@ -187,10 +187,6 @@ def explain_lint(lint: Lint) -> LintWarning:
     return LintWarning(lint=lint, why=why, advice=advice)
 
 
-def _exact(lint: Lint) -> str:
-    return number(2.0 / format_of(parse_dtype(lint.dtype)).eps)
-
-
 def _constant(lint: Lint) -> tuple[str, str]:
     facts = format_of(parse_dtype(lint.dtype))
     if lint.what == "0":
@@ -206,7 +202,7 @@ def _constant(lint: Lint) -> tuple[str, str]:
 
 _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     "integers-in-16-bit": lambda x: (
-        f"whole numbers up to {number(x.value)} are {'added up in' if x.what == 'cumsum' else 'cast to'} {x.dtype}, which is exact up to {_exact(x)}: neighbours become equal.",
+        f"whole numbers up to {number(x.value)} are {'added up in' if x.what == 'cumsum' else 'cast to'} {x.dtype}, which is exact up to {number(exact_integers(parse_dtype(x.dtype)))}: neighbours become equal.",
         "compute positions and phases in fp32: with torch.autocast(..., enabled=False) and x.float().",
     ),
     "constant-lost": _constant,

@@ -129,10 +129,6 @@ class ReferencePath:
             notes.drop_except(self._written)
         self._written, self._tape = StorageNotes(), []
 
-    def _known(self, call: Call) -> dict[int, Tensor]:
-        found = ((id(t), self._wide.get(call.original(t))) for _, t in call.inputs)
-        return {key: wide for key, wide in found if wide is not None}
-
     def see(self, call: Call, site: Site) -> list[Tensor] | None:
         """Take in one op.
 
@@ -146,7 +142,7 @@ class ReferencePath:
         if site.phase == "backward":
             self._forget(call)
             return None
-        known = self._known(call)
+        known = self._wide.known(call)
         low = next((t.dtype for t in (*call.out, *(t for _, t in call.inputs)) if t.dtype in LOW_DTYPES), None)
         self._low = low or self._low
         wide = run_in_fp32(call, known) if known or low is not None else None
@@ -204,7 +200,7 @@ class ReferencePath:
         values, wide = WideValues(), list[Tensor]()
         fed: dict[int, MadeBy] = {}
         for _, before in self.inside:
-            known = {id(t): v for _, t in before.inputs if (v := values.get(before.original(t))) is not None}
+            known = values.known(before)
             given = (before.original(t) for _, t in before.inputs if id(t) not in known)
             fed |= {id(maker): maker for t in given if (maker := self._makers.get(t)) is not None}
             wide = run_in_fp32(before, known) or []
@@ -235,7 +231,7 @@ class ReferencePath:
 
     def is_local_enough(self, call: Call) -> bool:
         """Say whether an op is finite once the ops that made its operands ran in fp32 on what they were given. Syncs: yes."""
-        values = {id(t): v for _, t in call.inputs if (v := self._local.get(call.original(t))) is not None}
+        values = self._local.known(call)
         return bool(values) and _is_repaired(call, run_in_fp32(call, values))
 
     def enter_node(self, node: object, call: Call) -> None:
@@ -287,7 +283,7 @@ class ReferencePath:
         is_known, wide = False, None
         for call in self._tape:
             known = {id(t): v for _, t in call.inputs if (v := values.get(id(call.original(t)))) is not None}
-            forward = {k: v for k, v in self._known(call).items() if k not in known}
+            forward = {k: v for k, v in self._wide.known(call).items() if k not in known}
             is_known = is_known or bool(forward)
             wide = run_in_fp32(call, {**forward, **known})
             if wide is None:
@@ -313,13 +309,9 @@ class Fp64Reference:
             for tensor, value in zip(call.out, true, strict=True):
                 self._true.put(tensor, widened(value))
 
-    def _known(self, call: Call) -> dict[int, Tensor]:
-        found = ((t, self._true.get(call.original(t))) for _, t in call.inputs)
-        return {id(t): value for t, value in found if value is not None}
-
     def is_too_large(self, call: Call) -> bool:
         """Say whether a product reads values that its 16-bit format does not hold, and fp32 would bring it. Syncs: yes."""
-        known = self._known(call) if is_product(call.func) else {}
+        known = self._true.known(call) if is_product(call.func) else {}
         return any(
             t.dtype in LOW_DTYPES and format_of(t.dtype).max < amax(known[id(t)]) < math.inf
             for _, t in call.inputs
@@ -334,7 +326,7 @@ class Fp64Reference:
 
         Syncs: yes.
         """
-        known = self._known(call)
+        known = self._true.known(call)
         if not known:
             return ""
         args, kwargs = tree_map(lambda v: known.get(id(v), v), (call.args, call.kwargs))
