@@ -2,7 +2,8 @@
 
 Run: `python benchmarks/diagnosis_overhead.py [ROUNDS] > benchmarks/results/diagnosis_overhead.txt`. It prints a table and one line of JSON.
 `record` and `watch` run an encoder of four layers in bf16, `trace` one step of GPT-2, 256 wide and 6 layers deep. One thread, and beside the wall's
-time the processor's, which other programs on the machine disturb less; ratios are medians of rounds that alternate.
+time the processor's, which other programs on the machine disturb less; ratios are medians of rounds that alternate. Steps are recorded and not in turn
+on one stepper, because two that are alike differ by a percent, as their memory lies; a round is a segment, with its snapshot.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.bench.machine import describe_machine
 
-STEPS, EVERY, TWICE, WATCHED, WARM_UP = 20, 100, 10, 10, 2
+STEPS, EVERY, TWICE, WATCHED = 20, 100, 10, 10
 Seconds = tuple[float, float]
 """Of the wall and of the processor."""
+Ratios = dict[str, dict[str, dict[str, float]]]
+"""By way and clock: the median ratio to the first way, its quartiles, and milliseconds."""
 FIRST = """
 import json, resource, sys, time
 import torch, mezzo
@@ -60,59 +63,71 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def _step(amp: mezzo.Stepper, batches: Iterator[Tensor]) -> tuple[Seconds, Seconds]:
-    """Return the seconds in which a batch is handed out, and those of its step."""
+def _seconds(amp: mezzo.Stepper, batches: Iterator[Tensor], *, is_plain: bool = False) -> Seconds:
+    """Return what a step takes, its batch included; a plain one goes past a recorder of the stepper."""
+    backward, step = (mezzo.Stepper.backward, mezzo.Stepper.step) if is_plain else (_backward, _step)
     start = _now()
-    x = next(batches)
-    handed, start = _since(start), _now()
-    amp.backward(_loss(amp.model, x))
-    amp.step()
+    backward(amp, _loss(amp.model, next(batches)))
+    step(amp)
     amp.zero_grad()
-    return handed, _since(start)
+    return _since(start)
 
 
-def _paired(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Return what a step costs plain, recorded and watched: each way has a stepper of its own, and each step is taken in all ways in turn.
+def _backward(amp: mezzo.Stepper, loss: Tensor) -> None:
+    amp.backward(loss)
 
-    A record takes its snapshot with the first batch of each round; `1 / EVERY` of it counts for a step, as in a record as it is by default.
-    """
+
+def _step(amp: mezzo.Stepper) -> None:
+    amp.step()
+
+
+def _recorded(rounds: int) -> Ratios:
+    """Return what steps cost plain and recorded, in turn on one stepper, after the first two segments, whose files are new."""
+    amp, x = _encoder()
+    plain = itertools.repeat(x)
+    times: dict[str, list[Seconds]] = {"plain": [], "record": []}
+    with tempfile.TemporaryDirectory() as folder, mezzo.record(amp, Path(folder) / "run", every=EVERY) as recorder:
+        recorded = recorder.batches(itertools.repeat(x))
+        for _ in range(2 * EVERY):
+            _seconds(amp, recorded)
+        for _ in range(rounds):
+            found: dict[str, list[Seconds]] = {"plain": [], "record": []}
+            for i in range(EVERY):
+                for name in ("plain", "record") if i % 2 else ("record", "plain"):
+                    given = plain if name == "plain" else recorded
+                    found[name].append(_seconds(amp, given, is_plain=name == "plain"))
+            for name, seconds in found.items():
+                times[name].append(_mean(seconds))
+    return _compared(times)
+
+
+def _paired(rounds: int) -> Ratios:
+    """Return what steps cost plain, run twice and watched: each way has a stepper of its own, and the steps of each round are taken in turn."""
     with ExitStack() as open_:
         folder = open_.enter_context(tempfile.TemporaryDirectory())
-        ways: dict[str, tuple[mezzo.Stepper, Iterator[Tensor]]] = {}
-        for name, twice in (("plain", 0), ("record", 0), (f"record, every {TWICE}th step twice", TWICE)):
-            amp, x = _encoder()
-            batches: Iterator[Tensor] = itertools.repeat(x)
-            if name != "plain":
-                also = {"twice_every": twice, "loss_fn": _loss} if twice else {}
-                recorder = open_.enter_context(mezzo.record(amp, Path(folder) / str(twice), every=STEPS, **also))
-                batches = recorder.batches(batches)
-            ways[name] = amp, batches
-        amp, x = _encoder()
-        open_.enter_context(mezzo.diagnose.watch(amp, every=WATCHED))
-        ways[f"watch, every {WATCHED}th step"] = amp, itertools.repeat(x)
-        times: dict[str, list[list[tuple[Seconds, Seconds]]]] = {name: [[] for _ in range(STEPS)] for name in ways}
-        for i in range(WARM_UP + rounds):
+        ways = {
+            name: _encoder()
+            for name in ("plain", f"record, every {TWICE}th step twice", f"watch, every {WATCHED}th step")
+        }
+        given = {name: itertools.repeat(x) for name, (_, x) in ways.items()}
+        _, twice, watched = ways
+        recorder = mezzo.record(ways[twice][0], Path(folder) / "run", twice_every=TWICE, loss_fn=_loss)
+        given[twice] = open_.enter_context(recorder).batches(given[twice])
+        open_.enter_context(mezzo.diagnose.watch(ways[watched][0], every=WATCHED))
+        times: dict[str, list[Seconds]] = {name: [] for name in ways}
+        for _ in range(rounds + 1):
+            found: dict[str, list[Seconds]] = {name: [] for name in ways}
             for step in range(STEPS):
-                for name in list(ways) if (i + step) % 2 else reversed(ways):
-                    times[name][step].append(_step(*ways[name]))
-    per_step = {name: tuple(_mean(found, clock) for clock in (0, 1)) for name, found in times.items()}
-    plain = per_step["plain"]
-    return {
-        name: {clock: {"ratio": t[c] / plain[c], "ms": 1e3 * t[c]} for c, clock in enumerate(("wall", "processor"))}
-        for name, t in per_step.items()
-    }
+                for name in list(ways) if step % 2 else reversed(ways):
+                    found[name].append(_seconds(ways[name][0], given[name]))
+            for name, seconds in found.items():
+                times[name].append(_mean(seconds))
+    return _compared({name: found[1:] for name, found in times.items()})
 
 
-def _mean(times: list[list[tuple[Seconds, Seconds]]], clock: int) -> float:
-    """Return the seconds of a step by one clock: those of each place in a round, trimmed, and of the first batch its share."""
-    handed, steps = ([_trimmed([t[what][clock] for t in place[WARM_UP:]]) for place in times] for what in (0, 1))
-    return statistics.fmean(steps) + statistics.fmean(handed[1:]) + (handed[0] - handed[1]) / EVERY
-
-
-def _trimmed(times: list[float]) -> float:
-    """Return the mean without the smallest and the largest fifth."""
-    cut = len(times) // 5
-    return statistics.fmean(sorted(times)[cut : len(times) - cut])
+def _mean(seconds: list[Seconds]) -> Seconds:
+    wall, cpu = zip(*seconds, strict=True)
+    return statistics.fmean(wall), statistics.fmean(cpu)
 
 
 def _gpt2(*, bf16: bool) -> Callable[[], Seconds]:
@@ -143,16 +158,20 @@ def _middle(times: list[float], plain: list[float]) -> dict[str, float]:
     return {"ratio": middle, "low": low, "high": high, "ms": 1e3 * statistics.median(times)}
 
 
-def _ratios(ways: dict[str, Callable[[], Seconds]], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def _ratios(ways: dict[str, Callable[[], Seconds]], rounds: int) -> Ratios:
     """Return each way's median ratio to the first, and its quartiles; the first round is not counted."""
     times: dict[str, list[Seconds]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
             times[name].append(way())
-    plain = next(iter(times.values()))[1:]
+    return _compared({name: found[1:] for name, found in times.items()})
+
+
+def _compared(times: dict[str, list[Seconds]]) -> Ratios:
+    plain = next(iter(times.values()))
     return {
         name: {
-            clock: _middle([s[i] for s in found[1:]], [p[i] for p in plain])
+            clock: _middle([s[i] for s in found], [p[i] for p in plain])
             for i, clock in enumerate(("wall", "processor"))
         }
         for name, found in times.items()
@@ -160,7 +179,7 @@ def _ratios(ways: dict[str, Callable[[], Seconds]], rounds: int) -> dict[str, di
 
 
 def _spread(row: dict[str, float]) -> str:
-    return f" ({row['low']:.3f} to {row['high']:.3f})" if "low" in row else ""
+    return f" ({row['low']:.3f} to {row['high']:.3f})"
 
 
 def main() -> None:
@@ -171,7 +190,8 @@ def main() -> None:
     first = json.loads(subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True).stdout)
     fp32, bf16 = _gpt2(bf16=False), _gpt2(bf16=True)
     found = {
-        "encoder, 4 layers, 512 wide": _paired(rounds),
+        "encoder, 4 layers, 512 wide": _recorded(rounds),
+        "the same, a stepper for each way": _paired(rounds),
         "GPT-2, 6 layers, 256 wide, fp32": _ratios(
             {"plain": fp32, "trace": lambda: _traced(fp32)}, max(3, rounds // 2)
         ),

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import mezzo
 from mezzo.cli.main import main
+from mezzo.diagnose.flight import step_data
 from mezzo.errors import ConfigError, DataError, StoppedRun
 
 Batch = dict[str, Tensor]
@@ -182,13 +186,54 @@ def test_a_hundred_planted_steps_in_fresh_processes(tmp_path: Path) -> None:
 def test_a_record_is_data_only(tmp_path: Path) -> None:
     train(tmp_path / "run", batches(6))
     files = [f for f in (tmp_path / "run").rglob("*") if f.is_file()]
-    assert files and all(torch.load(f, weights_only=True) is not None for f in files)
+    assert {f.suffix for f in files} == {".pt", ".batch", ".step", ".results"}
+    for file in files:
+        assert torch.load(file, weights_only=True) if file.suffix == ".pt" else step_data.read(file)
     amp = mezzo.prepare(*build()[:2], policy="fp32")
     with (
         mezzo.record(amp, tmp_path / "other") as recorder,
         pytest.raises(DataError, match="Path, and a record keeps data only"),
     ):
         recorder.note({"x": Path("x")})
+
+
+class _Code:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.mkdir, (f"{os.environ['RAN']}",)
+
+
+def test_code_in_a_record_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    for data in ({"batches": _Code()}, torch.nn.Linear(1, 1), {"batches": [np.zeros(2)]}):
+        (tmp_path / "planted.step").write_bytes(pickle.dumps(data))
+        with pytest.raises(DataError, match=r"cannot be read as a record: it names .* holds data only"):
+            step_data.read(tmp_path / "planted.step")
+    assert not (tmp_path / "ran").exists()
+
+
+EVERY_KIND = {
+    "scalar": torch.tensor(1.5),
+    "empty": torch.empty(3, 0, dtype=torch.float16),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    **{
+        str(d): torch.tensor([[1, 0], [2, 3]]).to(d)
+        for d in (torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64)
+    },
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "negative": torch.tensor([1 + 2j]).conj().imag,
+    "sparse": torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_a_tensor_of_every_kind_is_read_as_it_was(kind: str, tmp_path: Path) -> None:
+    given = {"nested": [(EVERY_KIND[kind], 1, None, "x", b"y", {2: 0.5})]}
+    with (tmp_path / "a.step").open("wb") as file:
+        step_data.write(given, file)
+    (found, *rest), (wanted, *others) = step_data.read(tmp_path / "a.step")["nested"][0], given["nested"][0]
+    assert rest == others and (found.dtype, found.shape, found.layout) == (wanted.dtype, wanted.shape, wanted.layout)
+    plain = [t.to_dense() for t in (found, wanted)]
+    assert torch.equal(*(t.resolve_conj().resolve_neg() for t in plain))
 
 
 @pytest.mark.parametrize(("place", "last"), [("forward", 9), ("update", 10)])
@@ -211,6 +256,7 @@ def test_what_a_kill_leaves_runs_again(tmp_path: Path, monkeypatch: pytest.Monke
 
     whole = train(tmp_path / "whole", data)
     if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # a fork has none of the threads that OpenMP believes in
         try:
             monkeypatch.setattr(torch, "save", slowly)
             monkeypatch.setattr(mezzo.Stepper, "step", killed)
@@ -223,18 +269,18 @@ def test_what_a_kill_leaves_runs_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert (again.grad_norm, again.scale) == (whole[last].grad_norm, whole[last].scale)
 
 
-def test_a_batch_is_written_while_its_forward_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (0.1, 0.1)])
+def test_what_changes_between_a_batch_and_its_step_is_replayed(tmp_path: Path, rates: tuple[float, float]) -> None:
+    torch.manual_seed(7)
     amp = mezzo.prepare(*build()[:2], policy="fp32")
     with mezzo.record(amp, tmp_path / "run") as recorder:
-        for batch in recorder.batches(batches(3)):
-            loss, end = loss_fn(amp.model, batch), time.monotonic() + 5
-            wanted = tmp_path / "run" / "00000000" / f"{recorder.step:08d}.0.batch"
-            while not wanted.exists() and time.monotonic() < end:
-                time.sleep(1e-3)
-            assert wanted.exists()
-            amp.backward(loss)
-            amp.step()
+        for i, batch in enumerate(recorder.batches(batches(5))):
+            amp.backward(loss_fn(amp.model, batch))
+            amp.optimizers[0].param_groups[0]["lr"] = rates[i % 2]
+            amp.step(max_norm=None if i == 1 else torch.tensor(0.1))
             amp.zero_grad()
+    again = mezzo.replay(tmp_path / "run", 4, build)
+    assert (again.first_different, again.compared) == (None, 5)
 
 
 def test_a_batch_that_the_loop_writes_over_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,21 +303,19 @@ def test_a_file_that_cannot_be_written_is_told_by_its_step(tmp_path: Path) -> No
     amp = mezzo.prepare(*build()[:2], policy="fp32")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with mezzo.record(amp, tmp_path / "run") as recorder:
-        for i, batch in enumerate(batches(3)):
-            if i == 2:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-            try:
-                recorder.note(batch)
-                amp.backward(loss_fn(amp.model, batch))
-                if i < 2:
-                    amp.step()
-                    amp.zero_grad()
-                    continue
-                with pytest.raises(DataError, match=r"keep step 2 in .*could not be written.*Close the recorder"):
-                    amp.step()
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert amp.step().applied  # without it, on the gradients that are still there
+        for batch in batches(2):
+            recorder.note(batch)
+            amp.backward(loss_fn(amp.model, batch))
+            amp.step()
+            amp.zero_grad()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            with pytest.raises(DataError, match=r"keep step 2 in .*could not be written.*Close the recorder"):
+                recorder.note(batches(1)[0])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    amp.backward(loss_fn(amp.model, batches(1)[0]))
+    assert amp.step().applied  # without it
     assert mezzo.replay(tmp_path / "run", 1, build).step == 1
     with pytest.raises(DataError, match="it holds steps 0 to 1"):
         mezzo.replay(tmp_path / "run", 2, build)
@@ -283,7 +327,7 @@ def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path, capsys: pyt
         mezzo.replay(tmp_path / "run", 2, build)
     with pytest.raises(DataError, match="another record already"):
         train(tmp_path / "run", batches(2))
-    (tmp_path / "run" / "00000008" / "00000009.pt").write_bytes(b"no record")
+    (tmp_path / "run" / "00000008" / "00000009.0.batch").write_bytes(b"no record")
     with pytest.raises(DataError, match="cannot be read as a record"):
         mezzo.replay(tmp_path / "run", 9, build)
     assert main(["replay", str(tmp_path / "run"), "--step", "2", "--model", f"{__file__}:build"]) == 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -18,67 +19,67 @@ from ...files import flush_to_disk
 from ...random_state import RandomState
 from ...step import Stepper, StepResult
 from ..trial import LossFn
+from . import step_data
 from .second_run import SecondRun
 
-START, FORMAT = "start.pt", 3
-RESULTS, PARTIAL = ".results", ".partial"
+START, FORMAT = "start.pt", 4
+BATCH, STEP, RESULTS, PARTIAL = ".batch", ".step", ".results", ".partial"
 _SEGMENTS = 2
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _WAITING = 16
 """Results that may wait to be read; by then the device has long sent them."""
 
 
-def as_data(value: object, what: str) -> Any:
-    """Return a copy of nested data on the host: tensors, numbers, text, and mappings and sequences of them.
+def as_data(value: object, what: str, *, copies: bool = False) -> Any:
+    """Return nested data as dicts, lists, tuples, tensors, numbers and text alone.
+
+    Args:
+        value: tensors, numbers, text, and mappings and sequences of them.
+        what: it is, for the error.
+        copies: give copies of tensors, on the host; else the tensors themselves.
 
     Raises:
         DataError: something else, which could only be kept as code.
 
-    Syncs: yes, for tensors on a device.
+    Syncs: yes, for copies of tensors on a device.
     """
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if copies else value.detach()
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
-        return {str(k) if not isinstance(k, _PLAIN) else k: as_data(v, what) for k, v in value.items()}
+        return {k if isinstance(k, _PLAIN) else str(k): as_data(v, what, copies=copies) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_data(v, what) for v in value] if isinstance(value, list) else tuple(as_data(v, what) for v in value)
+        return (list if isinstance(value, list) else tuple)(as_data(v, what, copies=copies) for v in value)
     raise DataError(
         f"{what} holds {type(value).__name__}, and a record keeps data only: tensors, numbers, text, and dicts, lists and tuples of "
         "them. Note the tensors that the loss is made of."
     )
 
 
-def random_data() -> dict[str, Any]:
-    """Return the random state as data."""
-    state = random_state.get()
-    return {"cpu": state.cpu, "accelerators": list(state.accelerators)}
-
-
-def random_of(data: Mapping[str, Any]) -> RandomState:
-    """Return the random state that `random_data` made data of."""
-    return RandomState(data["cpu"], tuple(data["accelerators"]))
+def batch_file(folder: Path, step: int, index: int) -> Path:
+    """Return the file of one batch of a step inside its segment: the random state it met, and what else the step was to be made of by then."""
+    return folder / f"{step:08d}.{index}{BATCH}"
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return the file of a step inside its segment; where it lies, so do those of its batches."""
-    return folder / f"{step:08d}.pt"
+    """Return the file of what a step was made of, where that is something else than its last batch says."""
+    return folder / f"{step:08d}{STEP}"
 
 
-def batch_file(folder: Path, step: int, index: int) -> Path:
-    """Return the file of one batch of a step."""
-    return folder / f"{step:08d}.{index}.batch"
-
-
-def _save(value: object, path: Path) -> None:
+def _save(value: Any, path: Path, write: Callable[[Any, BinaryIO], None] = step_data.write) -> None:
     """Write a file that a kill leaves whole or not at all; over one that lies ready, whose pages are in memory."""
-    partial = path.with_name(path.name + PARTIAL)
-    with partial.open("r+b" if partial.exists() else "wb", buffering=0) as file:
-        # torch's older format: it has no sums over the bytes, which take longer than writing them and which torch never reads
-        torch.save(value, file, _use_new_zipfile_serialization=False)
+    made = f"{path}{PARTIAL}"
+    with open(
+        os.open(made, os.O_RDWR | os.O_CREAT, 0o666), "r+b"
+    ) as file:  # buffered: a raw file may write less than it was given, without a word
+        write(value, file)
         file.truncate()
-    partial.replace(path)
+    os.replace(made, path)
+
+
+# torch's older format: it has no sums over the bytes, which take longer than writing them and which torch never reads
+_snapshot = partial(torch.save, _use_new_zipfile_serialization=False)
 
 
 def _make_ready(old: Path, new: Path) -> None:
@@ -96,12 +97,6 @@ def segments(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-@dataclass(slots=True)
-class _Batch:
-    data: Any
-    random: dict[str, Any]
-
-
 class Recorder:
     """Records the steps of a run; made by `mezzo.record`.
 
@@ -116,12 +111,14 @@ class Recorder:
         self.folder, self.step = folder, 0
         self._amp, self._every, self._twice_every = amp, every, twice_every
         self._second = SecondRun(amp, amp.backward, loss_fn) if twice_every and loss_fn else None
-        self._batches: list[_Batch] = []
+        self._num_batches = 0
+        self._made_of: dict[str, Any] = {}
+        self._options: dict[str, Any] = {}
+        self._batches: list[tuple[Any, RandomState]] = []
         self._losses: list[Tensor] = []
         self._results: list[tuple[int, StepResult, list[Tensor]]] = []
         self._segment = folder
-        self._disk, self._flush = (ThreadPoolExecutor(1, f"mezzo record {what}") for what in ("writes", "flushes"))
-        self._writes: list[Future[None]] = []
+        self._flush = ThreadPoolExecutor(1, "mezzo record flushes")
         self._landing: Future[None] | None = None
         self._has_failed = False
         self._take, self._backward = amp.step, amp.backward
@@ -134,21 +131,26 @@ class Recorder:
             yield batch
 
     def note(self, batch: Any) -> None:
-        """Keep a batch of the step in the making, and the random state it meets.
+        """Write a batch of the step in the making, and the random state it meets.
 
         Raises:
-            DataError: it holds something else than tensors, numbers, text, and mappings and sequences of them.
+            DataError: it holds something else than tensors, numbers, text, and mappings and sequences of them; or cannot be written.
 
         Syncs: for batches on a device.
         """
-        if not self._batches and self.step % self._every == 0:
-            self._begin_segment()
-        if not self._batches and (second := self._due) is not None:
-            second.begin()
-        noted = _Batch(as_data(batch, "a batch"), random_data())
-        path = batch_file(self._segment, self.step, len(self._batches))
-        self._batches.append(noted)
-        self._writes.append(self._disk.submit(_save, {"data": noted.data, "random": noted.random}, path))
+        if not self._num_batches:
+            if self.step % self._every == 0:
+                self._begin_segment()
+            if self._due is not None:
+                self._due.begin()
+        data, random = as_data(batch, "a batch", copies=self._due is not None), random_state.get()
+        self._made_of = self._prospect(self._options)
+        with self._telling():
+            path = batch_file(self._segment, self.step, self._num_batches)
+            _save({"data": data, "random": tuple(random), **self._made_of}, path)
+        self._num_batches += 1
+        if self._due is not None:
+            self._batches.append((data, random))
 
     @property
     def _due(self) -> SecondRun | None:
@@ -166,7 +168,7 @@ class Recorder:
             _make_ready(held[0][1], self._segment)
         state = {"format": FORMAT, "step": self.step, "policy": str(self._amp.policy), "run": self._amp.state_dict()}
         with self._telling():
-            _save(state, self._segment / START)
+            _save(state, self._segment / START, _snapshot)
         self._landing = self._flush.submit(self._land, self._segment)
 
     @staticmethod
@@ -205,11 +207,11 @@ class Recorder:
                 "record was asked to keep a step with a closure, or of one optimizer of several, which it cannot run again. Write "
                 "amp.step() for all of them, or close the recorder before."
             )
-        if is_kept := bool(self._batches):
+        if is_kept := self._num_batches > 0:
             self._write_step(options)
-        if (second := self._due) is not None:
-            self._run_twice(second)
-        losses, self._losses, self._batches = self._losses, [], []
+        if self._due is not None:
+            self._run_twice(self._due)
+        losses, self._losses, self._batches, self._num_batches = self._losses, [], [], 0
         result = self._take(**options)
         if is_kept:
             self._results.append((self.step, result, losses))
@@ -224,24 +226,21 @@ class Recorder:
                 f"record was asked to run step {self.step} twice, and no batch of it was noted. Write "
                 "`for batch in recorder.batches(loader)`, or recorder.note(batch) before each forward."
             )
-        batches = [(b.data, random_of(b.random)) for b in self._batches]
-        second.compare(self.step, batches, self._losses)
+        second.compare(self.step, self._batches, self._losses)
+
+    def _prospect(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what the step will be made of beside its batches if nothing changes."""
+        groups = [group for optimizer in self._amp.optimizers for group in optimizer.param_groups]
+        kept = [{k: v for k, v in group.items() if isinstance(v, (bool, int, float))} for group in groups]
+        return {"options": options, "groups": kept}
 
     def _write_step(self, options: dict[str, Any]) -> None:
-        """Write what the step will be made of, behind its batches; after a crash in it, it is there."""
-        made_of = {
-            "batches": len(self._batches),
-            "options": as_data(options, "step"),
-            "groups": [
-                [{k: v for k, v in group.items() if isinstance(v, (bool, int, float))} for group in o.param_groups]
-                for o in self._amp.optimizers
-            ],
-        }
-        with self._telling():
-            for write in self._writes:
-                write.result()
-            _save(made_of, step_file(self._segment, self.step))
-        self._writes.clear()
+        """Write what the step will be made of if its last batch says something else; after a crash in it, it is there."""
+        self._options = as_data(options, "step", copies=True)
+        made_of = self._prospect(self._options)
+        if made_of != self._made_of:
+            with self._telling():
+                _save(made_of, step_file(self._segment, self.step))
 
     def _read_results(self) -> None:
         """Write what came of the steps, beside them. Syncs: with the last of them."""
@@ -266,7 +265,6 @@ class Recorder:
                 self._read_results()
                 self._wait_for_disk()
         finally:
-            self._disk.shutdown()
             self._flush.shutdown()
             for left in self._segment.glob(f"*{PARTIAL}"):
                 left.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from torch.optim import Optimizer
 from ... import random_state
 from ...errors import DataError, StoppedRun
 from ...policy import PolicyLike, as_policy
+from ...random_state import RandomState
 from ...report import Document, Pairs, Report
 from ...step.prepare import prepare
-from .recorder import FORMAT, RESULTS, START, batch_file, outcome, random_of, segments, step_file
+from . import step_data
+from .recorder import BATCH, FORMAT, RESULTS, START, batch_file, outcome, segments, step_file
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -94,10 +97,10 @@ def _load(path: Path) -> Any:
 
 def _segment(folder: Path, step: int) -> tuple[int, Path]:
     known = segments(folder)
-    found = [(first, path) for first, path in known if first <= step and step_file(path, step).is_file()]
+    found = [(first, path) for first, path in known if first <= step and batch_file(path, step, 0).is_file()]
     if found:
         return found[-1]
-    steps = sorted(int(p.stem) for _, path in known for p in path.glob("[0-9]*.pt"))
+    steps = sorted(int(p.name[:8]) for _, path in known for p in path.glob(f"[0-9]*.0{BATCH}"))
     held = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no step"
     raise DataError(f"step {step} was asked for, and {str(folder)!r} does not hold it: {held}.")
 
@@ -108,18 +111,21 @@ class _Run:
     def __init__(self, parts: Parts, policy: PolicyLike, folder: Path) -> None:
         model, optimizers, self.loss_fn = parts
         self.amp, self._folder = prepare(model, optimizers, policy), folder
-        self._known = {step: result for file in folder.glob(f"*{RESULTS}") for step, result in _load(file).items()}
+        results = map(step_data.read, folder.glob(f"*{RESULTS}"))
+        self._known = {step: result for found in results for step, result in found.items()}
 
     def take(self, step: int) -> tuple[dict[str, Any], str]:
         """Take one recorded step. Returns: what came of it, and the error that ended it. Writes: the model. Syncs: yes."""
-        made_of = _load(step_file(self._folder, step))
-        for optimizer, groups in zip(self.amp.optimizers, made_of["groups"], strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.update({k: v for k, v in values.items() if k in group})
+        files = itertools.takewhile(Path.is_file, (batch_file(self._folder, step, i) for i in itertools.count()))
+        batches = [step_data.read(file) for file in files]
+        changed = step_file(self._folder, step)
+        made_of = step_data.read(changed) if changed.is_file() else batches[-1]
+        groups = [group for optimizer in self.amp.optimizers for group in optimizer.param_groups]
+        for group, values in zip(groups, made_of["groups"], strict=True):
+            group.update({k: v for k, v in values.items() if k in group})
         losses = []
-        for i in range(made_of["batches"]):
-            batch = _load(batch_file(self._folder, step, i))
-            random_state.set_(random_of(batch["random"]))
+        for batch in batches:
+            random_state.set_(RandomState(*batch["random"]))
             loss = self.loss_fn(self.amp.model, batch["data"])
             self.amp.backward(loss)
             losses.append(loss.detach())
