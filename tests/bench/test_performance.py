@@ -78,6 +78,17 @@ def test_several_sizes_are_one_line(tmp_path: Path) -> None:
     ]
 
 
+def test_a_line_names_its_machine_where_most_are_of_another(tmp_path: Path) -> None:
+    both = (measured("torch-autocast", 2.0, 2.0), measured("prepare", 1.0, 1.0))
+    for name, model in (("a", "one"), ("b", "one"), ("c", "other")):
+        machine = {**result().machine, "cpu": {"model": model}, "threads": 2}
+        own = dataclasses.replace(result("recipe" if name == "a" else "step"), measurements=both, machine=machine)
+        (tmp_path / f"{name}.json").write_text(own.to_json())
+    assert [row.split(" | ")[0] for row in figures(tmp_path).splitlines()[2:]] == [
+        "| `recipe` small", "| `step` small", "| `step` small, other, 2 threads",
+    ]  # fmt: skip
+
+
 def test_the_sentence_of_the_figures(tmp_path: Path) -> None:
     """Kept memory against rivals as they are, over all training workloads; memory beside fp32's."""
     rival = (measured("torch-autocast", 2.0), measured("torch-amp", 4.0), measured("fp32", 4.0))

@@ -134,7 +134,7 @@ def _cell(found: Sequence[Comparison | None]) -> str:
     return f"{min(one.ratio for one in seen):.2f}-{max(one.ratio for one in seen):.2f}x: {counts}"
 
 
-def _figures_row(result: Result, policy: str, compiled: bool) -> str | None:
+def _figures_row(result: Result, policy: str, compiled: bool, usual: str) -> str | None:
     """Return one line of the figures: a workload under a policy at all its sizes."""
     end = "+compile" if compiled else ""
     bare, kept = (
@@ -155,8 +155,9 @@ def _figures_row(result: Result, policy: str, compiled: bool) -> str | None:
     low, high = (f"{end(shares):.2f}x" for end in (min, max)) if shares else (MISSING, MISSING)
     points = points_of(result)
     size = points[0] if len(points) == 1 else f"{len(points)} sizes"
+    on = "" if machine_name(result) == usual else f", {machine_name(result)}"
     cells = (
-        f"`{result.workload}` {size}{', compiled' if compiled else ''}",
+        f"`{result.workload}` {size}{', compiled' if compiled else ''}{on}",
         label(next(iter((bare or kept).values()))).removeprefix("prepare ").partition(",")[0],
         against(bare, False), against(kept, False), against(kept, True), low if low == high else f"{low[:-1]}-{high}",
     )  # fmt: skip
@@ -170,16 +171,20 @@ def _newest_on_cpu(folder: Path) -> list[Result]:
 def figures(folder: Path) -> str:
     """Return the table of every policy of `mezzo.prepare` beside the fastest rival, from the newest results on a CPU.
 
+    A line names its machine where that is not the one that most results are of.
+
     Raises:
         BenchError: a file in the folder is not a result, or of no workload there is.
     """
     head = ("workload", "policy", "nothing kept", "mezzo kept, rival not", "both kept", "peak memory of the rival's")
+    results = _newest_on_cpu(folder)
+    usual = statistics.mode(map(machine_name, results)) if results else ""
     rows = [
         row
-        for result in _newest_on_cpu(folder)
+        for result in results
         for policy in ("prepare", "prepare-master")
         for compiled in (False, True)
-        if (row := _figures_row(result, policy, compiled)) is not None
+        if (row := _figures_row(result, policy, compiled, usual)) is not None
     ]
     return "\n".join([f"| {' | '.join(head)} |", "|---|---|---:|---:|---:|---:|", *rows])
 
