@@ -280,9 +280,8 @@ def _enter(
 ) -> Any:
     outer, outer_traced = _here.binding, _here.traced
     region, args, kwargs, after, dtype = _open(bound, module, args, kwargs, traced)
-    if (
-        is_dynamo_compiling() and is_exporting()
-    ):  # which takes what is written and put back of a thread for an effect of the model
+    # Export takes what is written and put back of a thread for an effect of the model.
+    if is_dynamo_compiling() and is_exporting():
         with region:
             out = _run_inside(bound, module, forward, args, kwargs, traced)
         return _close(out, dtype, after)

@@ -70,9 +70,8 @@ def step_file(folder: Path, step: int) -> Path:
 def _save(value: Any, path: Path, write: Callable[[Any, BinaryIO], None] = step_data.write) -> None:
     """Write a file that a kill leaves whole or not at all; over one that lies ready, whose pages are in memory."""
     made = f"{path}{PARTIAL}"
-    with open(
-        os.open(made, os.O_RDWR | os.O_CREAT, 0o666), "r+b"
-    ) as file:  # buffered: a raw file may write less than it was given, without a word
+    # Buffered: a raw file may write less than it was given, without a word.
+    with open(os.open(made, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         write(value, file)
         file.truncate()
     os.replace(made, path)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,6 @@ class ReplayedStep(Report):
             else "not compared"
         )
         return f"Run again: {same}."
-
-
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, weights_only=True)
-    except Exception as failure:  # whatever a damaged file makes of the unpickler
-        raise DataError(f"{str(path)!r} cannot be read as a record: {failure}") from failure
 
 
 def _segment(folder: Path, step: int) -> tuple[int, Path]:
@@ -188,7 +182,7 @@ def replay(
     Writes: the models that `build` made; random state comes back. Syncs: yes.
     """
     first, path = _segment(Path(folder), step)
-    start = _load(path / START)
+    start = step_data.read(path / START, partial(torch.load, weights_only=True))
     if not isinstance(start, dict) or start.get("format") != FORMAT:
         raise DataError(f"{str(path / START)!r} is no snapshot of a record of this version.")
     with random_state.kept():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,14 +47,14 @@ def write(data: Any, file: BinaryIO) -> None:
     _Writer(file, protocol=5).dump(data)
 
 
-def read(path: Path) -> Any:
-    """Return what `write` wrote, in memory of its own.
+def read(path: Path, load: Callable[[BinaryIO], Any] = lambda file: _Reader(file).load()) -> Any:
+    """Return what `write` wrote, or what `load` makes of another file of a record, in memory of its own.
 
     Raises:
         DataError: something else, or a damaged file; nothing in it is called.
     """
     try:
         with path.open("rb") as file:
-            return _Reader(file).load()
+            return load(file)
     except Exception as failure:  # whatever a damaged file makes of the unpickler
         raise DataError(f"{str(path)!r} cannot be read as a record: {failure}") from failure
