@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.casting import attention, prefers_wide
+from mezzo.casting import attention
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -152,12 +152,16 @@ def test_a_nested_region_that_is_off_is_obeyed() -> None:
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
 
 
-def test_a_machine_with_tiles_keeps_the_16_bit_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "trains", "dtype"), [(160, True, FP32), (161, True, BF16), (160, False, BF16)])
+def test_a_machine_with_tiles_widens_where_it_trains_on_short_sequences(
+    tokens: int, trains: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "has_amx", lambda: True)
-    model, x = CausalSelfAttention(), torch.randn(16, 5, 32)
-    want = autocast(model, x)
-    assert not prefers_wide("cpu")
-    assert torch.equal(prepared(model)(x), want)
+    model, x = prepared(CausalSelfAttention(64, 1)).train(trains), torch.randn(1, tokens, 64)
+    with torch.no_grad():  # as a reentrant checkpoint's first run
+        assert kernels(model, x) == [dtype]
+    with torch.set_grad_enabled(trains):
+        assert kernels(model, x) == [dtype]
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])

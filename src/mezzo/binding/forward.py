@@ -249,7 +249,7 @@ def _run_inside(
     if bound.own is None:
         if not bound.attends or traced or is_compiling() or not is_large(args, kwargs):
             return forward(module, *args, **kwargs)
-        with WideAttention():
+        with WideAttention(module.training):
             return forward(module, *args, **kwargs)
     return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
 

@@ -19,6 +19,9 @@ from .op_rule_table import decomposed_composites
 LONGEST = 256
 """Keys up to which the fp32 kernel is the faster one, forward and backward: 1.6 times at 128 keys, 1.1 at 256, 0.8 at 1024
 (torch 2.13, EPYC with AVX-512)."""
+LARGEST_BESIDE_TILES = 160 * 64
+"""Elements of a head's keys up to which it is where the CPU multiplies tiles (AMX): 1.4 times at 160 keys of 64, 0.9 at 192.
+Forward alone torch's 16-bit kernel is the faster one there."""
 SMALLEST = 2048
 """Elements of the query from which it is: 2.7 times at 4096, 0.7 at 512."""
 
@@ -29,8 +32,8 @@ def is_attention(names: tuple[str, ...]) -> bool:
 
 
 def prefers_wide(device_type: str | None) -> bool:
-    """Whether short attention on a device is faster in fp32: on a CPU without tiles, or with models that lie on several."""
-    return device_type in (None, "cpu") and not has_amx()
+    """Whether short attention on a device may be faster in fp32: on a CPU, or with models that lie on several."""
+    return device_type in (None, "cpu")
 
 
 def is_large(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
@@ -51,12 +54,16 @@ class WideAttention(TorchFunctionMode):
 
     Long sequences, tiny ones, dropout, and tensors that are not plain are left to torch and the region.
 
+    Args:
+        trains: a backward pass may follow although gradients are off, as in a reentrant checkpoint's first run.
+
     Syncs: no.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trains: bool = False) -> None:
         super().__init__()
         self.has_grad = torch.is_grad_enabled()  # a reentrant checkpoint's first run has none
+        self.trains = trains or self.has_grad
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,8 +88,9 @@ class WideAttention(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:
         inputs = (query, key, value)
-        is_short = query.numel() >= SMALLEST and key.shape[-2] <= LONGEST
-        if dropout_p or not (is_short and torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs))):
+        if dropout_p or not (
+            self._gains(query, key) and torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs))
+        ):
             return F.scaled_dot_product_attention(*inputs, attn_mask, dropout_p, *rest, **options)
         if self.has_grad:
             bind_recompute(WideAttention)
@@ -95,6 +103,12 @@ class WideAttention(TorchFunctionMode):
         finally:
             torch.set_autocast_enabled("cpu", True)
         return wide.to(torch.get_autocast_dtype("cpu"))
+
+    def _gains(self, query: Tensor, key: Tensor) -> bool:
+        """Whether the fp32 kernel is the faster one for operands of this size."""
+        if query.numel() < SMALLEST or key.shape[-2] > LONGEST:
+            return False
+        return not has_amx() or (self.trains and key.shape[-2:].numel() <= LARGEST_BESIDE_TILES)
 
 
 def _is_castable(tensor: Tensor) -> bool:
