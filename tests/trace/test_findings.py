@@ -112,3 +112,11 @@ def test_a_parametrisation_is_told_by_the_layer_that_has_it() -> None:
     with diagnose.trace(model) as t:
         model(torch.ones(2, 4)).sum().backward()
     assert t.report.findings[0].module == "1"
+
+
+def test_a_derivative_that_does_not_exist_is_told_by_the_argument_of_its_function() -> None:
+    for function, argument in ((torch.acos, 1.0), (torch.asin, -1.0), (torch.sqrt, 0.0)):
+        x = torch.tensor([0.3, argument], requires_grad=True)
+        with diagnose.trace() as t:
+            function(x).sum().backward()
+        assert f"at self={argument:g}." in t.report.findings[0].why

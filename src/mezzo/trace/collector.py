@@ -320,6 +320,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if site.phase == "optimizer" and not site.module:
             site = replace(site, module=names[0].rpartition(" ")[2].rpartition(".")[0])
         judged = self.reference.judge(call, self._carried) if computed else (None, None)
+        operands = self._operands(call, site) if computed else OpInputs([], [])
         given = ", ".join(str(x) for x in numbers(call.args, call.kwargs) if not math.isfinite(x))
         event = Event(
             index=index,
@@ -330,14 +331,15 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             outputs=tuple(tensor_facts(n or f"result {i}", t) for i, (n, t) in enumerate(zip(names, bad, strict=True))),
             parents=parents,
             wide=wide_results(call.func, call.facts, args, kwargs, bad[0].dtype) if kind == "source" else (),
-            offending=(*offending_values([*call.inputs, *call.whole], bad[0]), *divisors(call.facts, call.args)),
+            offending=offending_values(operands.saved, bad[0])
+            or (*offending_values([*call.inputs, *call.whole], bad[0]), *divisors(call.facts, call.args)),
             where=first_bad(bad[0]) if computed else (),
             full_rows=full_rows(call.facts, call.args, call.inputs) if computed else 0,
             loss_scale=self.context.loss_scale if site.phase == "backward" else 1.0,
             flush=judged[1],
             reference=judged[0],
             leaf=leaf or (given if kind == "constant" else self._cast_of(call, site)),
-            replacement=replacement_for(site.op, self._operands(call, site)) if kind == "source" else "",
+            replacement=replacement_for(site.op, operands) if kind == "source" else "",
             fused=fused_with(site.op, call.original(call.inputs[0][1])) if kind == "source" and call.inputs else "",
             is_local_enough=computed and self.reference.is_local_enough(call),
             tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),

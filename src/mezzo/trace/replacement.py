@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -81,11 +81,13 @@ class OpInputs:
         tensors: in the order of its arguments, those that want a gradient marked so.
         numbers: the Python numbers among its arguments.
         is_count: the last tensor was counted: a sum that no gradient goes through, or whole numbers cast.
+        saved: the arguments of a forward op by name, where its gradient failed.
     """
 
     tensors: list[Tensor]
     numbers: list[float]
     is_count: bool = False
+    saved: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
 def saved_operands(node: Any) -> OpInputs:
@@ -95,16 +97,16 @@ def saved_operands(node: Any) -> OpInputs:
         first = getattr(node, "_saved_self", None)
         if first is None and isinstance(result, Tensor) and node.name() == "SqrtBackward0":
             first = result.square()
-        found = [first, getattr(node, "_saved_other", None)]
         exponent = getattr(node, "_saved_exponent", None)
+        found = {"self": first, "other": getattr(node, "_saved_other", None), "exponent": exponent}
     except RuntimeError:  # freed, or unpacked by a checkpoint
         return OpInputs([], [])
-    tensors = [
-        own.detach().requires_grad_()
-        for t in (*found, exponent)
+    saved = [
+        (name, own.detach().requires_grad_())
+        for name, t in found.items()
         if isinstance(t, Tensor) and t.is_floating_point() and (own := plain(t)) is not None
     ]
-    return OpInputs(tensors, [float(exponent)] if isinstance(exponent, (int, float)) else [])
+    return OpInputs([t for _, t in saved], [float(exponent)] if isinstance(exponent, (int, float)) else [], saved=saved)
 
 
 _FUSED = {
