@@ -292,6 +292,24 @@ def has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
+def is_unwatched() -> bool:
+    """Whether nothing is at work that wants to see each op of torch: a compiler, functorch, a tracer, a dispatch mode. Host only."""
+    return (
+        not torch.compiler.is_compiling()
+        and functorch_level() is None
+        and forward_ad_level() < 0
+        and tracing_state() is None
+        and not dispatch_modes()
+    )
+
+
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The CPU's kernel as it is behind `scaled_dot_product_attention`: the log-sum-exp that its gradients need is not public."""
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+math_attention = torch.ops.aten._scaled_dot_product_attention_math
+"""Attention of ops that can be differentiated twice."""
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward pass ends. Without it no scaler can tell which pass made a gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -48,6 +48,7 @@ class Reentrant(Checkpointed):
 @pytest.fixture(autouse=True)
 def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "has_amx", lambda: False)
+    monkeypatch.setattr(attention, "has_gradients", lambda *_: False)
 
 
 def prepared(model: nn.Module, policy: str = "bf16") -> nn.Module:
@@ -86,7 +87,7 @@ def test_short_attention_is_computed_in_fp32_and_handed_on_in_16_bit() -> None:
 def test_the_result_is_rounded_once() -> None:
     inputs = torch.randn(3, 16, 4, 5, 8).bfloat16()
     want = F.scaled_dot_product_attention(*inputs.double())
-    with attention.WideAttention(), torch.autocast("cpu", BF16):
+    with attention.AttentionMode(), torch.autocast("cpu", BF16):
         got = F.scaled_dot_product_attention(*inputs)
     assert_within_ulps(got, want, 0.5 + relative(FP32, 5 * 8 * 8) / relative(BF16))
 
@@ -112,7 +113,7 @@ def test_gradients_are_nearer_to_fp64_than_those_of_the_16_bit_kernel(mask: str)
     want = torch.autograd.grad(F.scaled_dot_product_attention(*wide, **exact).sin().sum(), wide)
     with torch.autocast("cpu", BF16):
         theirs = torch.autograd.grad(F.scaled_dot_product_attention(*inputs, **options).sin().sum(), inputs)
-        with attention.WideAttention():
+        with attention.AttentionMode():
             ours = torch.autograd.grad(F.scaled_dot_product_attention(*inputs, **options).sin().sum(), inputs)
     for own, their, true in zip(ours, theirs, want, strict=True):
         assert own.dtype is BF16
@@ -148,7 +149,7 @@ def test_a_policy_that_says_fp32_meets_fp32_alone(policy: str) -> None:
 def test_a_nested_region_that_is_off_is_obeyed() -> None:
     q = torch.randn(16, 4, 5, 8).bfloat16()
     want = F.scaled_dot_product_attention(q, q, q)
-    with attention.WideAttention(), torch.autocast("cpu", enabled=False):
+    with attention.AttentionMode(), torch.autocast("cpu", enabled=False):
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
 
 
@@ -190,7 +191,7 @@ def test_torchs_own_attention_module_is_opened() -> None:
 
 def test_an_error_leaves_torchs_state_as_it_was() -> None:
     q = torch.randn(16, 4, 5, 8)
-    with torch.autocast("cpu", BF16), attention.WideAttention():
+    with torch.autocast("cpu", BF16), attention.AttentionMode():
         with pytest.raises(RuntimeError):
             F.scaled_dot_product_attention(q, q[..., :7], q)
         assert torch.is_autocast_enabled("cpu")
@@ -216,13 +217,13 @@ def test_ops_of_a_tiny_attention_are_not_watched(
     tokens: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    watch = attention.WideAttention.__torch_function__
+    watch = attention.AttentionMode.__torch_function__
 
-    def noted(self: attention.WideAttention, func: Any, *rest: Any) -> Any:
+    def noted(self: attention.AttentionMode, func: Any, *rest: Any) -> Any:
         seen.append(func)
         return watch(self, func, *rest)
 
-    monkeypatch.setattr(attention.WideAttention, "__torch_function__", noted)
+    monkeypatch.setattr(attention.AttentionMode, "__torch_function__", noted)
     prepared(CausalSelfAttention())(torch.randn(1, tokens, 32))
     assert bool(seen) is is_watched
 

@@ -123,7 +123,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     inner = _Own(forward) if forward is not None else None if before is None else before.inner
     if inner is None and isinstance(module, FUSED):
         inner = run_unfused
-    attends = binding.widens_attention and own is None and around not in FP32_RULES and _is_innermost_attention(module)
+    attends = binding.watches_attention and own is None and around not in FP32_RULES and _is_innermost_attention(module)
     module.__dict__[RECORD] = Bound(
         binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
     )

@@ -24,7 +24,7 @@ from .._torch import (
     replaces_tensors,
     saved_tensors_hooks,
 )
-from ..casting import WideAttention, autocast, bind_recompute, is_large, prefers_wide
+from ..casting import AttentionMode, autocast, bind_recompute, has_own_attention, is_large
 from ..errors import StepError, listed
 from ..formats import dtype_name
 from ..policy import FP32_RULES, CacheName, Policy
@@ -61,12 +61,12 @@ class Binding:
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
         self._regions: dict[torch.dtype | None, autocast] = {}
-        self.widens_attention = self._widens_attention()
+        self.watches_attention = self._watches_attention()
 
-    def _widens_attention(self) -> bool:
-        """Whether short attention is computed in fp32; `modules=none` is torch's autocast to the bit."""
+    def _watches_attention(self) -> bool:
+        """Whether attention runs mezzo's way; `modules=none` is torch's autocast to the bit."""
         policy = self.policy
-        if not (policy.is_low and policy.modules and prefers_wide(self.device_type)):
+        if not (policy.is_low and policy.modules and has_own_attention(self.device_type)):
             return False
         return policy.why_engine("cpu", self.cache).engine == "dispatcher"
 
@@ -131,7 +131,7 @@ class Bound:
         around: the precision of the nearest module above it that has a rule; None where none has.
         is_root: whether it is the module that was prepared.
         inner: a forward of its own that the module had in place of its class's.
-        attends: whether short attention inside it is computed in fp32.
+        attends: whether attention inside it runs mezzo's way.
         is_regular: whether inside the binding's region the module does nothing but run its class's forward.
         first: where the module's first parameter stands, once somebody asked: a registry and the name there.
     """
@@ -249,7 +249,7 @@ def _run_inside(
     if bound.own is None:
         if not bound.attends or traced or is_compiling() or not is_large(args, kwargs):
             return forward(module, *args, **kwargs)
-        with WideAttention(module.training):
+        with AttentionMode(module.training):
             return forward(module, *args, **kwargs)
     return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
 

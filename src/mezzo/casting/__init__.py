@@ -1,9 +1,9 @@
 """A region in which every op obeys the policy."""
 
-from .attention import WideAttention as WideAttention
+from .attention import AttentionMode as AttentionMode
+from .attention import has_own_attention as has_own_attention
 from .attention import is_attention as is_attention
 from .attention import is_large as is_large
-from .attention import prefers_wide as prefers_wide
 from .cast_cache import weight_casts as weight_casts
 from .frame import bind_recompute as bind_recompute
 from .function import custom_bwd as custom_bwd

@@ -1,4 +1,4 @@
-"""Short attention on a CPU, in the dtype in which torch's kernel is faster and more precise."""
+"""Attention on a CPU, by the kernels that are faster and more precise than torch's for 16 bit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import forward_ad_level, functorch_level, has_amx, saved_tensors_hooks, version
 from ..formats import LOW_DTYPES, describe
+from ..kernels import attention, has_gradients
 from .frame import bind_recompute
 from .op_rule_table import decomposed_composites
 
@@ -23,7 +24,7 @@ LARGEST_BESIDE_TILES = 160 * 64
 """Elements of a head's keys up to which it is where the CPU multiplies tiles (AMX): 1.4 times at 160 keys of 64, 0.9 at 192.
 Forward alone torch's 16-bit kernel is the faster one there."""
 SMALLEST = 2048
-"""Elements of the query from which it is: 2.7 times at 4096, 0.7 at 512."""
+"""Elements of the query from which either is: 2.7 times at 4096, 0.7 at 512."""
 
 
 def is_attention(names: tuple[str, ...]) -> bool:
@@ -31,28 +32,29 @@ def is_attention(names: tuple[str, ...]) -> bool:
     return any(name.endswith("Attention") for name in names)
 
 
-def prefers_wide(device_type: str | None) -> bool:
-    """Whether short attention on a device may be faster in fp32: on a CPU, or with models that lie on several."""
+def has_own_attention(device_type: str | None) -> bool:
+    """Whether attention on a device may be faster another way than torch's: on a CPU, or with models that lie on several."""
     return device_type in (None, "cpu")
 
 
 def is_large(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether a module of attention is given a tensor of a size from which `WideAttention` pays for seeing each of its ops."""
+    """Whether a module of attention is given a tensor of a size from which `AttentionMode` pays for seeing each of its ops."""
     for given in (*args, *kwargs.values()):
         if isinstance(given, Tensor) and given.numel() >= SMALLEST:
             return True
     return False
 
 
-class WideAttention(TorchFunctionMode):
-    """Have `scaled_dot_product_attention` in a region on the CPU compute in fp32 and hand on 16 bit.
+class AttentionMode(TorchFunctionMode):
+    """Have `scaled_dot_product_attention` in a region on the CPU run as it is fastest, where a backward pass may follow.
 
-    torch's 16-bit kernel for the CPU takes 1.6 times the time of its fp32 kernel at 128 keys, most of it in backward.
-    The fp32 one reads the same values, widened exactly, and only the result and the gradients of the inputs are rounded,
-    where the other rounds the probabilities too. Query, key and value wait for backward in 16 bit, as they were given; the
-    price is the result, which waits in fp32.
+    torch's 16-bit kernel for the CPU is slow in backward, ten times forward at 128 keys. Where there is a kernel of mezzo's for the
+    gradients (`kernels.attention`), forward is torch's and backward that one. Else short attention is computed by torch's fp32 kernel, which
+    reads the same values, widened exactly, and only the result and the gradients of the inputs are rounded, where the other
+    rounds the probabilities too. Query, key and value wait for backward in 16 bit, as they were given; the price is the
+    result, which waits in fp32.
 
-    Long sequences, tiny ones, dropout, and tensors that are not plain are left to torch and the region.
+    Tiny sequences, dropout, and tensors that are not plain are left to torch and the region.
 
     Args:
         trains: a backward pass may follow although gradients are off, as in a reentrant checkpoint's first run.
@@ -68,7 +70,7 @@ class WideAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Widen attention, open the composite that calls it, leave the rest alone."""
+        """Run attention its own way, open the composite that calls it, leave the rest alone."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
@@ -84,31 +86,43 @@ class WideAttention(TorchFunctionMode):
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
-        *rest: Any,
-        **options: Any,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
-        inputs = (query, key, value)
-        if dropout_p or not (
-            self._gains(query, key) and torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs))
-        ):
-            return F.scaled_dot_product_attention(*inputs, attn_mask, dropout_p, *rest, **options)
+        inputs, low = (query, key, value), torch.get_autocast_dtype("cpu")
+        is_plain = not dropout_p and torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs))
+        takes = is_plain and query.numel() >= SMALLEST
+        is_own = takes and self.trains and low is torch.bfloat16
+        is_own = is_own and has_gradients(*inputs, attn_mask, is_causal, enable_gqa)
+        if not (is_own or (takes and self._gains(key))):
+            return F.scaled_dot_product_attention(
+                *inputs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if self.has_grad:
-            bind_recompute(WideAttention)
-        mask = attn_mask.float() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
-        torch.set_autocast_enabled("cpu", False)
-        try:
-            query, key, value = [t.float() for t in inputs]
-            with _saved_as_given(inputs, (query, key, value)):
-                wide = F.scaled_dot_product_attention(query, key, value, mask, 0.0, *rest, **options)
-        finally:
-            torch.set_autocast_enabled("cpu", True)
-        return wide.to(torch.get_autocast_dtype("cpu"))
+            bind_recompute(AttentionMode, True)  # made before a reentrant checkpoint turns gradients on
+        if is_own:
+            return attention(query.to(low), key.to(low), value.to(low), attn_mask, is_causal, scale)
+        return _wide(inputs, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa).to(low)
 
-    def _gains(self, query: Tensor, key: Tensor) -> bool:
-        """Whether the fp32 kernel is the faster one for operands of this size."""
-        if query.numel() < SMALLEST or key.shape[-2] > LONGEST:
-            return False
-        return not has_amx() or (self.trains and key.shape[-2:].numel() <= LARGEST_BESIDE_TILES)
+    def _gains(self, key: Tensor) -> bool:
+        """Whether the fp32 kernel is faster than torch's 16-bit one for so many keys."""
+        if has_amx():
+            return self.trains and key.shape[-2:].numel() <= LARGEST_BESIDE_TILES
+        return key.shape[-2] <= LONGEST
+
+
+def _wide(inputs: Sequence[Tensor], mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:
+    """Return attention in fp32, outside torch's autocast."""
+    mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        query, key, value = wide = [t.float() for t in inputs]
+        with _saved_as_given(inputs, wide):
+            return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
+    finally:
+        torch.set_autocast_enabled("cpu", True)
 
 
 def _is_castable(tensor: Tensor) -> bool:

@@ -265,6 +265,18 @@ def batch_of(tensors: Sequence[Tensor]) -> tuple[array[int], array[int], array[i
     return array("q", map(Tensor.numel, tensors)), addresses, array("i", [FORMATS[x.dtype] for x in tensors])
 
 
+def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse with an OperandError a tensor that a kernel of the CPU only reads, unless it is what an op takes it for. Host only."""
+    reason = "" if type(tensor) in PLAIN and tensor.device.type == "cpu" else "and no plain tensor of the CPU"
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype is not dtype:
+        reason = f"not {dtype_name(dtype)}{tuple(shape)}"
+    if reason := reason or _misplaced(tensor, tensor):
+        raise OperandError(
+            f"gradients of {op} cannot be computed: its {name} is {describe(tensor)}, {reason}. "
+            "Have hooks on saved tensors give back what they were given."
+        )
+
+
 def check_apart(layouts: Iterable[Layout]) -> None:
     """Refuse tensors of which one step would write the same memory twice, but for weights that are one another.
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "formats.h"
+#include "tiles.h"
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -133,30 +134,18 @@ extern "C" void mezzo_linear(const uint16_t* x, const uint16_t* weight, uint16_t
   of[rows - 1]({chunks.data(), x, weight, bias, out, inner, width}, threads);
 }
 
-#if defined(__x86_64__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
-#include <cpuid.h>
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#define MEZZO_TILES 1
-#define ON_TILES __attribute__((target("amx-tile,amx-bf16")))
-
+#if defined(MEZZO_TILES)
 constexpr int kTile = 16;   // outputs, rows of x and pairs of products that a tile holds
 constexpr int64_t kPairs = 2 * kTile;
 
 // Sets this thread's tiles: 0 to 3 sums [outputs][rows], 4 and 5 weights [outputs][32], 6 and 7 pairs of x [16][rows][2].
-ON_TILES inline void set_tiles(int64_t outputs, int64_t rows) {
-  struct {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
+ON_TILES inline void set_tiles_for(int64_t outputs, int64_t rows) {
+  TileConfig config;
   for (int tile = 0; tile < 8; tile++) {
     config.bytes[tile] = tile / 2 == 2 ? 64 : uint16_t(4 * rows);
     config.rows[tile] = tile < 6 ? uint8_t(outputs) : kTile;
   }
-  asm volatile("" ::"r"(&config) : "memory");  // GCC believes that only the first bytes are read
-  _tile_loadconfig(&config);
+  set_tiles(config);
 }
 
 // Up to 16 outputs of all rows, from `first` on, and calls for each weight one step before it is needed.
@@ -164,7 +153,7 @@ ON_TILES void tile_outputs(const Product& p, const uint16_t* pairs, int64_t rows
   const int64_t whole = p.inner / kPairs * kPairs, stride = 2 * p.inner;
   const uint16_t* weight = p.weight + first * p.inner;
   int64_t k = 0;
-  set_tiles(outputs, rows);
+  set_tiles_for(outputs, rows);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -203,21 +192,11 @@ extern "C" void mezzo_linear_tiles(const uint16_t* x, const uint16_t* weight, ui
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < width; first += kTile) tile_outputs(p, pairs.data(), rows, first, std::min<int64_t>(kTile, width - first));
 }
-
-// Whether the processor multiplies tiles of bf16, and Linux lets this process keep tiles.
-bool has_tiles() {
-  unsigned a, b, c, d = 0;
-  constexpr unsigned both = 1u << 24 | 1u << 22;  // AMX-TILE, AMX-BF16
-  constexpr int ask = 0x1023, tile_data = 18;     // ARCH_REQ_XCOMP_PERM
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & both) == both && !syscall(SYS_arch_prctl, ask, tile_data);
-}
 #endif
 
 // Rows up to which this is faster than torch's product, in measurements: with tiles, with pairs of bf16 in an instruction, and without.
 extern "C" int64_t mezzo_linear_most_rows() {
-#if defined(MEZZO_TILES)
   if (has_tiles()) return 16;
-#endif
 #if defined(__AVX512BF16__)
   return 8;
 #else

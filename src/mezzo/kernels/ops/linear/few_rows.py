@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...._torch import dispatch_modes, forward_ad_level, functorch_level, tracing_state
+from ...._torch import is_unwatched
 from ... import registry
 from ...dtensor import PLAIN
 
@@ -32,7 +32,7 @@ def reads_faster(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
     """
     given = (input, weight) if bias is None else (input, weight, bias)
     return (
-        _is_unwatched()  # first: a tracer would record the comparisons of shapes
+        is_unwatched()  # first: a tracer would record the comparisons of shapes
         and weight.dim() == 2
         and weight.numel() >= SMALLEST
         and input.dim() > 0
@@ -50,16 +50,6 @@ def _is_readable(tensor: Tensor) -> bool:
         return False
     end = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return tensor.device.type == "cpu" and end <= tensor.untyped_storage().nbytes()
-
-
-def _is_unwatched() -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and functorch_level() is None
-        and forward_ad_level() < 0
-        and tracing_state() is None
-        and not dispatch_modes()
-    )
 
 
 def small_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,34 @@
+// Tiles of a processor that multiplies them (AMX): whether this one does, and how a thread sets its own.
+#pragma once
+
+#if defined(__x86_64__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#define MEZZO_TILES 1
+#define ON_TILES __attribute__((target("amx-tile,amx-bf16")))
+
+struct TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};  // of a row, by tile
+  uint8_t rows[16] = {};
+};
+
+ON_TILES inline void set_tiles(const TileConfig& config) {
+  asm volatile("" ::"r"(&config) : "memory");  // GCC believes that only the first bytes are read
+  _tile_loadconfig(&config);
+}
+
+// Whether the processor multiplies tiles of bf16, and Linux lets this process keep tiles.
+inline bool has_tiles() {
+  unsigned a, b, c, d = 0;
+  constexpr unsigned both = 1u << 24 | 1u << 22;  // AMX-TILE, AMX-BF16
+  constexpr int ask = 0x1023, tile_data = 18;     // ARCH_REQ_XCOMP_PERM
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & both) == both && !syscall(SYS_arch_prctl, ask, tile_data);
+}
+#else
+inline bool has_tiles() { return false; }
+#endif

@@ -1,0 +1,95 @@
+"""Gradients of attention on the CPU, block by block of its scores; `cpu.cpp` computes them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends.cpp.build import library
+from ...operands import check_read
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor | None,
+    is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of query, key and value.
+
+    Products are of bf16, the probabilities and their gradients rounded to it, with sums in fp32; any number of threads
+    gives the same bits.
+
+    Args:
+        grad: of `out`, [B, H, T, D], bf16.
+        query: [B, H, T, D], bf16.
+        key: [B, G, S, D], bf16, H a multiple of G.
+        value: as `key`.
+        out: as `query`.
+        logsumexp: [B, H, T], fp32: of the scores of each query.
+        mask: [B or 1, H or 1, T or 1, S or 1] or without the first two, added to the scores; None: none.
+        is_causal: query i sees keys up to i.
+        scale: of the scores.
+
+    Returns:
+        each in the shape and dtype of its operand, rounded to nearest.
+
+    Raises:
+        OperandError: one that is not what it is said to be.
+
+    Syncs: no.
+    """
+    (batch, heads, queries, width), (kv_heads, keys) = query.shape, key.shape[1:3]
+    named = {"query": query, "key": key, "value": value, "result": out, "gradient": grad}
+    for name, tensor in named.items():
+        check_read("attention", name, tensor, key.shape if name in ("key", "value") else query.shape, torch.bfloat16)
+    check_read("attention", "log-sum-exp", logsumexp, query.shape[:3], torch.float32)
+    rows = [one if one.stride(-1) == 1 else one.contiguous() for one in named.values()]
+    grads = [
+        torch.empty_like(one.transpose(1, 2), memory_format=torch.contiguous_format) for one in (query, key, value)
+    ]
+    rows += [one.transpose(1, 2) for one in grads]
+    added = None if mask is None else _by_key(mask, (batch, heads, keys, queries))
+    strides = [stride for one in rows for stride in one.stride()[:3]] + list(logsumexp.stride())
+    sizes = _int64s([batch, heads, kv_heads, queries, keys, width])
+    threads = min(torch.get_num_threads(), batch * kv_heads)
+    memory = torch.empty(threads * _function("workspace")(sizes), dtype=torch.uint8, device="cpu")
+    _function("backward")(
+        (ctypes.c_void_p * 8)(*map(Tensor.data_ptr, rows)), logsumexp.data_ptr(), None if added is None else added.data_ptr(),
+        _int64s(strides + ([0] * 4 if added is None else list(added.stride()))), sizes, scale, is_causal, products() == 2,
+        memory.data_ptr(), threads,
+    )  # fmt: skip
+    return rows[5], rows[6], rows[7]
+
+
+def _by_key(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a mask in fp32 as the kernel reads it: [batch, head, key, query], the queries side by side or all one."""
+    across = mask.float().reshape((1,) * (4 - mask.dim()) + mask.shape).transpose(-1, -2)
+    return across.contiguous().expand(shape)
+
+
+def _int64s(numbers: list[int]) -> Any:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+@functools.cache
+def products() -> int:
+    """Return what multiplies: 2 tiles, 1 pairs of bf16, 0 nothing that the kernel is written for. Host only."""
+    return int(_function("products")())
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    """Return a compiled function, with the types of its arguments."""
+    pointer, whole, number = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+    function = getattr(library(SOURCE), f"mezzo_attention_{name}")
+    function.restype = None if name == "backward" else ctypes.c_int64
+    function.argtypes = {
+        "backward": [*[pointer] * 5, number, whole, whole, pointer, whole], "workspace": [pointer], "products": [],
+    }[name]  # fmt: skip
+    return function
