@@ -79,6 +79,8 @@ class Slot:
             assigned: if it is another tensor, a forward put it there.
         """
         buffer = self.buffer
+        if buffer is not None and self.dtype is not None and self._left is not None and self._left.is_current(buffer):
+            return
         is_another = buffer is not None and (self._left is None or not self._left.is_of(buffer))
         if buffer is not None and (self.dtype is None or (assigned and is_another)):
             self.dtype = buffer.dtype
@@ -129,18 +131,17 @@ def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
 
 def take_copies(slots: Sequence[Slot]) -> None:
     """Copy the buffers of slots as they are. Writes: the slots. Syncs: no."""
-    there = [(slot, buffer) for slot in slots if (buffer := slot.buffer) is not None]
-    values = dict(zip([slot.name for slot, _ in there], copies_of([buffer for _, buffer in there]), strict=True))
-    for slot in slots:
-        slot.copy, slot.is_stale = Copy(_stamp(slot.buffer), values.get(slot.name)), False
+    buffers = [slot.buffer for slot in slots]
+    values = iter(copies_of([buffer for buffer in buffers if buffer is not None]))
+    for slot, buffer in zip(slots, buffers, strict=True):
+        slot.copy, slot.is_stale = Copy(_stamp(buffer), None if buffer is None else next(values)), False
 
 
 def is_alike(value: Tensor | None, buffer: Tensor | None) -> bool:
     """Whether two tensors can be copied into each other: plain ones of one shape, dtype and device. Host only."""
-    if value is None or buffer is None or not (is_plain(value) and is_plain(buffer)):
+    if value is None or buffer is None or value.dtype is not buffer.dtype or value.device != buffer.device:
         return False
-    kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (value, buffer)]
-    return kinds[0] == kinds[1]
+    return is_plain(value) and is_plain(buffer) and value.shape == buffer.shape
 
 
 def _stamp(buffer: Tensor | None) -> Stamp | None:

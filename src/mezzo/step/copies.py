@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -54,14 +55,16 @@ def _by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[list[tuple[Tens
     """Return pairs together whose second tensors have one dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
     for other, tensor in pairs:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append((other, tensor.detach()))
+        own = tensor.detach() if tensor.requires_grad else tensor
+        kinds.setdefault((tensor.dtype, tensor.device), []).append((other, own))
     return kinds.values()
 
 
 @torch.no_grad()
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors, made in as many launches as there are dtypes and devices. Syncs: no."""
-    copies = [torch.empty_like(tensor) if is_plain(tensor) else tensor.detach().clone() for tensor in tensors]
-    for alike in _by_kind((copy, tensor) for copy, tensor in zip(copies, tensors, strict=True) if is_plain(tensor)):
+    plain = list(map(is_plain, tensors))
+    copies = [torch.empty_like(x) if is_made else x.detach().clone() for x, is_made in zip(tensors, plain, strict=True)]
+    for alike in _by_kind(compress(zip(copies, tensors, strict=True), plain)):
         foreach_copy_([copy for copy, _ in alike], [tensor for _, tensor in alike])
     return copies
