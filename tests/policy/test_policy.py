@@ -73,3 +73,20 @@ def test_a_notebook_shows_settings_and_what_was_edited() -> None:
     assert "<td>scaling</td><td><b>fixed</b></td><td>edit 2</td>" in page
     assert "<td>compute</td><td>fp16</td><td>preset fp16</td>" in page
     assert '<b>"' not in page and "&lt;b&gt;" in page
+
+
+def test_a_region_in_a_loop_reads_its_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    parse = Policy.parse
+    monkeypatch.setattr(Policy, "parse", staticmethod(lambda text: read.append(text) or parse(text)))
+    text = "bf16, op:sin=fp32"  # of no other test
+    for _ in range(3):
+        with mezzo.autocast("cpu", policy=text):
+            pass
+    assert read == [text]
+
+
+def test_a_file_is_read_again(tmp_path: Path) -> None:
+    for policy in (POLICY, Policy()):
+        policy.save(tmp_path / "p.toml")
+        assert mezzo.policy.as_policy(str(tmp_path / "p.toml")) == policy

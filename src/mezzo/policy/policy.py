@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,14 +193,20 @@ def as_policy(value: PolicyLike) -> Policy:
     if isinstance(value, Policy):
         return value
     if isinstance(value, torch.dtype):
-        return Policy.parse(dtype_name(value))
+        return _read(dtype_name(value))
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.strip().endswith(".toml")):
         return Policy.load(value)
     if isinstance(value, str):
-        return Policy.parse(value)
+        return _read(value)
     if isinstance(value, Mapping):
         return Policy.from_dict(value)
     raise PolicyError(
         f"a policy is a Policy, a text such as 'bf16, output=fp32', a .toml path, a dict of its fields or a dtype; "
         f"got {value!r}."
     )
+
+
+@functools.cache
+def _read(text: str) -> Policy:
+    """Read a text once: a region in a loop is given it at every step."""
+    return Policy.parse(text)
