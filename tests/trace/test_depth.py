@@ -72,6 +72,11 @@ def test_gradients_flushed_to_zero_end_the_chain() -> None:
     assert found.verdict == "vanishing" and found.sizes[-1] > 0
 
 
+def test_a_chain_that_begins_at_zero_grew_from_nothing() -> None:
+    sizes = [0.0, *(2.0**-9 * 1.2**n for n in range(LAYERS))]
+    assert trends(stack(sizes)) == [] and trends(stack(sizes[::-1], kind="gradient")) == []
+
+
 def test_chains_keep_classes_patterns_and_first_calls_apart() -> None:
     linear = stack([1.0] * 8)
     tanh = [size(f"layers.{i}", 2.0, cls="Tanh") for i in range(8)]

@@ -114,7 +114,8 @@ def trends(sizes: Iterable[Size]) -> list[Trend]:
         while len(values) > LAYERS and values[-1] == 0:
             values.pop()
         logs = [_log(v) for v in values]
-        if abs(logs[-1] - logs[0]) >= BINADES and _is_steady(logs):
+        # what begins at 0 grew from nothing: its parts stand side by side, as experts do
+        if values[0] and abs(logs[-1] - logs[0]) >= BINADES and _is_steady(logs):
             found.append(Trend(kind=chain[0].kind, pattern=pattern, cls=cls, sizes=tuple(values), step=step))
     return sorted(found, key=lambda t: (t.step, -abs(t.binades)))
 
