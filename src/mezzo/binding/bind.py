@@ -17,6 +17,7 @@ from ..distributed import class_names
 from ..errors import PolicyError
 from ..policy import FP32_RULES, CacheName, Policy
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
+from .hand_written import hand_written_gelu
 from .module_rules import FUSED, Precision, run_unfused
 
 _WRITTEN = (RECORD, "forward")
@@ -120,9 +121,8 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
             "captures whole steps."
         )
     before, forward = record(module), module.__dict__.pop("forward", None)
-    inner = _Own(forward) if forward is not None else None if before is None else before.inner
-    if inner is None and isinstance(module, FUSED):
-        inner = run_unfused
+    own_forward = _Own(forward) if forward is not None else None if before is None else _own_forward(before)
+    inner = own_forward or _in_place_of_forward(module, binding, own)
     attends = binding.watches_attention and own is None and around not in FP32_RULES and _is_innermost_attention(module)
     module.__dict__[RECORD] = Bound(
         binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
@@ -134,6 +134,17 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         cls.__bases__ = (bound_class(cls.__bases__[0]),)
     else:
         module.__class__ = bound_class(cls)
+
+
+def _own_forward(before: Bound) -> _Own | None:
+    return before.inner if isinstance(before.inner, _Own) else None
+
+
+def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> Callable[..., Any] | None:
+    """Return what runs in place of the forward of a module's class, if anything does."""
+    if isinstance(module, FUSED):
+        return run_unfused
+    return hand_written_gelu(module) if binding.fuses and own is None else None
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:

@@ -61,14 +61,14 @@ class Binding:
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
         self._regions: dict[torch.dtype | None, autocast] = {}
+        self.fuses = self._is_low and bool(self.policy.modules)  # `modules=none` is torch's autocast to the bit
         self.watches_attention = self._watches_attention()
 
     def _watches_attention(self) -> bool:
-        """Whether attention runs mezzo's way; `modules=none` is torch's autocast to the bit."""
-        policy = self.policy
-        if not (policy.is_low and policy.modules and has_own_attention(self.device_type)):
+        """Whether attention runs mezzo's way."""
+        if not (self.fuses and has_own_attention(self.device_type)):
             return False
-        return policy.why_engine("cpu", self.cache).engine == "dispatcher"
+        return self.policy.why_engine("cpu", self.cache).engine == "dispatcher"
 
     def __getstate__(self) -> dict[str, Any]:
         watch = self.stepper._note_copy() if self.is_trained else None
@@ -130,7 +130,7 @@ class Bound:
         own: the precision its own rule gives it; None without a rule.
         around: the precision of the nearest module above it that has a rule; None where none has.
         is_root: whether it is the module that was prepared.
-        inner: a forward of its own that the module had in place of its class's.
+        inner: what is called in place of the class's forward: one that the module had, or one op that computes the same.
         attends: whether attention inside it runs mezzo's way.
         is_regular: whether inside the binding's region the module does nothing but run its class's forward.
         first: where the module's first parameter stands, once somebody asked: a registry and the name there.
