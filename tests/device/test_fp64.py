@@ -13,6 +13,7 @@ ON_THE_HOST = {
     "kernels/ops/gradients/check.py": "where the host looks: the CPU",
     "distributed/rank_consistency.py": "numbers that were copied to the CPU",
     "train/evaluate.py": "predictions that were copied to the CPU",
+    "binding/hand_written.py": "values that a module is tried with on the CPU",
 }
 """Files that compute in fp64, and why they may."""
 
