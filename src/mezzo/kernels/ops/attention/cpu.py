@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...backends.cpp.build import library
-from ...operands import check_read
+from ...operands import batch_of, check_read
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -58,11 +58,13 @@ def backward(
     strides = [stride for one in rows for stride in one.stride()[:3]] + list(logsumexp.stride())
     sizes = _int64s([batch, heads, kv_heads, queries, keys, width])
     threads = min(torch.get_num_threads(), batch * kv_heads)
-    memory = torch.empty(threads * _function("workspace")(sizes), dtype=torch.uint8, device="cpu")
+    memory = torch.empty(threads * _function("workspace")(sizes) // 4, dtype=torch.float32, device="cpu")
+    _, addresses, _ = batch_of([*rows, memory, logsumexp, *([] if added is None else [added])])
+    tensors, workspace, sums = addresses[:8], *addresses[8:10]
     _function("backward")(
-        (ctypes.c_void_p * 8)(*map(Tensor.data_ptr, rows)), logsumexp.data_ptr(), None if added is None else added.data_ptr(),
+        (ctypes.c_void_p * 8)(*tensors), sums, None if added is None else addresses[10],
         _int64s(strides + ([0] * 4 if added is None else list(added.stride()))), sizes, scale, is_causal, products() == 2,
-        memory.data_ptr(), threads,
+        workspace, threads,
     )  # fmt: skip
     return rows[5], rows[6], rows[7]
 
