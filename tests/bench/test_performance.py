@@ -107,6 +107,19 @@ def test_the_sentence_of_the_figures(tmp_path: Path) -> None:
     )
 
 
+def test_the_sentence_keeps_machines_apart(tmp_path: Path) -> None:
+    for model, own in (("one", 1.0), ("other", 4.0)):
+        machine = {**result().machine, "cpu": {"model": model}, "threads": 2}
+        both = (measured("torch-autocast", 2.0), measured("prepare+keep", own))
+        one = dataclasses.replace(result("bert"), measurements=both, machine=machine)
+        (tmp_path / f"{model}.json").write_text(one.to_json())
+    assert sentence(tmp_path) == (
+        "Training steps of `bert`, with [memory kept](docs/memory.md), beside the fastest eager rival as people run it: "
+        "on one, 2 threads 2.00x to 2.00x as fast under policy `bf16` (geometric mean of 1: 2.00x); "
+        "on other, 2 threads 0.50x to 0.50x as fast under policy `bf16` (geometric mean of 1: 0.50x)."
+    )
+
+
 def test_a_page_without_a_place_for_figures(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no place for the figures; write <!-- figures"):
         with_figures("# mezzo", tmp_path)

@@ -196,17 +196,33 @@ def sentence(folder: Path) -> str:
         BenchError: a file in the folder is not a result, or of no workload there is.
     """
     chosen = [result for result in _newest_on_cpu(folder) if result.workload in TRAINED]
-    kept = {policy: _beside_rivals_unkept(chosen, f"{policy}+keep") for policy in ("prepare", "prepare-master")}
-    names = [result.workload for result in chosen if any(result.workload in found for found in kept.values())]
-    clauses = [
-        f"{min(found.values()):.2f}x to {max(found.values()):.2f}x as fast under policy `{_policy_name(chosen, policy)}` "
+    clauses = {
+        place: _kept_beside_rivals([result for result in chosen if machine_name(result) == place])
+        for place in dict.fromkeys(map(machine_name, chosen))
+    }
+    found = {place: said for place, said in clauses.items() if said}
+    said = "; ".join(f"on {place} {own}" if len(found) > 1 else own for place, own in found.items())
+    return (
+        " ".join([said and f"{_models(chosen)}: {said}.", *_beside_fp32(chosen)]).strip()
+        or "No figures are stored yet."
+    )
+
+
+def _models(results: Sequence[Result]) -> str:
+    names = [one.workload for one in results if any(m.variant == "prepare+keep" for m in one.measurements)]
+    models = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+    return f"Training steps of {models}, with [memory kept](docs/memory.md), beside the fastest eager rival as people run it"
+
+
+def _kept_beside_rivals(results: Sequence[Result]) -> str:
+    """Return what each policy with kept memory comes to on one machine."""
+    kept = {policy: _beside_rivals_unkept(results, f"{policy}+keep") for policy in ("prepare", "prepare-master")}
+    return ", ".join(
+        f"{min(found.values()):.2f}x to {max(found.values()):.2f}x as fast under policy `{_policy_name(results, policy)}` "
         f"(geometric mean of {len(found)}: {statistics.geometric_mean(found.values()):.2f}x)"
         for policy, found in kept.items()
         if found
-    ]
-    models = f"Training steps of {', '.join(f'`{name}`' for name in dict.fromkeys(names))}, with [memory kept](docs/memory.md)"
-    found = [f"{models}, beside the fastest eager rival as people run it: {', '.join(clauses)}."] if clauses else []
-    return " ".join([*found, *_beside_fp32(chosen)]) or "No figures are stored yet."
+    )
 
 
 def _beside_rivals_unkept(results: Sequence[Result], variant: str) -> dict[str, float]:
