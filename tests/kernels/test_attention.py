@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.casting.test_attention import CausalSelfAttention, Checkpointed, Reentrant, gradients, prepared
+from tests.casting.test_attention import (
+    CausalSelfAttention,
+    Checkpointed,
+    Reentrant,
+    check_gives_the_same,
+    gradients,
+    prepared,
+)
 from tests.step.step_models import Dtypes
 from torch import Tensor, nn
 
@@ -255,14 +262,8 @@ class Calls:
 def test_a_prepared_model_takes_it_inside_a_checkpoint_too(
     kind: type[CausalSelfAttention], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, x = Calls(monkeypatch), torch.randn(16, 50, 32)
-    plain, part = CausalSelfAttention(), kind()
-    part.load_state_dict(plain.state_dict())
-    plain, part = prepared(plain), prepared(part)
-    want, got = plain(x), part(x)
-    assert torch.equal(got, want)
-    for one, other in zip(gradients(got, part), gradients(want, plain), strict=True):
-        assert torch.equal(one, other)
+    calls = Calls(monkeypatch)
+    check_gives_the_same(kind(), torch.randn(16, 50, 32))
     assert calls.count == 2
 
 

@@ -121,8 +121,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
             "captures whole steps."
         )
     before, forward = record(module), module.__dict__.pop("forward", None)
-    own_forward = _Own(forward) if forward is not None else None if before is None else _own_forward(before)
-    inner = own_forward or _in_place_of_forward(module, binding, own)
+    inner = (_own_forward(before) if forward is None else _Own(forward)) or _in_place_of_forward(module, binding, own)
     attends = binding.watches_attention and own is None and around not in FP32_RULES and _is_innermost_attention(module)
     module.__dict__[RECORD] = Bound(
         binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
@@ -136,8 +135,8 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         module.__class__ = bound_class(cls)
 
 
-def _own_forward(before: Bound) -> _Own | None:
-    return before.inner if isinstance(before.inner, _Own) else None
+def _own_forward(before: Bound | None) -> _Own | None:
+    return before.inner if before is not None and isinstance(before.inner, _Own) else None
 
 
 def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> Callable[..., Any] | None:
