@@ -81,10 +81,11 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     Syncs: no.
     Source: Ba et al. 2016.
     """
-    shape, weight, bias, eps = list(module.normalized_shape), module.weight, module.bias, module.eps
-    if x.device.type == "cpu" and not (torch.is_grad_enabled() or module.training):
+    weight, bias, eps = module.weight, module.bias, module.eps
+    if not (torch.is_grad_enabled() or module.training) and weight is not None and x.is_cpu:
         # In few calls: on a small model they cost as much as the norm.
-        return choose("layer_norm", x.device, x.dtype).module.forward(x, shape, weight, bias, eps)[0]  # type: ignore[no-any-return]  # likewise
+        return torch.native_layer_norm(x, module.normalized_shape, as_fp32(weight), as_fp32(bias), eps)[0]
+    shape = list(module.normalized_shape)
     if _sums_in_fp32(x, weight, bias):
         return F.layer_norm(x, shape, weight, bias, eps)
     if _is_small(x, module):
