@@ -92,20 +92,6 @@ def test_a_scaler_that_found_its_level_is_not_told(skipped: int, steps: int, is_
     assert bool(find(replace(seen, skipped=skipped, steps=steps, updates=1))) == is_told
 
 
-@pytest.mark.parametrize(("warm_up", "rules"), [(1, []), (4, ["zero-learning-rate"])])
-def test_a_rate_that_is_0_in_every_step_is_told(warm_up: int, rules: list[str]) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step // warm_up)
-    with diagnose.trace(model) as t:
-        for _ in range(4):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            schedule.step()
-    assert [x.rule for x in t.report.record.lints] == rules
-    assert str(t.report).splitlines()[1].startswith("No fault, but" if rules else "Healthy")
-
-
 def test_a_parametrisation_is_told_by_the_layer_that_has_it() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 1)))
     nn.init.zeros_(model[1].parametrizations.weight.original1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mezzo.diagnose as diagnose
 from mezzo.formats import format_of
-from mezzo.trace import explain_lint
+from mezzo.trace import Trace, explain_lint
 from mezzo.trace.lint_rules import LintWatch, exact_integers
 from mezzo.trace.records import Lint, LintRule, Site
 
@@ -110,3 +110,30 @@ def test_a_weight_in_16_bit_is_named_only_inside_a_region() -> None:
     assert watch.records() == ()
     watch.model(model, SITE, in_region=True)
     assert [(x.rule, x.value) for x in watch.records()] == [("half-weights-in-region", 2.0)]
+
+
+def test_what_was_not_lost_is_told_by_lint_alone() -> None:
+    """A loss in 16 bit, a backward inside the region, fp16 gradients that no scale was needed for: a run that is sound."""
+
+    def run() -> None:
+        model = torch.nn.Linear(4, 4)
+        with torch.autocast("cpu", dtype=FP16):
+            model(torch.ones(2, 4)).mean().backward()
+
+    told: dict[bool, list[str]] = {}
+    for of_risks in (False, True):
+        with Trace(None, of_risks=of_risks) as t:
+            run()
+        told[of_risks] = [x.rule for x in t.record.lints]
+    assert told == {False: [], True: ["backward-in-region", "loss-in-16-bit", "no-loss-scale"]}
+
+
+def test_an_unscaled_loss_is_told_where_a_gradient_was_flushed() -> None:
+    model = torch.nn.Linear(64, 1, bias=False)
+    x = torch.ones(1, 64)
+    x[0, 0] = 1e-4
+    with diagnose.trace() as t:
+        with torch.autocast("cpu", dtype=FP16):
+            y = model(x)
+        (y.float() * 1e-5).sum().backward()
+    assert [x.rule for x in t.record.lints] == ["no-loss-scale"] and t.report.answer == "healthy"

@@ -205,6 +205,19 @@ def unscaled_fp16(dtype: torch.dtype) -> Run:
     return run
 
 
+def cleared_before_the_step(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = scaled_step(model, dtype, lambda: model(x).float().square().mean())
+
+    def run() -> None:
+        step()
+        model.zero_grad()  # FAULT
+        optimizer.step()
+
+    return run
+
+
 def warm_up_in_whole_numbers(dtype: torch.dtype) -> Run:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -244,5 +257,6 @@ LINTS = [
     LintCase(build=loss_in_16_bit, verdict="loss-in-16-bit", dtypes=BOTH),
     LintCase(build=clipped_before_unscaled, verdict="clip-before-unscale", dtypes=BOTH, names=("256",)),
     LintCase(build=warm_up_in_whole_numbers, verdict="zero-learning-rate", dtypes=(BF16,), names=("4 steps of AdamW",)),
+    LintCase(build=cleared_before_the_step, verdict="cleared-gradients", dtypes=BOTH, names=("SGD.step",)),
     LintCase(build=unscaled_fp16, verdict="no-loss-scale"),
 ]

@@ -49,7 +49,7 @@ from tests.zoo.case import Case
 from tests.zoo.lint_cases import LintCase
 
 import mezzo.diagnose as diagnose
-from mezzo.trace import collector, explain_lint
+from mezzo.trace import Trace, collector, explain_lint
 from mezzo.trace.records import LintRule
 
 STRANGERS = (
@@ -96,10 +96,10 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def diagnosis(build, dtype: torch.dtype) -> diagnose.TraceReport:
+def diagnosis(build, dtype: torch.dtype, *, of_risks: bool = False) -> diagnose.TraceReport:
     torch.manual_seed(0)
     run = build(dtype)
-    with suppress(Exception, SystemExit), diagnose.trace() as t:
+    with suppress(Exception, SystemExit), Trace(None, of_risks=of_risks) as t:
         run()
     return t.report
 
@@ -194,7 +194,7 @@ def test_healthy(build, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("case", "dtype"), LINTS, ids=[f"{c.name}-{name(d)}" for c, d in LINTS])
 def test_lint(case: LintCase, dtype: torch.dtype) -> None:
-    found = diagnosis(case.build, dtype).record.lints
+    found = diagnosis(case.build, dtype, of_risks=True).record.lints
     places = [(x.rule, x.site.module, (x.site.frame.file, x.site.frame.line)) for x in found if x.site.frame]
     assert places == [(case.verdict, case.module, case.line)]
     why = explain_lint(found[0]).why

@@ -81,7 +81,7 @@ def lint(
     """
     chosen = None if policy is None else as_policy(policy)
     with preserve_state(model), bind_copy(model, chosen) as runnable:
-        trace = Trace(runnable, of_defaults=True)
+        trace = Trace(runnable, of_risks=True)
         with trace:
             loss = loss_of(runnable, batch, loss_fn)
             if loss.requires_grad:

@@ -39,7 +39,6 @@ from .wide_values import StorageNotes
 
 Causes = frozenset[int]
 NO_CAUSE: Causes = frozenset()
-_CLIPS = "torch/nn/utils/clip_grad.py"
 _STOPS = 8
 """How often a program that catches the end it is given is ended again."""
 _SHARED = "torch/multiprocessing/reductions.py"
@@ -144,6 +143,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _on_scaler(self, op: str) -> None:
         self._has_scaled_grads = False
+        self.lints.unscale()
         if op == "amp_update_scale":
             self.skipped += not self._was_updated
             self.end_step()
@@ -220,9 +220,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self.updates.see(call)
         elif site.phase == "forward" and not site.root:
             self.updates.see_by_hand(call, site, self.context.name_of)
-        if self._has_scaled_grads and not site.root and site.phase == "forward" and is_called_from(_CLIPS):
-            self.lints.add("clip-before-unscale", site, call.out[0].dtype if call.out else torch.float32,
-                           "gradients", self.context.loss_scale)  # fmt: skip
+        if self._has_scaled_grads and not site.root and site.phase == "forward":
+            self.lints.clip(site, self.context.loss_scale)
 
     def _follow(self, call: Call, site: Site, bad: list[Tensor]) -> None:
         """Take in an op while non-finite values are about."""

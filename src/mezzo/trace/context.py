@@ -32,6 +32,7 @@ from .records import Phase, Site
 
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
 _READS = frozenset({"numpy", "tolist", "array"})
+_ZEROS = frozenset({"zero", "foreach_zero"})
 _SITES_KEPT = 400_000
 
 
@@ -42,6 +43,7 @@ class Names(TorchFunctionMode):
         current: name of the function that runs; empty where torch calls itself.
         backward_dtype: what the region around the running `backward` casts to; None outside regions.
         on_read: called with a tensor before it becomes an array or a list.
+        on_cleared: called before something is set to 0, or to None as gradients are.
         in_region: whether the last function was called in a region.
     """
 
@@ -53,6 +55,7 @@ class Names(TorchFunctionMode):
         self._devices = {"cpu", "cpu" if accelerator is None else accelerator.type}
         self.backward_dtype: torch.dtype | None = None
         self.on_read: Callable[[Tensor], None] | None = None
+        self.on_cleared: Callable[[], None] = lambda: None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,6 +65,8 @@ class Names(TorchFunctionMode):
         self.in_region = any(torch.is_autocast_enabled(device) for device in self._devices)
         if self.current in _READS and self.on_read is not None and args and isinstance(args[0], Tensor):
             self.on_read(args[0])
+        if self.current in _ZEROS or (self.current == "set" and args[1:] == (None,)):
+            self.on_cleared()
         if self.current == "backward":
             given = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]))
             device = given.device.type

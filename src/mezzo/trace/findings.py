@@ -10,7 +10,8 @@ from typing import Any
 from ..errors import listed
 from .depth import Trend, grew_into, grew_over_steps, trends
 from .fix import DIVERGED, STEPPED, STUCK, Fix, fix_for
-from .records import Event, Flush, FlushedGradient, Frame, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
+from .lint_rules import LintWarning, explain_lint
+from .records import Event, Flush, FlushedGradient, Frame, Lint, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
 from .verdict import Verdict, number, verdict_of
 
 FLUSHED_SHARE = 0.3
@@ -18,6 +19,8 @@ FLUSHED_SHARE = 0.3
 _LAYERS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "linear", "convolution", "layer_norm", "batch_norm"})
 _PRODUCTS = _LAYERS | {"mul", "div", "mean", "std", "var", "var_mean"}
 _MET = attrgetter("kind", "site.op", "site.phase", "site.step", "site.frame", "where", "offending")
+FAULTY_RULES = {"clip-before-unscale": "clip_grad", "zero-learning-rate": "step", "cleared-gradients": "zero_grad"}
+"""Lint rules that no sound loop breaks, and what is called where one does."""
 LOST_SHARE = 0.5
 """Above this share of swallowed updates a weight hardly moves; the limit of the update monitor."""
 
@@ -98,6 +101,7 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     found += _of_flushed(record, bool(found))
     found += [_of_trend(record, t) for t in trends(record.sizes)[:1] if not found]
     found += _of_lost_updates(record.lost)
+    found += [_of_lint(x, explain_lint(x)) for x in record.lints if x.rule in FAULTY_RULES]
     merged = _merged(found)
     bad = {n for f in merged if not f.is_fault for n in f.steps}
     # a scaler found its level: it left out each step that overflowed, and a step was taken after the last of them
@@ -289,6 +293,12 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
             steps=tuple(sorted({u.site.step for u in worst})),
         )
     ]
+
+
+def _of_lint(lint: Lint, said: LintWarning) -> Finding:
+    """Report a loop that is wrong whatever the numbers."""
+    site = replace(lint.site, phase="optimizer", op=FAULTY_RULES[lint.rule])
+    return _at(site, verdict=lint.rule, why=said.why, fix=Fix(advice=said.advice), steps=(site.step,))
 
 
 def _merged(found: list[Finding]) -> tuple[Finding, ...]:

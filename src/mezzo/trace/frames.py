@@ -117,6 +117,12 @@ def is_called_from(ending: str) -> bool:
     return any(frame.f_code.co_filename.endswith(ending) for frame, _ in walk_stack(sys._getframe(1)))
 
 
+def argument_of(ending: str, *names: str) -> float | None:
+    """Return the first of some numbers that a function on the Python stack, of a file whose path ends so, was given; None if none was."""
+    frames = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename.endswith(ending))
+    return next((float(f.f_locals[name]) for f in frames for name in names if name in f.f_locals), None)
+
+
 def sample_line() -> Frame | None:
     """Return the line by which the dataset of the running DataLoader hands out a sample; None where that is not the user's."""
     frames = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename.endswith(_FETCH))

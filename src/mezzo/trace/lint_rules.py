@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ..binding import record
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
+from .frames import argument_of
 from .measure import amax, numbers, rerun_wide
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
@@ -26,6 +27,7 @@ _SCALES = frozenset({"mul", "div"})
 _KEEP_WIDE = re.compile(r"(^|[._])(inv_freq|freqs?(_cis)?|cos(_cached)?|sin(_cached)?|running_mean|running_var)$")
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
+_CLIPS = "torch/nn/utils/clip_grad.py"
 _MOST = 64
 """Lints of one rule that are kept."""
 
@@ -47,19 +49,21 @@ class LintWatch:
     """Checks each op against the rules that one op can break. Syncs: yes, at the ops it judges.
 
     Attributes:
-        of_defaults: whether constants that torch's own functions fill in are judged too, such as the eps of normalize.
+        of_risks: whether what may lose numbers counts too where it did not: a loss in 16 bit, the eps that torch's normalize fills in.
         has_fp16: whether a forward op gave fp16.
     """
 
     def __init__(self) -> None:
-        self.of_defaults = False
+        self.of_risks = False
         self._found: dict[tuple[object, ...], Lint] = {}
         self._counts: dict[LintRule, int] = {}
         self.has_fp16 = False
+        self._clipped: tuple[Site, float] | None = None
 
-    def records(self) -> tuple[Lint, ...]:
-        """Return what was noticed, each line once a rule."""
-        return tuple(self._found.values())
+    def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
+        """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
+        is_told = has_flushed or self.of_risks
+        return tuple(x for x in self._found.values() if is_told or x.rule != "no-loss-scale")
 
     def add(self, rule: LintRule, site: Site, dtype: torch.dtype, what: str, value: float, kernel: str = "") -> None:
         """Note a broken rule, once for each line and op."""
@@ -108,7 +112,7 @@ class LintWatch:
         name = call.facts.name
         if name not in _TAKES_CONSTANT and name not in _SCALES:
             return
-        if not self.of_defaults and site.called != name and site.called in vars(functional):
+        if not self.of_risks and site.called != name and site.called in vars(functional):
             return
         facts = format_of(low.dtype)
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
@@ -147,11 +151,25 @@ class LintWatch:
             what = f"{len(low)} trainable parameters, {low[0][0]} first"
             self.add("half-weights-in-region", site, low[0][1].dtype, what, float(len(low)))
 
+    def clip(self, site: Site, loss_scale: float) -> None:
+        """Take in an op between a backward that was scaled and the unscaling; a bound that carries the scale too is meant. Syncs: no."""
+        bound = argument_of(_CLIPS, "max_norm", "clip_value")
+        if bound is not None and bound < loss_scale and self._clipped is None:
+            self._clipped = site, loss_scale
+
+    def unscale(self) -> None:
+        """Note that gradients were clipped before they were unscaled, if they were."""
+        if self._clipped is not None:
+            site, scale = self._clipped
+            self.add("clip-before-unscale", site, torch.float32, "gradients", scale)
+            self._clipped = None
+
     def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
         """Look at the tensor backward starts from, and at the region it starts in. Syncs: where it is 16 bit."""
-        if region is not None:
+        self._clipped = None
+        if region is not None and self.of_risks:
             self.add("backward-in-region", site, region, "backward", 0.0)
-        if loss.dtype in LOW_DTYPES:
+        if loss.dtype in LOW_DTYPES and self.of_risks:
             self.add("loss-in-16-bit", site, loss.dtype, "the loss", float(loss.detach()))
         if self.has_fp16 and loss_scale == 1.0:
             self.add("no-loss-scale", site, torch.float16, "backward", loss_scale)
@@ -241,6 +259,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     "zero-learning-rate": lambda x: (
         f"the learning rate was 0 in each of the {number(x.value)} steps of {x.what}: no weight moved.",
         "print the schedule's factors: whole-number division (//) in a warm-up gives 0.",
+    ),
+    "cleared-gradients": lambda x: (
+        f"gradients that backward had brought are cleared here, before {x.what}: none was left in any of its {number(x.value)} steps.",
+        "clear gradients after the step, or before backward.",
     ),
     "no-loss-scale": lambda x: (
         "ops run in fp16 and the loss is not scaled: gradients below 6e-8 become 0.",

@@ -1,4 +1,4 @@
-"""What 16 bit swallows on the way to a weight: gradients that flush to 0, updates that round away."""
+"""What 16 bit swallows on the way to a weight: gradients that flush to 0, updates that round away, steps that move nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
-from .frames import Owner, caller
+from .frames import Owner, caller, short_line
+from .lint_rules import LintWatch
 from .measure import amax, rerun_wide
-from .ops import Call
-from .records import Flush, FlushedGradient, LostUpdate, Site
+from .ops import Call, plain
+from .records import Flush, FlushedGradient, LintRule, LostUpdate, Site
 from .reference_path import run_in_fp32
 from .wide_values import StorageNotes, WideValues
 
@@ -195,3 +196,58 @@ class UpdateWatch:
                 )
         self._before.clear()
         self._intended.clear()
+
+
+_LEAST = {"zero-learning-rate": 3, "cleared-gradients": 1}
+"""Steps that show it: a warm-up's first may have a rate of 0."""
+
+
+class IdleSteps:
+    """Counts steps at a rate of 0, and on gradients cleared after backward; an optimizer with one other step is never told."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[LintRule, torch.optim.Optimizer], tuple[Site, str, int]] = {}
+        self._arrived: dict[int, int] = {}
+        self._cleared: tuple[int, Site | None] = (0, None)
+        self._events = 0
+        self._is_cleared: bool | None = None
+        self._ops = -1
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Take note of a gradient that is not 0 throughout. Syncs: no."""
+        self._events += 1
+        self._arrived[id(parameter)] = self._events
+
+    def on_cleared(self, site: Site) -> None:
+        """Take note of a line that sets something to 0, or a gradient to None. Syncs: no."""
+        self._events += 1
+        self._cleared = self._events, site
+
+    def before(self, optimizer: torch.optim.Optimizer, ops: int, has_closure: bool) -> None:
+        """Look at the gradients of a step, given how many ops ran before it; a closure brings its own. Syncs: yes."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        arrived = max((self._arrived.pop(id(p), 0) for p in parameters), default=0)
+        found = [plain(p.grad) for p in parameters if p.grad is not None]
+        is_empty = not has_closure and not any(g is None or amax(g) for g in found)
+        self._is_cleared = 0 < arrived < self._cleared[0] if is_empty and arrived else None if is_empty else False
+        self._ops = -1 if found else ops
+
+    def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
+        """Count the step that has just ended. Syncs: yes."""
+        is_still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        self._count("zero-learning-rate", optimizer, site, type(optimizer).__name__, is_still)
+        if self._is_cleared is not None and (cleared := self._cleared[1] or site):
+            # an optimizer that computes without gradients has them from elsewhere
+            is_idle = self._is_cleared and self._ops in (-1, ops)
+            step = f"{type(optimizer).__name__}.step ({short_line(site.frame)})"
+            self._count("cleared-gradients", optimizer, cleared, step, is_idle)
+
+    def _count(self, rule: LintRule, optimizer: torch.optim.Optimizer, site: Site, what: str, is_idle: bool) -> None:
+        first, told, steps = self._idle.get((rule, optimizer), (site, what, 0))
+        self._idle[rule, optimizer] = first, told, steps + 1 if is_idle and steps >= 0 else -1
+
+    def tell(self, lints: LintWatch) -> None:
+        """Say which optimizers never moved a weight."""
+        for (rule, _), (site, what, steps) in self._idle.items():
+            if steps >= _LEAST[rule]:
+                lints.add(rule, site, torch.float32, what, steps)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..errors import listed
 from ..report import Block, Chart, Document, Heading, Note, Pairs, Report, Series, Source, Table
-from .findings import Finding
+from .findings import FAULTY_RULES, Finding
 from .frames import line_pairs, short_line, source_line
 from .lint_rules import explain_lint
 from .records import Frame, LineRange, Lint, Size, TensorFacts, TraceRecord
@@ -86,7 +86,7 @@ class TraceReport(Report):
         for finding in self.findings[:1]:
             blocks += _finding(finding)
         blocks += _others(self.findings[1:])
-        blocks += _warnings(r.lints)
+        blocks += _warnings([x for x in r.lints if x.rule not in FAULTY_RULES])
         step = self.findings[0].step if self.findings else min((s.step for s in r.sizes), default=0)
         details: list[Block] = [_tensors(f) for f in self.findings[:1] if f.inputs or f.outputs]
         details += _charts(r.sizes, step)
@@ -147,7 +147,7 @@ def _others(findings: tuple[Finding, ...]) -> list[Block]:
     return [table, Note(text=f"… and {rest} more, in the JSON form.")] if rest > 0 else [table]
 
 
-def _warnings(lints: tuple[Lint, ...]) -> list[Block]:
+def _warnings(lints: list[Lint]) -> list[Block]:
     """List lint rules that were broken beside the faults."""
     if not lints:
         return []

@@ -20,14 +20,12 @@ from .collector import Collector
 from .context import HOOKED, TraceContext, run_eagerly
 from .evidence import PendingOutputs, leaves_behind
 from .findings import find, is_mostly_flushed
+from .lost_updates import IdleSteps
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, tensors_in
 from .ops import plain
-from .records import FlushedGradient, Site, Size, TraceRecord
+from .records import FlushedGradient, Size, TraceRecord
 from .trace_report import TraceReport
-
-_STILL = 3
-"""Steps at a rate of 0 that are no warm-up's first."""
 
 
 class Trace:
@@ -38,7 +36,7 @@ class Trace:
         step: number of the first step.
         on_reached: called, with the trace, after a non-finite value reached a loss, gradient, parameter, buffer or output.
         on_root: called, with the number of the step, before each outermost module runs.
-        of_defaults: whether the lint rules judge constants too that torch's own functions fill in.
+        of_risks: whether the lint rules count too what may lose numbers and did not.
 
     Raises:
         RegionError: a trace that already ran is entered again.
@@ -54,11 +52,11 @@ class Trace:
         step: int = 0,
         on_reached: Callable[[Trace], None] | None = None,
         on_root: Callable[[int], None] | None = None,
-        of_defaults: bool = False,
+        of_risks: bool = False,
     ) -> None:
         self._context = TraceContext(model, step, self._on_root, self._on_output)
         self._collector = Collector(self._context, self._on_sink, self._on_loss)
-        self._collector.lints.of_defaults = of_defaults
+        self._collector.lints.of_risks = of_risks
         self._context.names.on_read = self._collector.on_read_in_python
         self._on_reached = on_reached
         self._tell_step = on_root
@@ -73,7 +71,8 @@ class Trace:
         self._is_eager = self._was_loss_seen = False
         self._forwards = self._inferences = self._backwards = self._updates = 0
         self._ended = ""
-        self._still: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
+        self._idle = IdleSteps()
+        self._context.names.on_cleared = lambda: self._idle.on_cleared(self._context.site("zero_grad"))
         self._updates_running = 0
         self._judged_steps: set[int] = set()
         self._roots_since_backward: set[int] = set()
@@ -115,9 +114,7 @@ class Trace:
         for sink in self._pending.dropped(is_over=True):
             self._collector.reach(sink)
         self._collector.settle_reads(has_failed=has_failed)
-        for optimizer, (site, steps) in self._still.items():
-            if steps >= _STILL:
-                self._collector.lints.add("zero-learning-rate", site, torch.float32, type(optimizer).__name__, steps)
+        self._idle.tell(self._collector.lints)
 
     def _run_eagerly(self) -> None:
         """Have compiled models run eagerly, so that their ops are seen one by one; the compiler is not imported for it."""
@@ -140,7 +137,7 @@ class Trace:
             sinks=tuple(self._collector.sinks),
             sizes=tuple(self._sizes),
             lost=tuple(self._collector.updates.lost),
-            lints=self._collector.lints.records(),
+            lints=self._collector.lints.records(has_flushed=any(g.flushed for g in self._flushed.values())),
             lines=self._collector.lines.records(),
             ops=self._collector.ops,
             flushed=tuple(self._flushed.values()),
@@ -224,6 +221,8 @@ class Trace:
         name = self._context.parameter_name(parameter) or "of an input"
         with self._collector.aside():
             self._size("gradient", name, "", id(parameter), gradient)
+            if self._sizes[-1].amax:
+                self._idle.on_gradient(parameter)
             is_bad = not is_finite(gradient)
             self._flushed[self._context.step, name] = self._collector.flushes.lost(
                 name, gradient, self._context.loss_scale, self._context.step
@@ -292,6 +291,7 @@ class Trace:
         # torch hands a pre-hook the optimizer as the first argument too
         self._context.has_closure = any(callable(a) and a is not optimizer for a in (*args, *kwargs.values()))
         with self._collector.aside():
+            self._idle.before(optimizer, self._collector.ops, self._context.has_closure)
             self._collector.updates.begin(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -304,19 +304,13 @@ class Trace:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names = {id(p): self._context.parameter_name(p) for p in parameters}
         with self._collector.aside():
-            self._note_rate(optimizer, site)
+            self._idle.after(optimizer, site, self._collector.ops)
             self._collector.updates.end(optimizer, names, site)
             bad = [(p, v) for p in parameters if (v := plain(p)) is not None and not is_finite(v)]
         for p, values in bad:
             self._collector.sink("parameter", names[id(p)], values)
         self._updates += 1
         self._collector.end_step()
-
-    def _note_rate(self, optimizer: torch.optim.Optimizer, site: Site) -> None:
-        """Count the steps of an optimizer whose rates were 0 from the first on; below 0 once they were not. Syncs: yes."""
-        is_still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
-        first, steps = self._still.get(optimizer, (site, 0))
-        self._still[optimizer] = (first, steps + 1 if is_still and steps >= 0 else -1)
 
 
 def _in_region(model: nn.Module) -> bool:

@@ -11,14 +11,16 @@ from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
 from .records import Event, Wide
 
 Verdict = Literal[
-    "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update"
-]
+    "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update",
+    "clip-before-unscale", "zero-learning-rate", "cleared-gradients",
+]  # fmt: skip
 """Kinds of fault.
 
 overflow: the value exists, the format is too small. underflow: a 16-bit zero that is none in fp32 was divided by, or
 its logarithm taken. singularity: the value does not exist in any format. loss-scale: a gradient that a smaller loss
 scale keeps finite. inherited: a parameter, buffer, input or constant was bad before any op. exploding, vanishing:
-sizes grow or shrink layer by layer. lost-update: a 16-bit weight that its updates do not move.
+sizes grow or shrink layer by layer. lost-update: a 16-bit weight that its updates do not move. The others are lint rules
+that are broken only where training does not do what was written.
 """
 _ENTIRE = frozenset({
     "exp", "exp2", "expm1", "sinh", "cosh", "square", "add", "sub", "mul", "mm", "bmm", "addmm", "baddbmm", "addbmm",

@@ -1,0 +1,226 @@
+"""Loops that train nothing whatever the numbers: gradients cleared before the step, a rate of 0, clipping of scaled gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+import mezzo.diagnose as diagnose
+from mezzo.diagnose import TraceReport
+
+Step = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()  # CLEARED
+
+
+def set_to_zero(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)  # CLEARED
+
+
+def clear_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()  # CLEARED
+
+
+def clear_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.grad = None  # CLEARED
+
+
+def zero_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.grad.zero_()  # CLEARED
+
+
+CLEARS: list[Step] = [clear, set_to_zero, clear_model, clear_by_hand, zero_by_hand]
+
+
+def followed(loop: Callable[[], object]) -> TraceReport:
+    with diagnose.trace() as t:
+        loop()
+    return t.report
+
+
+def loss_of(*models: nn.Module) -> Tensor:
+    x = torch.ones(2, 4)
+    for model in models:
+        x = model(x)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("clears", CLEARS)
+def test_gradients_cleared_before_the_step_are_a_fault_at_the_line_that_clears(
+    clears: Step, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    model = nn.Linear(4, 4)
+    stepper = optimizer(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+
+    def loop() -> None:
+        for _ in range(2):
+            loss_of(model).backward()
+            clears(model, stepper)
+            stepper.step()
+
+    report = followed(loop)
+    [found] = report.findings
+    assert report.answer == "faulty" and (found.verdict, found.op) == ("cleared-gradients", "zero_grad")
+    assert found.frame is not None and "CLEARED" in line_of(found.frame.file, found.frame.line)
+    assert f"{optimizer.__name__}.step (test_idle_steps.py:" in found.why and "any of its 2 steps" in found.why
+    assert "Faulty: cleared-gradients in zero_grad" in str(report)
+
+
+def line_of(file: str, line: int) -> str:
+    return Path(file).read_text(encoding="utf-8").splitlines()[line - 1]
+
+
+def cleared_first() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
+def a_step_before_any_backward() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    optimizer.step()
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def two_nets() -> None:
+    """The generator's backward fills the critic, whose gradients are dropped; the generator moves every third time."""
+    maker, critic = nn.Linear(4, 4), nn.Linear(4, 4)
+    first, second = torch.optim.Adam(maker.parameters()), torch.optim.Adam(critic.parameters())
+    for i in range(4):
+        second.zero_grad()
+        loss_of(maker, critic).backward()
+        second.step()
+        first.zero_grad()
+        if i % 3 == 0:
+            loss_of(maker, critic).backward()
+        first.step()
+
+
+def a_closure() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.step(closure)
+
+
+def frozen_parts_and_accumulation() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for i in range(4):
+        loss_of(model).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def an_optimizer_with_gradients_of_its_own() -> None:
+    class Sign(torch.optim.Optimizer):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.kept.sign(), alpha=-0.1)
+
+    model = nn.Linear(4, 4)
+    optimizer = Sign(model.parameters(), {})
+    for _ in range(3):
+        loss_of(model).backward()
+        for p in model.parameters():
+            p.kept, p.grad = p.grad, None
+        optimizer.step()
+
+
+def prepared() -> None:
+    for policy in ("bf16", "bf16, params=bf16, master=split", "fp16, params=fp16, master=fp32", "fp32"):
+        model = nn.Linear(4, 4)
+        amp = mezzo.prepare(model, mezzo.optim.AdamW(model.parameters(), lr=0.1), policy=policy)
+        for _ in range(3):
+            amp.backward(loss_of(model))
+            amp.step()
+            amp.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [cleared_first, a_step_before_any_backward, two_nets, a_closure, frozen_parts_and_accumulation,
+     an_optimizer_with_gradients_of_its_own, prepared],
+)  # fmt: skip
+def test_what_moves_weights_is_none(loop: Callable[[], None]) -> None:
+    report = followed(loop)
+    assert (report.answer, report.findings, report.record.lints) == ("healthy", (), ())
+
+
+@pytest.mark.parametrize(("warm_up", "verdicts"), [(1, []), (4, ["zero-learning-rate"])])
+def test_a_rate_that_is_0_in_every_step_is_a_fault(warm_up: int, verdicts: list[str]) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step // warm_up)
+
+    def loop() -> None:
+        for _ in range(4):
+            loss_of(model).backward()
+            optimizer.step()
+            schedule.step()
+
+    report = followed(loop)
+    assert [f.verdict for f in report.findings] == verdicts
+    assert str(report).splitlines()[1].startswith("Faulty: zero-learning-rate" if verdicts else "Healthy")
+
+
+@pytest.mark.parametrize(
+    ("bound", "verdicts"),
+    [(1.0, ["clip-before-unscale"]), (256.0, []), (float("inf"), []), (None, [])],
+)
+def test_clipping_scaled_gradients_is_a_fault_unless_the_bound_is_scaled(
+    bound: float | None, verdicts: list[str]
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def loop() -> None:
+        scaler.scale(loss_of(model)).backward()
+        if bound is None:
+            nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), bound)
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert [f.verdict for f in followed(loop).findings] == verdicts
+
+
+def test_a_weighted_loss_is_not_scaled() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loop() -> None:
+        (loss_of(model) * 10.0).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    report = followed(loop)
+    assert (report.findings, report.record.lints) == ((), ())
