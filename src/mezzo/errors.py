@@ -133,6 +133,11 @@ def listed(names: Sequence[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + rest
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; the name of its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the closing clause of a message about an unknown word.
 

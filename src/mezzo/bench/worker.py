@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import torch
 
 from .. import keep_memory, prepare
-from ..errors import BenchError, MezzoError
+from ..errors import BenchError, MezzoError, first_line
 from ..formats import dtype_name
 from .roofline import measure_peak_rates, synchronize
 from .variant import find_variant
@@ -233,8 +233,8 @@ def main() -> int:
             answer(sample(line.rstrip("\n")))
     except Exception as error:
         traceback.print_exc()
-        first_line = (str(error).splitlines() or [""])[0]
-        answer({"error": str(error) if isinstance(error, MezzoError) else f"{type(error).__name__}: {first_line}"})
+        said = str(error) if isinstance(error, MezzoError) else f"{type(error).__name__}: {first_line(error)}"
+        answer({"error": said})
         return 1
     return 0
 

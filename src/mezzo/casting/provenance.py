@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Module
 
 from .._torch import own_buffers, own_parameters
+from ..errors import first_line
 from ..formats import describe
 from ..policy import OpRow, Rule, known_ops, op_table
 from . import index_writes
@@ -169,10 +170,6 @@ def _flat(values: Iterable[object]) -> list[Tensor]:
     return found
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
 def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: Iterable[object]) -> str | None:
     """Return the sentence for a mismatch met by a ruled or unruled op, None where the error is another.
 
@@ -190,7 +187,7 @@ def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: It
     path = module_path(_stack(_caller()))
     rule = f"its rule is {row.rule}" if row is not None else "it has no rule, so its inputs came as they were"
     where = f" in module {path}" if path else ""
-    return f"{op} got {got}{where}; {rule}. torch says: {_first_line(error)}\n  {_fix(error, op)}"
+    return f"{op} got {got}{where}; {rule}. torch says: {first_line(error)}\n  {_fix(error, op)}"
 
 
 def _caller() -> FrameType | None:
@@ -241,7 +238,7 @@ def _sentence(error: BaseException, frames: Sequence[tuple[FrameType, int, int]]
     source = linecache.getline(frame.f_code.co_filename, line).strip()
     got = ", ".join(f"{name} {describe(t)}" for name, t in _tensors_on_line(frame, line))
     where = f"({frame.f_code.co_filename}:{line}){' ' * bool(owner)}{owner}"
-    return f"`{source}` {where} {f'got {got}' if got else 'failed'}. torch says: {_first_line(error)}\n  {fix}"
+    return f"`{source}` {where} {f'got {got}' if got else 'failed'}. torch says: {first_line(error)}\n  {fix}"
 
 
 def _op_at(frame: FrameType, instruction: int) -> str | None:

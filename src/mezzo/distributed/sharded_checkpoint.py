@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, MezzoError
+from ..errors import CheckpointError, MezzoError, first_line
 from ..files import move_into_place
 from ..kernels import is_dtensor, like_dtensor, local
 from .group import Group, is_running
@@ -208,13 +208,9 @@ def _refusing(what: str, hint: str) -> Iterator[None]:
         raise
     except CheckpointException as error:  # not an Exception, but torch's only answer to a full disk
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{what}: rank {rank} says {_first_line(cause)}. {hint}") from error
+        raise CheckpointError(f"{what}: rank {rank} says {first_line(cause).rstrip('.')}. {hint}") from error
     except Exception as error:
-        raise CheckpointError(f"{what}: {_first_line(error)}. {hint}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).split("\n", 1)[0].rstrip(".")
+        raise CheckpointError(f"{what}: {first_line(error).rstrip('.')}. {hint}") from error
 
 
 def _on_first_rank(action: Callable[[], object]) -> None:

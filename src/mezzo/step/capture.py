@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import begin_capture, new_graph, tree_flatten, tree_map_only
 from ..casting import weight_casts
-from ..errors import StepError
+from ..errors import StepError, first_line
 from ..formats import describe
 from ..kernels import GraphTables
 from .buffers import Copy
@@ -182,7 +182,7 @@ class CapturedStep(Generic[P, R]):
             if isinstance(failure, StepError) or not isinstance(failure, Exception):
                 raise
             raise StepError(
-                f"the step could not be captured, and nothing was done: {type(failure).__name__}: {_first_line(failure)}. A graph "
+                f"the step could not be captured, and nothing was done: {type(failure).__name__}: {first_line(failure)}. A graph "
                 "holds no read of a value (loss.item(), print(loss), `if loss > 1`) and no copy to or from the host: do that "
                 "outside of the function, with what it returns and is given."
             ) from failure
@@ -290,7 +290,3 @@ def _drop_casts(engine: Engine) -> None:
     """Forget kept casts of the weights: those of before are no graph's, and a graph's are nobody else's. Host only."""
     for param in engine.names:
         weight_casts.drop(param)
-
-
-def _first_line(failure: Exception) -> str:
-    return str(failure).strip().partition("\n")[0]

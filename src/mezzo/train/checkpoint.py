@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, MezzoError, listed
+from ..errors import CheckpointError, MezzoError, first_line, listed
 from ..files import flush_to_disk, write_atomically
 from .config import TrainConfig
 from .hub import quiet
@@ -34,7 +34,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
         cause = error if isinstance(error, OSError) else error.__context__
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error).split("\n", 1)[0]
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(error)
         kept = "; the one before it is kept" if path.exists() else ""
         raise CheckpointError(
             f"cannot write {path}: {reason}{kept}. Make room or choose another --out, then go on with --resume."
@@ -90,8 +90,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         written = state["format"]
     except Exception as error:  # torch.load raises many kinds
-        reason = str(error).split("\n", 1)[0]
-        raise CheckpointError(f"{path} is not a checkpoint that can be read: {reason}.") from None
+        raise CheckpointError(f"{path} is not a checkpoint that can be read: {first_line(error)}.") from None
     if written != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {written}; this version of mezzo reads format {FORMAT}.")
     return dict(state)
@@ -120,9 +119,8 @@ def reading(path: Path) -> Iterator[None]:
     except MezzoError:
         raise
     except Exception as error:  # as many kinds as there are ways to be damaged
-        reason = (str(error) or type(error).__name__).split("\n", 1)[0]
         raise CheckpointError(
-            f"{path} is damaged: {type(error).__name__}: {reason}. Bring back a whole one, or start again with --overwrite."
+            f"{path} is damaged: {type(error).__name__}: {first_line(error)}. Bring back a whole one, or start again with --overwrite."
         ) from error
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed import TIMEOUT, Group, is_running
-from ..errors import ConfigError, DistributedError, MezzoError
+from ..errors import ConfigError, DistributedError, MezzoError, first_line
 
 _joined = itertools.count()
 
@@ -161,7 +161,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
-        reason = str(error).split("\n", 1)[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise ConfigError(f"device={name!r} cannot be used here: {reason}. Write cpu or auto.") from None
     return device
 

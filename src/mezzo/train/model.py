@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, first_line
 from .config import TrainConfig
 from .hub import quiet
 
@@ -85,9 +85,8 @@ def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Modu
                 str(name), dtype=torch.float32, ignore_mismatched_sizes=labels is not None, **changes
             )
     except Exception as error:  # pickled weights, a damaged file, a kind without a classifier, ...
-        reason = (str(error) or type(error).__name__).split("\n", 1)[0]
         raise ConfigError(
-            f"the model {str(name)!r} cannot be loaded: {reason} "
+            f"the model {str(name)!r} cannot be loaded: {first_line(error)} "
             "Write the path of a model folder, or a hub name on a machine that reaches the hub."
         ) from None
     return model

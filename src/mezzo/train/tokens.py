@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, first_line
 from .hub import check_reachable, quiet
 
 PAD, UNKNOWN, START, END, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
@@ -103,9 +103,8 @@ def load_tokenizer(name: str | Path) -> Any:
             check_reachable(str(name))
             return AutoTokenizer.from_pretrained(str(name))
     except Exception as error:  # a damaged file has many kinds
-        reason = (str(error) or type(error).__name__).split("\n", 1)[0]
         raise ConfigError(
-            f"no tokenizer for the model {str(name)!r}: {reason} "
+            f"no tokenizer for the model {str(name)!r}: {first_line(error)} "
             "Write the path of a folder that holds one, or a hub name on a machine that reaches the hub."
         ) from None
 
