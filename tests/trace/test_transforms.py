@@ -39,6 +39,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
     "per sample": lambda: func.vmap(func.grad(called), in_dims=(None, 0))(PARAMETERS, X),
     "dual numbers": dual,
 }
+BACKWARD = {"jacrev", "hessian", "grad", "functional_call", "per sample"}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward-mode rules
@@ -50,6 +51,7 @@ def test_a_transform_gives_the_same_numbers(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert t.report.findings == () and t.record.ops > 0
     assert {s.name for s in t.record.sizes if s.kind == "output"} == {"", "0", "1", "2"}
+    assert (t.report.answer == "healthy") == (name in BACKWARD)
 
 
 def test_a_fault_under_vmap_is_named() -> None:

@@ -22,12 +22,12 @@ def dice_over_a_large_image(dtype: torch.dtype) -> Run:
         return 1 - (2 * inter + 1) / (p.sum() + t.sum() + 1)
 
     def run():
-        opt = torch.optim.SGD(conv.parameters(), 0.01)
+        opt, scaler = torch.optim.SGD(conv.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=2.0**14)
         with amp(dtype):
             p = torch.sigmoid(conv(torch.randn(2, 3, 192, 192)))
             loss = dice(p, torch.ones(2, 1, 192, 192, dtype=p.dtype))
-        loss.backward()
-        opt.step()
+        scaler.scale(loss).backward()
+        scaler.step(opt)
 
     return run
 

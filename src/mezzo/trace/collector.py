@@ -67,6 +67,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         events: how non-finite values came about, in order.
         sinks: what they reached, in order.
         ops: number of ops seen.
+        has_gone_backward: one of them was a backward's.
         lints: lint rules that were broken.
         updates: 16-bit weights whose updates were lost.
         lines: magnitudes by source line.
@@ -94,7 +95,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._counts: StorageNotes[bool] = StorageNotes()
         self._scalars: StorageNotes[Causes] = StorageNotes()
         self.ops = self.skipped = self.backwards = 0
-        self._was_updated = self._has_scaled_grads = False
+        self._was_updated = self._has_scaled_grads = self.has_gone_backward = False
         self._stop_with: BaseException | None = None
         self._stops_left = 0
         self._reached_step = -1
@@ -109,12 +110,14 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         facts = op_facts(func)
         site = self.context.site(facts.name)
         self.ops += 1
+        self.has_gone_backward = self.has_gone_backward or site.phase == "backward"
         if facts.makes_nothing:
             out = func(*args, **kwargs)
             if facts.name == "set" and isinstance(out, Tensor) and is_called_from(_SHARED):
                 self._shared.note(out, site)
             return out
-        if facts.name == "ones_like" and args[0].requires_grad and self.context.is_backward_root():
+        # under torch.func a loss has no graph that could be seen here
+        if facts.name == "ones_like" and self.context.is_backward_root():
             self._on_loss(args[0], site)
         if facts.name == "local_scalar_dense":
             self.on_read(args[0], site)

@@ -164,7 +164,7 @@ class ReferencePath:
             elif not call.facts.writes:
                 self._flushes.forget(tensor)
             self._wide.put(tensor, value)
-            if tensor.dtype in LOW_DTYPES:
+            if tensor.dtype in LOW_DTYPES or call.facts.name == "to":
                 self._note_maker(call, site, i, wide if not known else local)
         return wide
 
@@ -210,12 +210,12 @@ class ReferencePath:
         return (*(fed.values() if is_left else ()), *self._made_by(call))
 
     def _note_maker(self, call: Call, site: Site, index: int, local: list[Tensor] | None) -> None:
-        """Note the op that rounded a value: not one that moved it, nor a cast that a region made for the op behind it."""
-        makers = self._made_by(call)
-        if call.facts.name not in _MOVES:
+        """Note the op that rounded a value: not one that moved or widened it, nor a cast that a region made for the op behind it."""
+        makers, is_widened = self._made_by(call), call.out[index].dtype not in LOW_DTYPES
+        if call.facts.name not in _MOVES and not is_widened:
             exact = self._exact(call, index, local) if makers else None
             makers = (MadeBy(site, exact, makers if exact is not None else ()),)
-        if makers and (site.op != "to" or site.called in CASTS):
+        if makers and (is_widened or site.op != "to" or site.called in CASTS):
             self._makers.note(call.out[index], makers[0])
 
     def _exact(self, call: Call, index: int, local: list[Tensor] | None) -> Tensor | None:

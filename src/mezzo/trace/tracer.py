@@ -143,7 +143,7 @@ class Trace:
             flushed=tuple(self._flushed.values()),
             forwards=self._forwards,
             inferences=self._inferences,
-            backwards=self._collector.backwards + self._backwards,
+            backwards=self._collector.backwards + self._backwards or int(self._collector.has_gone_backward),
             updates=self._updates,
             skipped=self._collector.skipped,
             ended=self._ended,
