@@ -278,6 +278,8 @@ pop_function_mode: Callable[[], Any] = _pop_mode
 """Without these a region of the function mode cannot be left while another one is inside it."""
 functorch_level = peek_interpreter_stack
 """The innermost vmap, grad or jvp; None outside. A cached cast must not outlive it."""
+is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient is one of `torch.autograd.grad(is_grads_batched=True)`, of which `functorch_level` knows nothing."""
 tracing_state = torch._C._get_tracing_state
 """The running torch.jit.trace; None outside."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.binding import module_rules
+from mezzo.binding.forward import record
 
 
 def encoder() -> nn.TransformerEncoder:
@@ -102,6 +103,16 @@ def test_no_rule_is_added_without_need() -> None:
         own = mezzo.Policy.parse("fp16, LSTM=fp16")
         added = module_rules.with_missing_kernels(own, lstm, "cpu")
     assert added.module_rule("", ("LSTM",)) == own.module_rule("", ("LSTM",))
+
+
+def test_a_rule_for_a_missing_kernel_fuses_nothing() -> None:
+    """`modules=none` is torch's autocast to the bit, beside an LSTM that has no kernel too."""
+    model = nn.Sequential(nn.LSTM(3, 4), nn.Bilinear(4, 4, 4))
+    with mock.patch.object(module_rules, "has_lstm_kernel", lambda dtype: False):
+        for policy, fuses in (("fp16, modules=none", False), ("fp16", True), ("fp16, modules=none, LSTM=bf16", True)):
+            amp = mezzo.prepare(copy.deepcopy(model), None, policy)
+            binding = record(amp.model).binding
+            assert len(amp.policy.modules) >= 2 and binding.fuses is fuses
 
 
 class Encoding(UserDict):

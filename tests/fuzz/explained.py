@@ -11,8 +11,9 @@ EXPLAINED: dict[str, Callable[[Program], bool]] = {
     "the compiled kernels round the square root, torch's vectors do not": lambda program: (
         OPTIMIZERS[program.optimizer].backend == "auto"
     ),
-    "layer norm of 16-bit activations is another kernel on the CPU, which sums in another order": lambda program: (
-        POLICIES[program.policy].compute is not None and bool({"layer norm", "transformer"} & set(program.blocks))
+    "layer and RMS norms that hand on 16 bit are other kernels on the CPU, which sum in another order": lambda program: (
+        POLICIES[program.policy].compute is not None
+        and bool({"layer norm", "rms norm", "transformer"} & set(program.blocks))
     ),
     "torch's fused kernels round elsewhere than mezzo's, which step 16-bit weights in their place": lambda program: (
         program.optimizer.endswith("fused") and bool(POLICIES[program.policy].rounds)

@@ -15,9 +15,9 @@ from .._torch import is_graphed
 from ..casting import is_attention
 from ..distributed import class_names
 from ..errors import PolicyError
-from ..policy import FP32_RULES, CacheName, Policy
+from ..policy import FP32_RULES, CacheName, Policy, Rule
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
-from .hand_written import hand_written_gelu
+from .hand_written import hand_written_gelu, hand_written_rms_norm
 from .module_rules import FUSED, Precision, run_unfused
 
 _WRITTEN = (RECORD, "forward")
@@ -143,7 +143,9 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
     """Return what runs in place of the forward of a module's class, if anything does."""
     if isinstance(module, FUSED):
         return run_unfused
-    return hand_written_gelu(module) if binding.fuses and own is None else None
+    if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
+        return None
+    return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:

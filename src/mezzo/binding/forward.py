@@ -28,7 +28,7 @@ from ..casting import AttentionMode, autocast, bind_recompute, has_own_attention
 from ..errors import StepError, listed
 from ..formats import dtype_name
 from ..policy import FP32_RULES, CacheName, Policy
-from .module_rules import Precision, cast_floating, run_ruled
+from .module_rules import Precision, cast_floating, has_module_rules, run_ruled
 
 RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
@@ -61,7 +61,7 @@ class Binding:
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
         self._regions: dict[torch.dtype | None, autocast] = {}
-        self.fuses = self._is_low and bool(self.policy.modules)  # `modules=none` is torch's autocast to the bit
+        self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
         self.watches_attention = self._watches_attention()
 
     def _watches_attention(self) -> bool:

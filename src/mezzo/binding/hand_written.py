@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,38 +39,40 @@ def hand_written_gelu(module: nn.Module) -> Callable[..., Any] | None:
 
 @functools.cache
 def _gelu_of(original: type[nn.Module]) -> Callable[..., Any] | None:
-    empty = [original.__new__(original) for _ in range(2)]
-    for instance, is_training in zip(empty, (True, False), strict=True):
-        vars(instance).update(vars(nn.Module()), training=is_training)
+    empty = [_empty(original, is_training) for is_training in (True, False)]
+    size = torch.logspace(-8, 4, 97, dtype=torch.float64, device="cpu")
+    x = torch.cat([-size.flip(0), size.new_zeros(1), size]).view(5, 39)
     for approximate in ("tanh", "none"):
         fused = functools.partial(F.gelu, approximate=approximate)
-        if all(_agree(functools.partial(original.forward, instance), fused) for instance in empty):
+        if all(_agree(functools.partial(original.forward, instance), fused, [x], 1e-7) for instance in empty):
             return functools.partial(run_gelu, approximate)
     return None
 
 
+def _empty(original: type[nn.Module], is_training: bool) -> nn.Module:
+    instance = original.__new__(original)
+    vars(instance).update(vars(nn.Module()), training=is_training)
+    return instance
+
+
 @without_dispatch_modes()
-def _agree(function: Callable[..., Any], fused: Callable[..., Any]) -> bool:
-    """Whether two functions of one tensor agree in fp64, values and gradients, on the CPU. Random state is left as it was."""
-    size = torch.logspace(-8, 4, 97, dtype=torch.float64, device="cpu")
-    x = torch.cat([-size.flip(0), size.new_zeros(1), size]).view(5, 39)
+def _agree(function: Callable[..., Any], known: Callable[..., Tensor], inputs: list[Tensor], tolerance: float) -> bool:
+    """Whether two functions agree, values and gradients, on fp64 tensors of the CPU. Random state is left as it was.
+
+    The tolerance is for constants' digits (some write sqrt(2 / pi) as 0.79788456), and for what a forward computes in fp32.
+    """
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         try:
-            (out, slope), (want, wanted_slope) = (_value_and_gradient(of, x) for of in (function, fused))
-            return _is_close(out, want) and _is_close(slope, wanted_slope)
+            pairs = zip(*(_value_and_gradients(of, inputs) for of in (function, known)), strict=True)
+            return all(a.shape == b.shape and torch.allclose(a.double(), b, tolerance, tolerance) for a, b in pairs)
         except Exception:  # whatever a stranger's forward raises: it is not this function
             return False
 
 
-def _value_and_gradient(function: Callable[..., Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    given = x.clone().requires_grad_()
-    out = function(given)
-    return out, torch.autograd.grad(out.sum(), given)[0]
-
-
-def _is_close(found: Any, wanted: Tensor) -> bool:
-    """Whether the difference is the constants' digits: some write sqrt(2 / pi) as 0.79788456."""
-    return bool(torch.allclose(found, wanted, rtol=1e-7, atol=1e-7))
+def _value_and_gradients(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    given = [one.clone().requires_grad_() for one in inputs]
+    out = function(*given)
+    return [out, *torch.autograd.grad(out.sum(), given)]
 
 
 def run_gelu(approximate: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -88,3 +92,88 @@ def run_gelu(approximate: str, module: nn.Module, *args: Any, **kwargs: Any) -> 
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype in LOW_DTYPES:
         return F.gelu(args[0], approximate=approximate)
     return type(module)._mezzo_class.forward(module, *args, **kwargs)  # type: ignore[attr-defined]  # of every bound class
+
+
+@dataclass(frozen=True, slots=True)
+class HandWrittenRMSNorm:
+    """The forward of a class that writes an RMS norm op by op: x / sqrt(mean of squares + eps) * (weight + offset).
+
+    Attributes:
+        name: of the weight.
+        eps: added to the mean of squares.
+        offset: added to the weight.
+        state: the attributes with which an instance was seen to compute this.
+    """
+
+    name: str
+    eps: float
+    offset: float
+    state: tuple[tuple[str, Any], ...]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward as it is written."""
+        return type(module)._mezzo_class.forward(module, *args, **kwargs)  # type: ignore[attr-defined]  # of every bound class
+
+    def weight(self, module: nn.Module) -> Tensor | None:
+        """Return the weight of an instance that still is what it was; None of any other. Host only."""
+        has_changed = any(vars(module).get(name) != value for name, value in self.state)
+        return None if has_changed or len(own_parameters(module)) != 1 else own_parameters(module).get(self.name)
+
+    def factors(self, weight: Tensor) -> Tensor:
+        """Return what is multiplied with. Syncs: no."""
+        return weight.float() + self.offset if self.offset else weight
+
+
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.Size)
+"""Kinds of attributes that stay what they are until somebody assigns another."""
+
+
+def hand_written_rms_norm(module: nn.Module) -> HandWrittenRMSNorm | None:
+    """Return what a module computes that writes an RMS norm of its last dimension op by op; None of any other.
+
+    A class that has "norm" in its name, and an instance with one parameter, of one dimension, and plain attributes otherwise, is one
+    if it has the values and the gradients of the formula, in training and evaluation. Its forward is called to see, on empty copies.
+
+    Args:
+        module: bound or not.
+
+    Syncs: no.
+    """
+    original: Any = getattr(type(module), "_mezzo_class", type(module))
+    state = tuple(sorted((name, value) for name, value in vars(module).items() if name not in _STATELESS))
+    (name, weight), *others = [*own_parameters(module).items(), ("", None), ("", None)][:2]
+    is_other = "norm" not in original.__name__.casefold() or original.__module__.startswith("torch.nn.")
+    has_more = others[0][0] or own_modules(module) or next(module.buffers(), None) is not None
+    if is_other or has_more or weight is None or weight.dim() != 1 or not all(isinstance(v, _PLAIN) for _, v in state):
+        return None
+    return _rms_norm_of(original, original.forward, name, weight.numel(), state)
+
+
+@functools.lru_cache(maxsize=256)
+def _rms_norm_of(
+    original: type[nn.Module], forward: Callable[..., Any], name: str, size: int, state: tuple[tuple[str, Any], ...]
+) -> HandWrittenRMSNorm | None:
+    random = torch.Generator("cpu").manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=random, dtype=torch.float64, device="cpu") for shape in ((5, 3, size), (size,))
+    )
+
+    def called(is_training: bool, scales: Tensor, x: Tensor, weight: Tensor) -> Any:
+        instance = _empty(original, is_training)
+        vars(instance).update(state)
+        own_parameters(instance)[name] = weight  # type: ignore[assignment]  # in place of a parameter
+        return forward(instance, x * scales)
+
+    epsilons = [value for _, value in state if isinstance(value, float) and 0 < value < 1]
+    for eps, offset in itertools.product(epsilons, (0.0, 1.0)):
+        scales = torch.tensor([0.3 * eps**0.5, eps**0.5, 3 * eps**0.5, 1, 1e4], dtype=torch.float64).view(5, 1, 1)
+
+        def known(
+            x: Tensor, weight: Tensor, eps: float = eps, offset: float = offset, scales: Tensor = scales
+        ) -> Tensor:
+            return F.rms_norm(x * scales, [size], weight + offset, eps)
+
+        ways = (functools.partial(called, is_training, scales) for is_training in (True, False))
+        if size > 1 and all(_agree(way, known, [x, weight], 1e-5) for way in ways):
+            return HandWrittenRMSNorm(name, eps, offset, state)
+    return None

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._torch import TREE_NODES, num_function_modes, own_parameters
+from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels import choose, layer_norm, rms_norm
+from ..kernels import layer_norm, rms_norm, takes_rms_norm
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
+from .hand_written import HandWrittenRMSNorm
 
 _log = logging.getLogger("mezzo.binding")
 
@@ -114,7 +115,7 @@ def run_ruled(
         with regions.region(precision, traced):
             return forward(module, *args, **kwargs)
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
-    norm = None if low is None else _low_norm(module, forward, args, low, traced)
+    norm = None if low is None else _low_norm(module, forward, args, kwargs, low, traced)
     if norm is not None and num_function_modes() == 0:
         return norm(module, *args)  # all its ops say their dtype: no region needed
     with regions.region(precision, traced):
@@ -144,6 +145,15 @@ _WITHOUT_KERNEL = {
     nn.AdaptiveLogSoftmaxWithLoss: Rule.FP32,  # gathers 16-bit values in a tensor of fp32
 }
 """Modules that 16-bit inputs may stop on a CPU, and what lets them run."""
+_ADDED = {
+    kind: ModuleRule(pattern=kind.__name__, precision=precision, required=False)
+    for kind, precision in _WITHOUT_KERNEL.items()
+}
+
+
+def has_module_rules(policy: Policy) -> bool:
+    """Whether a policy has rules for modules, other than those that `with_missing_kernels` added. Host only."""
+    return any(rule not in _ADDED.values() for rule in policy.modules)
 
 
 def with_missing_kernels(policy: Policy, model: nn.Module, device_type: str) -> Policy:
@@ -162,12 +172,10 @@ def with_missing_kernels(policy: Policy, model: nn.Module, device_type: str) -> 
     there = {kind for kind in _WITHOUT_KERNEL for m in model.modules() if isinstance(m, kind)}
     if nn.LSTM in there and has_lstm_kernel(low):
         there.remove(nn.LSTM)
-    rules = []
     for name, precision in ((kind.__name__, _WITHOUT_KERNEL[kind]) for kind in there):
         edit = f"{name}={precision.value}"
         _log.info("this CPU has no %s kernel for nn.%s, so %s is added to the policy", dtype_name(low), name, edit)
-        rules.append(ModuleRule(pattern=name, precision=precision, required=False))
-    return policy.replace(modules=(*rules, *policy.modules)) if rules else policy
+    return policy.replace(modules=(*[_ADDED[kind] for kind in there], *policy.modules)) if there else policy
 
 
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -191,19 +199,34 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _low_norm(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], low: torch.dtype, traced: bool
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    low: torch.dtype,
+    traced: bool,
 ) -> Callable[..., Tensor] | None:
-    """Return the form that saves memory in eager mode, of a norm of one 16-bit tensor that has one."""
-    if forward is not nn.LayerNorm.forward and forward is not nn.RMSNorm.forward:
-        return None
-    if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dtype is not low:
-        return None
-    if traced or torch.compiler.is_compiling():
+    """Return the form that saves memory in eager mode, of a norm of one tensor that has one."""
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or traced or torch.compiler.is_compiling():
         return None
     if forward is nn.LayerNorm.forward:
-        return layer_norm
-    has_kernel = choose("layer_norm", args[0].device, low).backend == "triton" and _own_dtype(module) is torch.float32
-    return rms_norm if has_kernel else None  # torch's own takes one dtype
+        return layer_norm if args[0].dtype is low else None
+    return _rms_norm(module, forward, args[0], low) if _own_dtype(module) in (torch.float32, args[0].dtype) else None
+
+
+def _rms_norm(
+    module: nn.Module, forward: Callable[..., Any], x: Tensor, low: torch.dtype
+) -> Callable[..., Tensor] | None:
+    if isinstance(module, nn.RMSNorm) and forward is nn.RMSNorm.forward:
+        shape, weight = list(module.normalized_shape), module.weight
+        if takes_rms_norm(x, shape, weight, low):
+            return lambda module, x: rms_norm(x, shape, weight, module.eps, low, module.training)
+    if isinstance(forward, HandWrittenRMSNorm) and is_unwatched() and (own := forward.weight(module)) is not None:
+        if takes_rms_norm(x, list(own.shape), own, low):
+            return lambda module, x: rms_norm(
+                x, list(own.shape), forward.factors(own), forward.eps, low, module.training
+            )
+    return None
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:

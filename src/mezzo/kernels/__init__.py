@@ -37,6 +37,7 @@ from .ops.gradients.check import values as values
 from .ops.gradients.reference import CHUNK as CHUNK
 from .ops.layer_norm import layer_norm as layer_norm
 from .ops.layer_norm import rms_norm as rms_norm
+from .ops.layer_norm import takes_rms_norm as takes_rms_norm
 from .ops.linear import reads_faster as reads_faster
 from .ops.linear import small_linear as small_linear
 from .ops.rounding import mix as mix

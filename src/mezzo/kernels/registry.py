@@ -30,7 +30,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "linear": ("cpu", "reference"),
     "attention": ("cpu", "reference"),
     "decision": ("triton", "reference"),
-    "layer_norm": ("triton", "reference"),
+    "layer_norm": ("triton", "cpu", "reference"),
 }
 _log = logging.getLogger("mezzo.kernels")
 _warned: list[str] = []
@@ -90,7 +90,7 @@ def _said(error: NativeBuildError) -> str:
     if not _warned:
         _warned.append(str(error))
         _log.warning(
-            "optimizer steps, gradient checks, gradients of attention and linear layers of few rows on the CPU run in plain torch, not in compiled kernels: %s. %s",
+            "optimizer steps, gradient checks, gradients of attention, RMS norms and linear layers of few rows on the CPU run in plain torch, not in compiled kernels: %s. %s",
             error,
             error.remedy,
         )

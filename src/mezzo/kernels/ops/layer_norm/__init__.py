@@ -26,15 +26,16 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool
-    ) -> Tensor:
-        out, mean, rstd = _kernel(x).forward(x, shape, weight, bias, eps, is_centred)
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool,
+        low: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        out, mean, rstd = _kernel(x).forward(x, shape, weight, bias, eps, is_centred, low)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.shape, ctx.eps, ctx.is_centred = shape, eps, is_centred
         return out  # type: ignore[no-any-return]  # a module of its registry
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         mask = [needs_x, needs_weight, needs_bias]
@@ -46,6 +47,7 @@ class _Norm(torch.autograd.Function):
             None,
             grad_weight.to(weight.dtype) if needs_weight else None,
             grad_bias.to(bias.dtype) if needs_bias else None,
+            None,
             None,
             None,
         )
@@ -88,40 +90,69 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     shape = list(module.normalized_shape)
     if _sums_in_fp32(x, weight, bias):
         return F.layer_norm(x, shape, weight, bias, eps)
-    if _is_small(x, module):
+    if _is_small(x, module.training):
         return torch.layer_norm(x.float(), shape, as_fp32(weight), as_fp32(bias), eps).to(x.dtype)
-    return _norm(x, shape, weight, bias, eps, True)
+    return _norm(x, shape, weight, bias, eps, True, x.dtype)
 
 
-def rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Apply an RMS norm to a 16-bit input with fp32 arithmetic, where Triton runs.
+def takes_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -> bool:
+    """Whether `rms_norm` takes these operands in fewer passes than torch's ops: a compiled kernel, or Triton's for fp32 weights.
 
     Args:
-        module: weight of any floating dtype, or none. `eps` of None is that of fp32, in which it is added.
-        x: shape (..., *module.normalized_shape); fp16 or bf16.
+        x: any tensor.
+        shape: of what is normalised together.
+        weight: of the norm; None: none.
+        low: dtype of the result, fp16 or bf16.
+
+    Host only.
+    """
+    choice = choose("layer_norm", x.device, low)
+    if choice.backend == "triton":
+        return x.dtype is low and (weight is None or weight.dtype is torch.float32)
+    return choice.backend == "cpu" and bool(choice.module.fits(x, shape, weight, low))
+
+
+def rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None, low: torch.dtype, training: bool
+) -> Tensor:
+    """Apply an RMS norm with fp32 arithmetic to operands for which `takes_rms_norm` says yes.
+
+    Args:
+        x: shape (..., *shape); fp16 or bf16, on the CPU fp32 too.
+        shape: of what is normalised together.
+        weight: of that shape and any floating dtype, or None.
+        eps: added to the mean of squares; None: that of fp32, in which it is added.
+        low: dtype of the result, fp16 or bf16.
+        training: of the module.
 
     Returns:
-        The shape and dtype of `x`, rounded once.
+        The shape of `x` in `low`, rounded once.
 
     Syncs: no.
     Source: Zhang and Sennrich 2019.
     """
-    shape, weight = list(module.normalized_shape), module.weight
-    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
-    if _is_small(x, module) or not _kernel(x).fits(x, shape, weight):
-        return torch.rms_norm(x.float(), shape, as_fp32(weight), eps).to(x.dtype)
-    return _norm(x, shape, weight, None, eps, False)
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    choice = choose("layer_norm", x.device, low)
+    if choice.backend == "triton" and (_is_small(x, training) or not choice.module.fits(x, shape, weight)):
+        return torch.rms_norm(x.float(), shape, as_fp32(weight), eps).to(low)
+    return _norm(x, shape, weight, None, eps, False, low)
 
 
-def _is_small(x: Tensor, module: nn.Module) -> bool:
+def _is_small(x: Tensor, training: bool) -> bool:
     """Whether torch's ops are quicker; a checkpoint's first run, without gradients, is to give what its second does."""
-    return x.numel() < SMALL and (torch.is_grad_enabled() or module.training)
+    return x.numel() < SMALL and (torch.is_grad_enabled() or training)
 
 
 def _norm(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool
+    x: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    is_centred: bool,
+    low: torch.dtype,
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        return _kernel(x).forward(x, shape, weight, bias, eps, is_centred)[0]  # type: ignore[no-any-return]  # likewise
-    out: Tensor = _Norm.apply(x, shape, weight, bias, eps, is_centred)  # type: ignore[no-untyped-call]  # torch's own
+        return _kernel(x).forward(x, shape, weight, bias, eps, is_centred, low)[0]  # type: ignore[no-any-return]  # likewise
+    out: Tensor = _Norm.apply(x, shape, weight, bias, eps, is_centred, low)  # type: ignore[no-untyped-call]  # torch's own
     return out

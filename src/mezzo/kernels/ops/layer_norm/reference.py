@@ -9,30 +9,32 @@ from . import as_fp32
 
 
 def forward(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True,
+    low: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalise.
 
     Args:
-        x: shape (..., *shape), fp16 or bf16.
+        x: shape (..., *shape), fp16 or bf16; of an RMS norm fp32 too.
         shape: of what is normalised together.
         weight: of that shape, any floating dtype.
         bias: likewise.
         eps: added to the variance.
         is_centred: whether the mean is subtracted (layer norm), or not (RMS norm).
+        low: dtype of the result; None: that of `x`.
 
     Returns:
-        Shape and dtype of `x`, rounded once; mean (of an RMS norm empty) and 1/std, shape (..., 1).
+        Shape of `x`, rounded once; mean (of an RMS norm empty) and 1/std, shape (..., 1).
 
     Syncs: no.
     """
     if not is_centred:
         wide = x.float()
         rstd = inverse_rms(wide, shape, eps)
-        return torch.rms_norm(wide, shape, as_fp32(weight), eps).to(x.dtype), rstd.new_empty(0), rstd
+        return torch.rms_norm(wide, shape, as_fp32(weight), eps).to(low or x.dtype), rstd.new_empty(0), rstd
     given = x if x.is_cpu and weight is not None else x.float()  # the CPU's kernel alone takes two dtypes
     out, mean, rstd = torch.native_layer_norm(given, shape, as_fp32(weight), as_fp32(bias), eps)
-    return out.to(x.dtype), mean, rstd
+    return out.to(low or x.dtype), mean, rstd
 
 
 def backward(

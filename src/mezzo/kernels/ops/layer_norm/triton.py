@@ -178,11 +178,12 @@ def fits(x: Tensor, shape: list[int], *weights: Tensor | None) -> bool:
 
 
 def forward(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True,
+    low: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalise in one launch; arguments and results are those of `reference.forward`. Syncs: no."""
-    if not fits(x, shape, weight, bias):
-        return reference.forward(x, shape, weight, bias, eps, is_centred)
+    if not fits(x, shape, weight, bias) or x.dtype is not (low or x.dtype):
+        return reference.forward(x, shape, weight, bias, eps, is_centred, low)
     op = torch.ops.mezzo.layer_norm if is_centred else torch.ops.mezzo.rms_norm
     return op(x.contiguous(), shape, weight, bias, eps)
 

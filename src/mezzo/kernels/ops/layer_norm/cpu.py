@@ -1,0 +1,106 @@
+"""RMS norm on the CPU in one pass forward and one backward, fp32 arithmetic over what lies in 16 bit; `cpu.cpp` computes it.
+
+Layer norm is torch's own kernel here, as `reference.py` calls it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...._torch import is_batched_gradient, is_unwatched
+from ....formats import LOW_DTYPES
+from ...backends.cpp.build import library
+from ...dtensor import PLAIN
+from ...operands import FORMATS, batch_of, check_read
+from . import as_fp32, reference
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def fits(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -> bool:
+    """Whether the kernel takes these operands, and is seen by nobody. Host only.
+
+    Args:
+        x: any tensor.
+        shape: of what is normalised together.
+        weight: of the norm; None: none.
+        low: dtype of the result.
+    """
+    return (
+        type(x) in PLAIN
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, low)
+        and x.numel() > 0
+        and list(x.shape[-len(shape) :]) == shape
+        and (weight is None or (type(weight) in PLAIN and weight.device.type == "cpu" and list(weight.shape) == shape))
+        and (weight is None or weight.dtype is torch.float32 or weight.dtype in LOW_DTYPES)
+        and is_unwatched()
+    )
+
+
+def forward(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True,
+    low: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Normalise; arguments and results are those of `reference.forward`. Syncs: no."""
+    low = x.dtype if low is None else low
+    if is_centred or not fits(x, shape, weight, low):
+        return reference.forward(x, shape, weight, bias, eps, is_centred, low)
+    out = torch.empty_like(x, dtype=low, memory_format=torch.contiguous_format)
+    rstd = torch.empty((*x.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32, device="cpu")
+    given = [x.contiguous(), _factors(weight, shape), out, rstd]
+    _, addresses, _ = batch_of(given)
+    _function("mezzo_rms_norm", 4)(
+        *addresses, rstd.numel(), math.prod(shape), eps, FORMATS[x.dtype], FORMATS[low], torch.get_num_threads()
+    )
+    return out, rstd.new_empty(0), rstd
+
+
+def backward(
+    grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
+    mask: list[bool], eps: float, is_centred: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients; arguments and results are those of `reference.backward`, that of the input in its dtype. Syncs: no.
+
+    Any number of threads gives the same bits.
+
+    Raises:
+        OperandError: an operand that is not what forward kept.
+    """
+    if is_centred or torch.is_grad_enabled() or is_batched_gradient(grad) or not is_unwatched():
+        return reference.backward(grad, x, shape, mean, rstd, weight, bias, mask, eps, is_centred)
+    low, factors = grad.dtype if grad.dtype in LOW_DTYPES else torch.bfloat16, _factors(weight, shape)
+    rows = (*grad.shape[: -len(shape)], *[1] * len(shape))
+    check_read("an RMS norm", "gradient", grad, (*rows[: -len(shape)], *shape), low)
+    check_read("an RMS norm", "input", x, grad.shape, torch.float32 if x.dtype is torch.float32 else low)
+    check_read("an RMS norm", "1/RMS", rstd, rows, torch.float32)
+    check_read("an RMS norm", "weight", factors, shape, torch.float32)
+    grad, x, rstd = grad.contiguous(), x.contiguous(), rstd.contiguous()
+    grad_x, grad_weight = torch.empty_like(x), torch.empty(shape, dtype=torch.float32, device="cpu")
+    _, addresses, formats = batch_of([grad, x, factors, rstd, grad_x, grad_weight])
+    _function("mezzo_rms_norm_backward", 6)(
+        *addresses, rstd.numel(), math.prod(shape), formats[1], formats[0], torch.get_num_threads()
+    )
+    return grad_x, None if weight is None else grad_weight, None
+
+
+def _factors(weight: Tensor | None, shape: list[int]) -> Tensor:
+    """Return what the result is multiplied with, in fp32."""
+    factors = as_fp32(weight)
+    return torch.ones(shape, device="cpu", dtype=torch.float32) if factors is None else factors.contiguous()
+
+
+@functools.cache
+def _function(name: str, num_addresses: int) -> Any:
+    """Return a compiled function, with the types of its arguments."""
+    numbers = [ctypes.c_int64] * 2 + [ctypes.c_float] * (num_addresses == 4) + [ctypes.c_int32] * 3
+    function = getattr(library(SOURCE), name)
+    function.argtypes, function.restype = [*[ctypes.c_void_p] * num_addresses, *numbers], None
+    return function
