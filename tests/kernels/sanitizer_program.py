@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.kernels.test_attention import exact
 from tests.kernels.test_cpu_kernels import same
 from torch import Tensor
 
+from mezzo._torch import flash_attention
 from mezzo.errors import OperandError
 from mezzo.kernels import registry
 from mezzo.kernels.backends.cpp.build import library
@@ -30,8 +32,11 @@ from mezzo.kernels.operands import operands
 from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import cpu as adamw_cpu
 from mezzo.kernels.ops.adamw import reference as adamw_reference
+from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
+from mezzo.kernels.ops.layer_norm import cpu as norm_cpu
+from mezzo.kernels.ops.layer_norm import reference as norm_reference
 from mezzo.kernels.ops.linear import cpu as linear_cpu
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
@@ -266,6 +271,56 @@ def check_linear(seed: int) -> None:
     OUTCOMES["multiplied"] += 1
 
 
+def at_the_end(values: Tensor) -> Tensor:
+    """Return a copy whose last element is the last of its memory, which begins where no vector would."""
+    arena = torch.empty(values.numel() + 1, dtype=values.dtype)
+    return arena[1:].view(values.shape).copy_(values)
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    return float((found.double() - wanted.double()).norm()) <= tolerance * float(wanted.double().norm()) + 1e-3
+
+
+def check_norm(seed: int) -> None:
+    """Take an RMS norm and its gradients, their operands at the ends of their memory, and look at them."""
+    rng = random.Random(seed)
+    rows, size = rng.choice([1, 2, 63, 64, 65, 200]), rng.choice([1, 3, 32, 63, 64, 65, 300, 1025])
+    low = rng.choice([torch.bfloat16, torch.float16])
+    x = at_the_end(torch.randn(rows, size).to(rng.choice([low, torch.float32])))
+    grad, weight = at_the_end(torch.randn(rows, size).to(low)), at_the_end(torch.randn(size))
+    given = [size], (weight if rng.random() < 0.7 else None), None, 1e-6, False, low
+    found, wanted = (kernel.forward(x, *given) for kernel in (norm_cpu, norm_reference))
+    with torch.no_grad():
+        rest = [size], found[1], found[2], given[1], None, [True, True, False], 1e-6, False
+        grads, others = (kernel.backward(grad, x, *rest) for kernel in (norm_cpu, norm_reference))
+    pairs = [(found[0], wanted[0]), (grads[0], others[0]), *([(grads[1], others[1])] if given[1] is not None else [])]
+    assert size == 1 or all(close(one, other, 0.01) for one, other in pairs), f"seed {seed}"
+    OUTCOMES["normalised"] += 1
+
+
+def check_attention(seed: int, products: int) -> None:
+    """Take gradients of attention, their operands at the ends of their memory, and look at them."""
+    rng = random.Random(seed)
+    batch, kv_heads, shared, width = (
+        rng.choice([1, 2]),
+        rng.choice([1, 2]),
+        rng.choice([1, 3]),
+        rng.choice([3, 32, 65, 128]),
+    )
+    queries, keys, is_causal = rng.choice([1, 17, 64, 70]), rng.choice([1, 16, 64, 130]), rng.random() < 0.3
+    of_query, of_key = (batch, kv_heads * shared, queries, width), (batch, kv_heads, keys, width)
+    query, key, value, grad = (at_the_end(torch.randn(s).bfloat16()) for s in (of_query, of_key, of_key, of_query))
+    shapes = [(batch, 1, 1, keys), (1, kv_heads * shared, queries, 1), (queries, keys)]
+    mask = None if is_causal or rng.random() < 0.5 else at_the_end(torch.randn(rng.choice(shapes)).bfloat16())
+    out, logsumexp = flash_attention(query, key, value, 0.0, is_causal, attn_mask=mask)
+    given = at_the_end(out), at_the_end(logsumexp), mask, is_causal, width**-0.5
+    attention_cpu.products = lambda: products
+    found = attention_cpu.backward(grad, query, key, value, *given)
+    wanted = exact([query, key, value], grad, mask, is_causal=is_causal)
+    assert all(close(one, true, 0.03) for one, true in zip(found, wanted, strict=True)), f"seed {seed}"
+    OUTCOMES["attended"] += 1
+
+
 def main(calls: int) -> None:
     """Make many calls; those that fail are made smaller by hypothesis, down to a seed."""
     root = Tensor.sqrt
@@ -277,8 +332,12 @@ def main(calls: int) -> None:
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     bounded(given(st.integers(min_value=0, max_value=1 << 62))(check))()
+    products = attention_cpu.products()
     for seed in range(calls // 20):
         check_linear(seed)
+        check_norm(seed)
+        if products:
+            check_attention(seed, 1 + seed % products)
     print(
         f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}",
         flush=True,
