@@ -230,6 +230,15 @@ def test_who_watches_ops_sees_torchs() -> None:
 
 
 @needs_products
+def test_batched_gradients_are_those_of_one_after_the_other() -> None:
+    x, grads = rows(2, 4, 64, 32).requires_grad_(), torch.stack([rows(2, 4, 64, 32) for _ in range(3)])
+    out = own_attention(x, x, x, None, True, None)
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True, retain_graph=True)
+    for one, grad in zip(found, grads, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(out, x, grad, retain_graph=True)[0], rtol=0.02, atol=0.02)
+
+
+@needs_products
 def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mezzo.kernels.ops.attention._kernel", lambda: reference)
     assert not has_gradients(*[rows(2, 4, 64, 32)] * 3, None, True, False)

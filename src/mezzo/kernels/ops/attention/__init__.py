@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._torch import dispatch_modes, flash_attention, is_unwatched, math_attention
+from ...._torch import dispatch_modes, flash_attention, is_batched_gradient, is_unwatched, math_attention
 from ... import registry
 from . import reference
 
@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _differentiable(grad, (query, key, value), mask, *ctx.options)
         else:
-            kernel = reference if dispatch_modes() else _kernel()
+            kernel = reference if dispatch_modes() or is_batched_gradient(grad) else _kernel()
             found = kernel.backward(grad, query, key, value, out, logsumexp, mask, *ctx.options)
         return (*found, None, None, None)
 
