@@ -90,6 +90,8 @@ def test_a_scaler_that_found_its_level_is_not_told(skipped: int, steps: int, is_
     events = [event(index=i, phase="backward", step=i, loss_scale=2.0 ** (20 - i), wide=(wide(1e6),)) for i in range(2)]
     seen = record(events, *(sink("gradient", i, step=i) for i in range(2)))
     assert bool(find(replace(seen, skipped=skipped, steps=steps, updates=1))) == is_told
+    # another optimizer's gradients, which it drops, are bad in a step that was taken
+    assert not find(replace(seen, steps=2, updates=2, taken=frozenset((0, 1))))
 
 
 def test_a_parametrisation_is_told_by_the_layer_that_has_it() -> None:
@@ -106,3 +108,30 @@ def test_a_derivative_that_does_not_exist_is_told_by_the_argument_of_its_functio
         with diagnose.trace() as t:
             function(x).sum().backward()
         assert f"at self={argument:g}." in t.report.findings[0].why
+
+
+def test_a_second_derivative_is_told_where_its_function_was_called() -> None:
+    x = torch.tensor([0.3, 0.0], requires_grad=True)
+    with diagnose.trace() as t:
+        y = x.abs().pow(1.5)  # HERE
+        slope = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+        slope.sum().backward()
+    found = t.report.findings[0]
+    assert (found.op, found.phase) == ("pow", "backward") and found.frame is not None
+    assert (
+        found.frame.line == test_a_second_derivative_is_told_where_its_function_was_called.__code__.co_firstlineno + 3
+    )
+
+
+def test_a_number_that_becomes_1_as_a_tensor_of_16_bit_is_told_where_it_was_written() -> None:
+    with diagnose.trace() as t:
+        decay = torch.tensor(0.999, dtype=torch.bfloat16)
+        w = torch.ones(2, requires_grad=True)
+        (w / (1 - decay)).sum().backward()
+    found = t.report.findings[0]
+    line = test_a_number_that_becomes_1_as_a_tensor_of_16_bit_is_told_where_it_was_written.__code__.co_firstlineno + 2
+    assert (found.verdict, found.op, found.fix.edit) == ("underflow", "div", "")
+    assert f"tensor() rounds at {__file__}:{line}" in found.fix.advice
+    with diagnose.trace() as t:
+        (w / (1 - torch.tensor(1.0, dtype=torch.bfloat16))).sum().backward()
+    assert t.report.findings[0].verdict == "singularity"

@@ -25,6 +25,7 @@ from .._torch import (
     node_number,
     storage_id,
 )
+from ..formats import LOW_DTYPES
 from .frames import Owner, caller, locate
 from .modules import ModuleStack, Place
 from .ops import CASTS, has_no_values, node_op, plain, takes_itself_apart
@@ -32,6 +33,7 @@ from .records import Phase, Site
 
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
 _READS = frozenset({"numpy", "tolist", "array"})
+_FROM_NUMBERS = {"tensor": 0, "new_tensor": 1}
 _ZEROS = frozenset({"zero", "foreach_zero"})
 _SITES_KEPT = 400_000
 
@@ -44,6 +46,7 @@ class Names(TorchFunctionMode):
         backward_dtype: what the region around the running `backward` casts to; None outside regions.
         on_read: called with a tensor before it becomes an array or a list.
         on_cleared: called before something is set to 0, or to None as gradients are.
+        on_numbers: called with a 16-bit tensor and the numbers of Python's that it was made of.
         in_region: whether the last function was called in a region.
     """
 
@@ -56,6 +59,7 @@ class Names(TorchFunctionMode):
         self.backward_dtype: torch.dtype | None = None
         self.on_read: Callable[[Tensor], None] | None = None
         self.on_cleared: Callable[[], None] = lambda: None
+        self.on_numbers: Callable[[Tensor, Any], None] = lambda tensor, data: None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +76,11 @@ class Names(TorchFunctionMode):
             device = given.device.type
             self.backward_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         try:
-            return func(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+            given = _FROM_NUMBERS.get(self.current, len(args))
+            if given < len(args) and made.dtype in LOW_DTYPES:
+                self.on_numbers(made, args[given])
+            return made
         finally:
             self.current, self.backward_dtype = above, None
 
@@ -171,7 +179,7 @@ class TraceContext:
         ran = op if nearer else node_op(node.name())
         if origin is None:
             return self._site("backward", Place(), here.user, here.library, ran)
-        return replace(
+        site = replace(
             origin,
             phase="backward",
             user=here.user if nearer else origin.user,
@@ -182,6 +190,9 @@ class TraceContext:
             rank=self.rank,
             own_node=node_op(node.name()) if nearer else "",
         )
+        if torch.is_grad_enabled():  # a derivative that is differentiated again stands where the first one did
+            self._remember(site, next_node_number() - 1)
+        return site
 
     def _site(self, phase: Phase, place: Place, user: Any, library: Any, op: str) -> Site:
         is_rules = self.names.current in CASTS and caller() is Owner.MEZZO

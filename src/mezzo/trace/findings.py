@@ -103,7 +103,8 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     found += _of_lost_updates(record.lost)
     found += [_of_lint(x, explain_lint(x)) for x in record.lints if x.rule in FAULTY_RULES]
     merged = _merged(found)
-    bad = {n for f in merged if not f.is_fault for n in f.steps}
+    # what a step that was taken left whole was some other optimizer's, which drops it
+    bad = {n for f in merged if not f.is_fault for n in f.steps} - record.taken
     # a scaler found its level: it left out each step that overflowed, and a step was taken after the last of them
     is_level = record.skipped >= len(bad) and record.updates > 0 and record.steps - 1 > max(bad, default=0)
     return tuple(sorted((f for f in merged if f.is_fault or not is_level), key=lambda f: not f.is_fault))

@@ -31,7 +31,7 @@ _OVERWRITES = {
     "log_normal", "set",
 }  # fmt: skip
 _HIDDEN_WRITES = ("running_mean", "running_var")
-CASTS = ("to", "bfloat16", "half", "type", "type_as")
+CASTS = ("to", "bfloat16", "half", "type", "type_as", "tensor", "new_tensor")
 """Calls by which a program itself narrows a value."""
 SOFTMAX_LIKE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 

@@ -367,15 +367,14 @@ class TraceRecord:
         lost: lost updates.
         lints: lint rules that the code broke.
         lines: magnitudes by line.
-        ops: number of ops seen.
-        steps: number of steps begun.
+        ops, steps: numbers of ops seen and of steps begun.
         rank: of this process.
         torch: version.
         flushed: gradients, and what fp16 flushed of them.
-        forwards: outermost modules that ran with gradients on.
-        inferences: those that ran without.
+        forwards, inferences: outermost modules that ran with gradients on, and without.
         backwards: passes.
         updates: optimizer steps taken.
+        taken: the steps in which one was.
         skipped: those that a loss scaler left out.
         ended: the error that ended the program; empty if there was none.
     """
@@ -396,5 +395,6 @@ class TraceRecord:
     inferences: int = 0
     backwards: int = 0
     updates: int = 0
+    taken: frozenset[int] = frozenset()
     skipped: int = 0
     ended: str = ""

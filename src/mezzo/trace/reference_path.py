@@ -116,6 +116,11 @@ class ReferencePath:
         """Return what a tensor would hold; None where it holds that, or where nothing is known. Syncs: no."""
         return self._wide.get(tensor)
 
+    def begin(self, tensor: Tensor, wide: Tensor, site: Site) -> None:
+        """Take note of what a 16-bit tensor was made of, and where. Syncs: no."""
+        self._wide.put(tensor, wide)
+        self._makers.note(tensor, MadeBy(site))
+
     def behind(self, tensors: Iterable[Tensor]) -> Flush | None:
         """Return the zero that 16 bit made and that one of these tensors came through. Syncs: no."""
         return next((f for f in (self._flushes.get(t) for t in tensors) if f is not None), None)

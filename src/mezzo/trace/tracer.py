@@ -58,6 +58,7 @@ class Trace:
         self._collector = Collector(self._context, self._on_sink, self._on_loss)
         self._collector.lints.of_risks = of_risks
         self._context.names.on_read = self._collector.on_read_in_python
+        self._context.names.on_numbers = self._on_numbers
         self._on_reached = on_reached
         self._tell_step = on_root
         self._model = model
@@ -74,6 +75,7 @@ class Trace:
         self._idle = IdleSteps()
         self._context.names.on_cleared = lambda: self._idle.on_cleared(self._context.site("zero_grad"))
         self._updates_running = 0
+        self._taken: set[int] = set()
         self._judged_steps: set[int] = set()
         self._roots_since_backward: set[int] = set()
         self.is_running = True
@@ -145,6 +147,7 @@ class Trace:
             inferences=self._inferences,
             backwards=self._collector.backwards + self._backwards or int(self._collector.has_gone_backward),
             updates=self._updates,
+            taken=frozenset(self._taken),
             skipped=self._collector.skipped,
             ended=self._ended,
             steps=self._context.step + 1,
@@ -174,6 +177,11 @@ class Trace:
         self._was_loss_seen = True
         self._pending.differentiated(loss)
         self._follow(*leaves_behind(loss))
+
+    def _on_numbers(self, tensor: Tensor, data: Any) -> None:
+        with self._collector.aside():
+            wide = torch.tensor(data, dtype=torch.float32, device=tensor.device)
+            self._collector.reference.begin(tensor, wide, self._context.site("to"))
 
     def _settle_step(self) -> None:
         """Judge the gradients of a step, once they have all arrived."""
@@ -310,6 +318,7 @@ class Trace:
         for p, values in bad:
             self._collector.sink("parameter", names[id(p)], values)
         self._updates += 1
+        self._taken.add(self._context.step)
         self._collector.end_step()
 
 
