@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -274,6 +275,37 @@ def test_a_prepared_model_takes_it_inside_a_checkpoint_too(
     calls = Calls(monkeypatch)
     check_gives_the_same(kind(), torch.randn(16, 50, 32))
     assert calls.count == 2
+
+
+@needs_products
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (CausalSelfAttention(), 2),
+        (CausalSelfAttention(attn_mask=torch.ones(50, 50, dtype=torch.bool).tril()), 2),
+        (Checkpointed(), 1),  # the compiler follows a checkpoint without the modes around it
+    ],
+    ids=["causal", "mask", "checkpoint"],
+)
+def test_a_compiled_model_takes_it_too(
+    model: CausalSelfAttention, count: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, x = Calls(monkeypatch), torch.randn(16, 50, 32)
+    plain, part = prepared(copy.deepcopy(model)), prepared(copy.deepcopy(model))
+    want, got = plain(x), torch.compile(part, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-8)
+    for one, other in zip(gradients(got, part), gradients(want, plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-8 * float(other.abs().max()))
+    assert calls.count == count
+
+
+@needs_products
+def test_an_exported_model_has_torchs_own() -> None:
+    part = prepared(CausalSelfAttention())
+    exported = torch.export.export(part, (torch.randn(16, 50, 32),))
+    assert not [node for node in exported.graph.nodes if "mezzo" in str(node.target)]
 
 
 @needs_products

@@ -247,7 +247,7 @@ def _run_inside(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
     if bound.own is None:
-        if not bound.attends or traced or is_compiling() or not is_large(args, kwargs):
+        if not bound.attends or traced or is_exporting() or not is_large(args, kwargs):
             return forward(module, *args, **kwargs)
         with AttentionMode(module.training):
             return forward(module, *args, **kwargs)

@@ -74,9 +74,13 @@ class AttentionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
+        if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             with self:
                 return decomposed_composites()[func](*args, **kwargs)
+        if (
+            torch.compiler.is_compiling() and func is Tensor.unflatten
+        ):  # written in Python, which the compiler does not follow
+            return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def _attend(
@@ -96,11 +100,11 @@ class AttentionMode(TorchFunctionMode):
         takes = is_plain and query.numel() >= SMALLEST
         is_own = takes and self.trains and low is torch.bfloat16
         is_own = is_own and has_gradients(*inputs, attn_mask, is_causal, enable_gqa)
-        if not (is_own or (takes and self._gains(key))):
+        if not (is_own or (takes and not torch.compiler.is_compiling() and self._gains(key))):
             return F.scaled_dot_product_attention(
                 *inputs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if self.has_grad:
+        if self.has_grad and not torch.compiler.is_compiling():
             bind_recompute(AttentionMode, True)  # made before a reentrant checkpoint turns gradients on
         if is_own:
             return attention(query.to(low), key.to(low), value.to(low), attn_mask, is_causal, scale)

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._torch import dispatch_modes, flash_attention, is_batched_gradient, is_unwatched, math_attention
+from ...._torch import (
+    constant_when_compiled,
+    dispatch_modes,
+    flash_attention,
+    is_batched_gradient,
+    is_unwatched,
+    math_attention,
+)
 from ... import registry
 from . import reference
 
@@ -33,7 +40,7 @@ def has_gradients(
 
     Host only.
     """
-    if not (is_unwatched() and query.dim() == key.dim() == value.dim() == 4):
+    if not ((torch.compiler.is_compiling() or is_unwatched()) and query.dim() == key.dim() == value.dim() == 4):
         return False
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -58,8 +65,13 @@ def _is_mask(mask: Tensor, scores: tuple[int, ...]) -> bool:
 
 
 def _takes(keys: int) -> bool:
-    products: int = _kernel().products()
+    products = _products()
     return products == 2 or (products == 1 and keys <= LONGEST_IN_PAIRS)
+
+
+@constant_when_compiled
+def _products() -> int:
+    return int(_kernel().products())
 
 
 def _kernel() -> ModuleType:
@@ -89,6 +101,10 @@ def attention(
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, -torch.inf).to(torch.bfloat16)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if torch.compiler.is_compiling():
+        from .opaque import opaque  # registering an op imports the compiler
+
+        return opaque(query, key, value, mask, is_causal, scale)[0]  # type: ignore[no-any-return]  # torch types it loosely
     out: Tensor = _Attention.apply(query, key, value, mask, is_causal, scale)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
