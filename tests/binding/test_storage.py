@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -27,6 +28,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str, set[str]]] = {
     "convolution": (lambda: nn.Conv1d(2, 2, 1), MASTER, {"weight", "bias"}),
     "embedding": (lambda: nn.Embedding(2, 2), MASTER, {"weight"}),
     "embedding with sparse gradients": (lambda: nn.Embedding(2, 2, sparse=True), MASTER, set()),
+    "LSTM of a CPU": (lambda: nn.LSTM(2, 2, bias=False), MASTER, {"weight_ih_l0", "weight_hh_l0"}),
+    "LSTM elsewhere": (lambda: nn.LSTM(2, 2, device="meta"), MASTER, set()),
+    "LSTM with projections": (lambda: nn.LSTM(2, 2, proj_size=1), MASTER, set()),
+    "LSTM under an fp32 rule": (lambda: nn.LSTM(2, 2), f"{MASTER}, module:LSTM=fp32", set()),
+    "GRU, which torch runs in fp32 on a CPU": (lambda: nn.GRU(2, 2), MASTER, set()),
     "norm": (lambda: nn.LayerNorm(2), MASTER, set()),
     "fp32 rule": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), f"{MASTER}, module:1=fp32", {"0.weight", "0.bias"}),
     "tied to a module under an fp32 rule": (tied, f"{MASTER}, module:head=fp32", set()),
@@ -45,6 +51,26 @@ def test_what_goes_to_16_bit(kind: str) -> None:
     assert {name for name, p in model.named_parameters() if targets.get(p) is torch.bfloat16} == expected
     assert set(convert_(model, [], policy)) == expected
     assert {name for name, p in model.named_parameters() if p.dtype is torch.bfloat16} == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}], ids=str)
+def test_a_stored_lstm_has_the_bits_of_one_that_is_cast(options: dict[str, int]) -> None:
+    lstm = nn.LSTM(8, 16, **options)  # type: ignore[arg-type]  # flags and sizes
+    stored, x = copy.deepcopy(lstm), torch.randn(5, 3, 8)
+    policy = Policy.parse(MASTER)
+    bind(stored, policy)
+    assert len(convert_(stored, [], policy)) == len(list(lstm.parameters()))
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = lstm(x)
+    found = stored(x)
+    assert all(torch.equal(a, b) for a, b in zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True))
+    grads = [
+        torch.autograd.grad(out.float().sum(), list(m.parameters()))
+        for m, (out, _) in ((stored, found), (lstm, wanted))
+    ]
+    assert all(torch.equal(a.float(), b) for a, b in zip(*grads, strict=True))
+    with torch.no_grad():
+        assert torch.equal(stored.eval()(x)[0], found[0])
 
 
 def test_frozen_weights_stay_where_there_is_an_optimizer() -> None:

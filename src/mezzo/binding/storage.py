@@ -121,8 +121,8 @@ def convert_(
 ) -> list[str]:
     """Store weights as the policy says.
 
-    Weights that feed low ops go to `params`: of linear and convolution layers, attention and embeddings outside fp32
-    rules, those that are trainable, or all if there is no optimizer; not of embeddings with sparse gradients. 16-bit weights of modules under an fp32 rule go to
+    Weights that feed low ops go to `params`: of linear and convolution layers, attention, embeddings and, on a CPU, LSTMs outside
+    fp32 rules, those that are trainable, or all if there is no optimizer; not of embeddings with sparse gradients. 16-bit weights of modules under an fp32 rule go to
     fp32, since that is what their ops meet. Everything else stays as it is.
 
     Args:
@@ -230,12 +230,17 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
                     targets[p] = torch.float32
             elif (
                 policy.params in LOW_DTYPES
-                and is_matmul_like(class_names(module))
+                and (is_matmul_like(class_names(module)) or _is_lstm_on_cpu(module, p))
                 and not (is_sparse(module) or _is_spectral(module))
                 and (not optimizers or (p.requires_grad and p in trained))
             ):
                 targets.setdefault(p, policy.params)
     return {p: dtype for p, dtype in targets.items() if dtype is torch.float32 or p not in fp32}
+
+
+def _is_lstm_on_cpu(module: nn.Module, p: Tensor) -> bool:
+    """Whether oneDNN's kernel reads a weight as it is stored: it has no projections, and CUDA's wants all weights in one piece of memory."""
+    return isinstance(module, nn.LSTM) and not module.proj_size and p.device.type == "cpu" and not is_dtensor(p)
 
 
 def is_sparse(module: nn.Module) -> bool:
