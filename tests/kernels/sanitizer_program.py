@@ -282,19 +282,22 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
 
 
 def check_norm(seed: int) -> None:
-    """Take an RMS norm and its gradients, their operands at the ends of their memory, and look at them."""
+    """Take a norm and its gradients, their operands at the ends of their memory, and look at them."""
     rng = random.Random(seed)
     rows, size = rng.choice([1, 2, 63, 64, 65, 200]), rng.choice([1, 3, 32, 63, 64, 65, 300, 1025])
     low = rng.choice([torch.bfloat16, torch.float16])
     x = at_the_end(torch.randn(rows, size).to(rng.choice([low, torch.float32])))
     grad, weight = at_the_end(torch.randn(rows, size).to(low)), at_the_end(torch.randn(size))
-    given = [size], (weight if rng.random() < 0.7 else None), None, 1e-6, False, low
+    is_centred = rng.random() < 0.5
+    given = [size], (weight if rng.random() < 0.7 else None), None, 1e-6, is_centred, low
     found, wanted = (kernel.forward(x, *given) for kernel in (norm_cpu, norm_reference))
+    bias = given[1] if is_centred else None
+    mask = [True, given[1] is not None, bias is not None]
     with torch.no_grad():
-        rest = [size], found[1], found[2], given[1], None, [True, True, False], 1e-6, False
+        rest = [size], found[1], found[2], given[1], bias, mask, 1e-6, is_centred
         grads, others = (kernel.backward(grad, x, *rest) for kernel in (norm_cpu, norm_reference))
-    pairs = [(found[0], wanted[0]), (grads[0], others[0]), *([(grads[1], others[1])] if given[1] is not None else [])]
-    assert size == 1 or all(close(one, other, 0.01) for one, other in pairs), f"seed {seed}"
+    pairs = [(found[0], wanted[0]), *zip(grads, others, strict=True)]
+    assert size == 1 or all(one is None or close(one, other, 0.01) for one, other in pairs), f"seed {seed}"
     OUTCOMES["normalised"] += 1
 
 

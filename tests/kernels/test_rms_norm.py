@@ -1,4 +1,4 @@
-"""RMS norm on the CPU: the compiled kernel against fp64 and torch's chain of ops, its threads, its operands, and who must not meet it."""
+"""RMS norm on the CPU, and gradients of layer norm: the compiled kernel against fp64 and torch's chain of ops, its threads, its operands, and who must not meet it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo.errors import OperandError
 from mezzo.kernels import registry, rms_norm, takes_rms_norm
-from mezzo.kernels.ops.layer_norm import cpu
+from mezzo.kernels.ops.layer_norm import cpu, reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 pytestmark = pytest.mark.skipif(
@@ -193,3 +193,28 @@ def test_a_gradient_in_another_dtype_than_the_result_is_refused() -> None:
     x, weight, rstd = torch.randn(4, 32), torch.randn(32), torch.ones(4, 1)
     with pytest.raises(OperandError, match="its gradient is fp32"), torch.no_grad():
         cpu.backward(x, x, [32], rstd, rstd, weight, None, [True, True, False], 1e-6, False)
+
+
+@pytest.mark.parametrize("shape", [(40, 512), (700, 65), (2, 130, 128)], ids=str)
+@pytest.mark.parametrize("low", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("given", ["weight and bias", "weight", "none"])
+def test_gradients_of_layer_norm_are_those_of_fp64_rounded_once(
+    shape: tuple[int, ...], low: torch.dtype, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far from it as torch's kernel on widened inputs, whatever the number of threads, without copies in fp32."""
+    x, grad, size = (3 * torch.randn(shape) + 5).to(low), torch.randn(shape).to(low), [shape[-1]]
+    weight, bias = (torch.randn(size) if name in given else None for name in ("weight", "bias"))
+    wide = [one.double().requires_grad_() for one in (x, weight, bias) if one is not None]
+    out = F.layer_norm(wide[0], size, *wide[1:])
+    want = torch.autograd.grad(out, wide, grad.double())
+    _, mean, rstd = cpu.forward(x, size, weight, bias, 1e-5)
+    kept = grad, x, size, mean, rstd, weight, bias, [True, weight is not None, bias is not None], 1e-5
+    with torch.no_grad():
+        found, theirs = ([one for one in kernel.backward(*kept) if one is not None] for kernel in (cpu, reference))
+        for threads in (1, 3, 50):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            again = [one for one in cpu.backward(*kept) if one is not None]
+            assert all(map(torch.equal, found, again))
+    assert found[0].dtype is low and len(found) == len(want)
+    for one, other, true in zip(found, theirs, want, strict=True):
+        assert distance(one, true) <= 1.02 * distance(other.to(one.dtype), true) + 1e-6 * float(true.norm())

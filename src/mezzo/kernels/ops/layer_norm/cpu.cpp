@@ -1,7 +1,8 @@
-// RMS norm of rows, and its gradients:
-//   y = x r w,  r = 1 / sqrt(mean(x x) + eps),
-//   dx = r (g w - x r mean(g w x r)),  dw = the sum over rows of g x r.
-// Arithmetic is fp32, results are rounded once. Sums of a row run over lanes, those of dw over kRows rows, then over the rows of a part, then in
+// RMS norm of rows, and its gradients and those of layer norm:
+//   y = x' w,  x' = x r,  r = 1 / sqrt(mean(x x) + eps),
+//   dx = r (g w - x' mean(g w x')),  dw = the sum over rows of g x'.
+// Of layer norm x' is (x - mean(x)) r, mean(g w) goes off inside the brackets, and db is the sum over rows of g.
+// Arithmetic is fp32, results are rounded once. Sums of a row run over lanes, those of dw and db over kRows rows, then over the rows of a part, then in
 // fp64 over parts, which the shape alone decides: any number of threads gives the same bits.
 
 #include <algorithm>
@@ -24,7 +25,7 @@ template <class Term> inline float sum_of(int64_t size, const Term& term) {
 
 struct Rows {
   const void *x, *grad;
-  const float* weight;
+  const float *weight, *mean;
   void *out, *grad_x;
   float* rstd;
   int64_t size;
@@ -48,27 +49,32 @@ template <int X, int Y> void forward(const Rows& r, int64_t row) {
   for (int64_t i = 0; i < r.size; i++) out[i] = narrow<Y>(load<X>(x, i) * rstd * weight[i]);
 }
 
-template <int X, int Y> void backward(const Rows& r, int64_t row, float* sums) {
+template <int X, int Y, bool CENTRED> void backward(const Rows& r, int64_t row, float* sums) {
   const char* x = static_cast<const char*>(r.x) + row * r.size * width(X);
   const auto* grad = static_cast<const uint16_t*>(r.grad) + row * r.size;
   char* grad_x = static_cast<char*>(r.grad_x) + row * r.size * width(X);
-  const float *weight = r.weight, rstd = r.rstd[row];
-  const float mean = sum_of(r.size, [=](int64_t i) { return load<Y>(grad, i) * weight[i] * (load<X>(x, i) * rstd); }) / float(r.size);
+  const float *weight = r.weight, rstd = r.rstd[row], mean = CENTRED ? r.mean[row] : 0.0f;
+  const auto x_hat = [=](int64_t i) { return (CENTRED ? load<X>(x, i) - mean : load<X>(x, i)) * rstd; };
+  const auto weighted = [=](int64_t i) { return load<Y>(grad, i) * weight[i]; };
+  const float along = sum_of(r.size, [=](int64_t i) { return weighted(i) * x_hat(i); }) / float(r.size);
+  const float across = CENTRED ? sum_of(r.size, weighted) / float(r.size) : 0.0f;
   for (int64_t i = 0; i < r.size; i++) {
-    const float dx = rstd * (load<Y>(grad, i) * weight[i] - load<X>(x, i) * rstd * mean);
+    const float dx = rstd * ((CENTRED ? weighted(i) - across : weighted(i)) - x_hat(i) * along);
     if constexpr (X == kFp32) reinterpret_cast<float*>(grad_x)[i] = dx;
     else reinterpret_cast<uint16_t*>(grad_x)[i] = narrow<X>(dx);
   }
-  for (int64_t i = 0; i < r.size; i++) sums[i] += load<Y>(grad, i) * (load<X>(x, i) * rstd);
+  for (int64_t i = 0; i < r.size; i++) sums[i] += load<Y>(grad, i) * x_hat(i);
+  if constexpr (CENTRED)
+    for (int64_t i = 0; i < r.size; i++) sums[r.size + i] += load<Y>(grad, i);
 }
 
-template <int X, int Y> void backward(const Rows& r, const Part& part, float* total) {
-  std::vector<float> sums(r.size);
+template <int X, int Y, bool CENTRED> void backward(const Rows& r, const Part& part, float* total) {
+  std::vector<float> sums((1 + CENTRED) * r.size);
   const int64_t end = part.start + part.size / r.size;
   for (int64_t first = part.start; first < end; first += kRows) {
     std::fill(sums.begin(), sums.end(), 0.0f);
-    for (int64_t row = first; row < std::min(first + kRows, end); row++) backward<X, Y>(r, row, sums.data());
-    for (int64_t i = 0; i < r.size; i++) total[i] += sums[i];
+    for (int64_t row = first; row < std::min(first + kRows, end); row++) backward<X, Y, CENTRED>(r, row, sums.data());
+    for (size_t i = 0; i < sums.size(); i++) total[i] += sums[i];
   }
 }
 
@@ -79,29 +85,34 @@ template <int X, int Y> void take(const Rows& r, int64_t rows, int32_t threads) 
   });
 }
 
-template <int X, int Y> void take_back(const Rows& r, int64_t rows, float* grad_weight, int32_t threads) {
+template <int X, int Y, bool CENTRED> void take_back(const Rows& r, int64_t rows, float* grads, int32_t threads) {
   const auto parts = parts_of_rows(rows, r.size);
-  std::vector<float> totals(parts.size() * r.size);
-  for_each(parts, threads, [&](int64_t n) { backward<X, Y>(r, parts[n], totals.data() + n * r.size); });
-  for (int64_t i = 0; i < r.size; i++) {
+  const int64_t count = (1 + CENTRED) * r.size;
+  std::vector<float> totals(parts.size() * count);
+  for_each(parts, threads, [&](int64_t n) { backward<X, Y, CENTRED>(r, parts[n], totals.data() + n * count); });
+  for (int64_t i = 0; i < count; i++) {
     double sum = 0;
-    for (size_t n = 0; n < parts.size(); n++) sum += totals[n * r.size + i];
-    grad_weight[i] = float(sum);
+    for (size_t n = 0; n < parts.size(); n++) sum += totals[n * count + i];
+    grads[i] = float(sum);
   }
+}
+
+template <int X, int Y> void take_back(const Rows& r, int64_t rows, float* grads, int32_t threads) {
+  (r.mean ? take_back<X, Y, true> : take_back<X, Y, false>)(r, rows, grads, threads);
 }
 
 // x: [rows][size], of `x_format`; weight: [size]; out: of x's 16-bit format, or `format` where x is fp32; rstd: [rows].
 extern "C" void mezzo_rms_norm(const void* x, const float* weight, void* out, float* rstd, int64_t rows, int64_t size, float eps, int32_t x_format, int32_t format, int32_t threads) {
-  const Rows r{x, nullptr, weight, out, nullptr, rstd, size, eps};
+  const Rows r{x, nullptr, weight, nullptr, out, nullptr, rstd, size, eps};
   const bool is_wide = x_format == kFp32;
   const auto run = format == kBf16 ? (is_wide ? take<kFp32, kBf16> : take<kBf16, kBf16>) : (is_wide ? take<kFp32, kFp16> : take<kFp16, kFp16>);
   run(r, rows, threads);
 }
 
-// grad: as `out`; grad_x: as x; grad_weight: [size].
-extern "C" void mezzo_rms_norm_backward(const void* grad, const void* x, const float* weight, float* rstd, void* grad_x, float* grad_weight, int64_t rows, int64_t size, int32_t x_format, int32_t format, int32_t threads) {
-  const Rows r{x, grad, weight, nullptr, grad_x, rstd, size, 0.0f};
+// grad: as `out`; mean: [rows], null for an RMS norm; grad_x: as x; grads: of weight [size], of layer norm then those of bias.
+extern "C" void mezzo_norm_backward(const void* grad, const void* x, const float* weight, float* rstd, void* grad_x, float* grads, const float* mean, int64_t rows, int64_t size, int32_t x_format, int32_t format, int32_t threads) {
+  const Rows r{x, grad, weight, mean, nullptr, grad_x, rstd, size, 0.0f};
   const bool is_wide = x_format == kFp32;
   const auto run = format == kBf16 ? (is_wide ? take_back<kFp32, kBf16> : take_back<kBf16, kBf16>) : (is_wide ? take_back<kFp32, kFp16> : take_back<kFp16, kFp16>);
-  run(r, rows, grad_weight, threads);
+  run(r, rows, grads, threads);
 }

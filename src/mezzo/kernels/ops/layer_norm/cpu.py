@@ -1,6 +1,6 @@
-"""RMS norm on the CPU in one pass forward and one backward, fp32 arithmetic over what lies in 16 bit; `cpu.cpp` computes it.
+"""Norms on the CPU in one pass forward and one backward, fp32 arithmetic over what lies in 16 bit; `cpu.cpp` computes them.
 
-Layer norm is torch's own kernel here, as `reference.py` calls it.
+Layer norm forward is torch's own kernel, as `reference.py` calls it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def forward(
     rstd = torch.empty((*x.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32, device="cpu")
     given = [x.contiguous(), _factors(weight, shape), out, rstd]
     _, addresses, _ = batch_of(given)
-    _function("mezzo_rms_norm", 4)(
+    _function("mezzo_rms_norm")(
         *addresses, rstd.numel(), math.prod(shape), eps, FORMATS[x.dtype], FORMATS[low], torch.get_num_threads()
     )
     return out, rstd.new_empty(0), rstd
@@ -74,21 +74,33 @@ def backward(
     Raises:
         OperandError: an operand that is not what forward kept.
     """
-    if is_centred or torch.is_grad_enabled() or is_batched_gradient(grad) or not is_unwatched():
+    is_seen = torch.is_grad_enabled() or is_batched_gradient(grad) or not is_unwatched()
+    if is_seen or (is_centred and not fits(x, shape, weight, grad.dtype)):
         return reference.backward(grad, x, shape, mean, rstd, weight, bias, mask, eps, is_centred)
     low, factors = grad.dtype if grad.dtype in LOW_DTYPES else torch.bfloat16, _factors(weight, shape)
     rows = (*grad.shape[: -len(shape)], *[1] * len(shape))
-    check_read("an RMS norm", "gradient", grad, (*rows[: -len(shape)], *shape), low)
-    check_read("an RMS norm", "input", x, grad.shape, torch.float32 if x.dtype is torch.float32 else low)
-    check_read("an RMS norm", "1/RMS", rstd, rows, torch.float32)
-    check_read("an RMS norm", "weight", factors, shape, torch.float32)
-    grad, x, rstd = grad.contiguous(), x.contiguous(), rstd.contiguous()
-    grad_x, grad_weight = torch.empty_like(x), torch.empty(shape, dtype=torch.float32, device="cpu")
-    _, addresses, formats = batch_of([grad, x, factors, rstd, grad_x, grad_weight])
-    _function("mezzo_rms_norm_backward", 6)(
-        *addresses, rstd.numel(), math.prod(shape), formats[1], formats[0], torch.get_num_threads()
+    for name, one, wanted, dtype in (
+        ("gradient", grad, (*rows[: -len(shape)], *shape), low),
+        ("input", x, grad.shape, torch.float32 if x.dtype is torch.float32 else low),
+        ("1/RMS", rstd, rows, torch.float32),
+        ("weight", factors, shape, torch.float32),
+        *([("mean", mean, rows, torch.float32)] if is_centred else []),
+    ):
+        check_read("a layer norm" if is_centred else "an RMS norm", name, one, wanted, dtype)
+    grad, x, rstd, mean = grad.contiguous(), x.contiguous(), rstd.contiguous(), mean.contiguous()
+    grad_x = torch.empty_like(x)
+    grads = torch.empty((1 + is_centred, *shape), dtype=torch.float32, device="cpu")
+    _, addresses, formats = batch_of([grad, x, factors, rstd, grad_x, grads, *([mean] if is_centred else [])])
+    _function("mezzo_norm_backward")(
+        *addresses,
+        *[None] * (not is_centred),
+        rstd.numel(),
+        math.prod(shape),
+        formats[1],
+        formats[0],
+        torch.get_num_threads(),
     )
-    return grad_x, None if weight is None else grad_weight, None
+    return grad_x, None if weight is None else grads[0], grads[1] if is_centred and bias is not None else None
 
 
 def _factors(weight: Tensor | None, shape: list[int]) -> Tensor:
@@ -98,9 +110,10 @@ def _factors(weight: Tensor | None, shape: list[int]) -> Tensor:
 
 
 @functools.cache
-def _function(name: str, num_addresses: int) -> Any:
+def _function(name: str) -> Any:
     """Return a compiled function, with the types of its arguments."""
-    numbers = [ctypes.c_int64] * 2 + [ctypes.c_float] * (num_addresses == 4) + [ctypes.c_int32] * 3
+    is_forward = name == "mezzo_rms_norm"
+    numbers = [ctypes.c_int64] * 2 + [ctypes.c_float] * is_forward + [ctypes.c_int32] * 3
     function = getattr(library(SOURCE), name)
-    function.argtypes, function.restype = [*[ctypes.c_void_p] * num_addresses, *numbers], None
+    function.argtypes, function.restype = [*[ctypes.c_void_p] * (4 if is_forward else 7), *numbers], None
     return function
