@@ -3,7 +3,8 @@
 Run: `python benchmarks/diagnosis_overhead.py [ROUNDS] > benchmarks/results/diagnosis_overhead.txt`. It prints a table and one line of JSON.
 `record` and `watch` run an encoder of four layers in bf16, `trace` one step of GPT-2, 256 wide and 6 layers deep. One thread, and beside the wall's
 time the processor's, which other programs on the machine disturb less; memory is kept, ratios are medians of rounds that alternate. Steps are recorded and not in turn
-on one stepper, because two that are alike differ by a percent, as their memory lies; a round is a segment, with its snapshot.
+on one stepper, because two that are alike differ by a percent, as their memory lies; a round is a segment, with its snapshot, which a thread writes beside
+recorded steps alone: the processor's time is that of all threads.
 """
 
 from __future__ import annotations
@@ -92,13 +93,18 @@ def _recorded(rounds: int) -> Ratios:
             _seconds(amp, recorded)
         for _ in range(rounds):
             found: dict[str, list[Seconds]] = {"plain": [], "record": []}
-            for i in range(EVERY):
-                for name in ("plain", "record") if i % 2 else ("record", "plain"):
-                    given = plain if name == "plain" else recorded
-                    found[name].append(_seconds(amp, given, is_plain=name == "plain"))
+            for name in _in_turn():
+                given = plain if name == "plain" else recorded
+                found[name].append(_seconds(amp, given, is_plain=name == "plain"))
             for name, seconds in found.items():
                 times[name].append(_mean(seconds))
     return _compared(times)
+
+
+def _in_turn() -> list[str]:
+    """Return the ways of a round's steps in turn; plain ones stay away from the first recorded ones, beside which the snapshot is written."""
+    pairs = (("plain", "record") if i % 2 else ("record", "plain") for i in range(EVERY - 4))
+    return ["plain"] * 2 + ["record"] * 4 + ["plain"] * 2 + [name for pair in pairs for name in pair]
 
 
 def _paired(rounds: int) -> Ratios:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+_WRITE_BYTES = 2**24
+"""Of one write of an image, which a kill waits for."""
 
 
 def flush_to_disk(path: Path) -> None:
@@ -65,3 +71,45 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, several
     """
     with replacing(path, several=several) as partial, open(partial, "wb") as file:
         write(file)
+
+
+class FileImage(io.RawIOBase):
+    """A file in memory, which is kept when another is written over it, and which a thread may bring to the disk."""
+
+    def __init__(self) -> None:
+        self._memory, self._size = mmap.mmap(-1, mmap.PAGESIZE), 0
+
+    def clear(self) -> None:
+        """Make it empty; its memory stays."""
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes. Raises: OSError: there is no memory for them."""
+        begin, given = self._size, memoryview(data)
+        self._size += given.nbytes
+        if self._size > len(self._memory):
+            whole, old = max(self._size, len(self._memory) * 3 // 2), self._memory
+            self._memory = mmap.mmap(-1, -(-whole // mmap.PAGESIZE) * mmap.PAGESIZE)
+            self._memory[:begin] = memoryview(old)[:begin]
+        self._memory[begin : self._size] = given
+        return given.nbytes
+
+    def save(self, path: Path) -> None:
+        """Write a file over what is there, and bring it to the disk; past the page cache where that is possible. Raises: OSError."""
+        try:
+            self._save(path, getattr(os, "O_DIRECT", 0))
+        except OSError as refused:
+            if refused.errno != errno.EINVAL:
+                raise
+            self._save(path, 0)  # a file system that knows no direct writes
+
+    def _save(self, path: Path, how: int) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o666)
+        try:
+            written, pages = 0, memoryview(self._memory)[: -(-self._size // mmap.PAGESIZE) * mmap.PAGESIZE]
+            while written < len(pages):
+                written += os.pwrite(file, pages[written : written + _WRITE_BYTES], written)
+            os.ftruncate(file, self._size)
+            os.fsync(file)
+        finally:
+            os.close(file)

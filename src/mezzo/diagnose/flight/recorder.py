@@ -6,16 +6,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import random_state
 from ...errors import ConfigError, DataError
-from ...files import flush_to_disk
+from ...files import FileImage, flush_to_disk
 from ...random_state import RandomState
 from ...step import Stepper, StepResult
 from ..trial import LossFn
@@ -67,18 +66,14 @@ def step_file(folder: Path, step: int) -> Path:
     return folder / f"{step:08d}{STEP}"
 
 
-def _save(value: Any, path: Path, write: Callable[[Any, BinaryIO], None] = step_data.write) -> None:
+def _save(value: Any, path: Path) -> None:
     """Write a file that a kill leaves whole or not at all; over one that lies ready, whose pages are in memory."""
     made = f"{path}{PARTIAL}"
     # Buffered: a raw file may write less than it was given, without a word.
     with open(os.open(made, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-        write(value, file)
+        step_data.write(value, file)
         file.truncate()
     os.replace(made, path)
-
-
-# torch's older format: it has no sums over the bytes, which take longer than writing them and which torch never reads
-_snapshot = partial(torch.save, _use_new_zipfile_serialization=False)
 
 
 def _make_ready(old: Path, new: Path) -> None:
@@ -118,6 +113,7 @@ class Recorder:
         self._results: list[tuple[int, StepResult, list[Tensor]]] = []
         self._segment = folder
         self._flush = ThreadPoolExecutor(1, "mezzo record flushes")
+        self._image = FileImage()
         self._landing: Future[None] | None = None
         self._has_failed = False
         self._take, self._backward = amp.step, amp.backward
@@ -142,6 +138,8 @@ class Recorder:
                 self._begin_segment()
             if self._due is not None:
                 self._due.begin()
+        if self._landing is not None and self._landing.done():
+            self._wait_for_disk()
         data, random = as_data(batch, "a batch", copies=self._due is not None), random_state.get()
         self._made_of = self._prospect(self._options)
         with self._telling():
@@ -167,13 +165,19 @@ class Recorder:
             _make_ready(held[0][1], self._segment)
         state = {"format": FORMAT, "step": self.step, "policy": str(self._amp.policy), "run": self._amp.state_dict()}
         with self._telling():
-            _save(state, self._segment / START, _snapshot)
-        self._landing = self._flush.submit(self._land, self._segment)
+            self._image.clear()
+            # torch's older format: it has no sums over the bytes, which take longer than copying them and which torch never reads
+            torch.save(state, self._image, _use_new_zipfile_serialization=False)
+        self._landing = self._flush.submit(self._land, self._image, self._segment)
+        if not held:
+            self._wait_for_disk()
 
     @staticmethod
-    def _land(segment: Path) -> None:
-        """Bring a snapshot to the disk; training does not wait for it."""
-        flush_to_disk(segment / START)
+    def _land(image: FileImage, segment: Path) -> None:
+        """Bring a snapshot to the disk beside training; until it has its name, steps are replayed from the snapshot before."""
+        made = segment / (START + PARTIAL)
+        image.save(made)
+        os.replace(made, segment / START)
         flush_to_disk(segment)
 
     def _wait_for_disk(self) -> None:
@@ -265,6 +269,7 @@ class Recorder:
                 self._wait_for_disk()
         finally:
             self._flush.shutdown()
+            self._image = FileImage()  # gives the memory back
             for left in self._segment.glob(f"*{PARTIAL}"):
                 left.unlink()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -90,29 +91,31 @@ class ReplayedStep(Report):
 
 
 def _segment(folder: Path, step: int) -> tuple[int, Path]:
+    """Return the last snapshot before a step: its step and folder. Steps may be kept in later ones, whose snapshot a kill left unfinished."""
     known = segments(folder)
-    found = [(first, path) for first, path in known if first <= step and batch_file(path, step, 0).is_file()]
-    if found:
-        return found[-1]
-    steps = sorted(int(p.name[:8]) for _, path in known for p in path.glob(f"[0-9]*.0{BATCH}"))
+    begin = known[0][0] if known else math.inf
+    steps = sorted(n for p in folder.glob(f"[0-9]*/[0-9]*.0{BATCH}") if (n := int(p.name[:8])) >= begin)
+    if step in steps:
+        return next((first, path) for first, path in reversed(known) if first <= step)
     held = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no step"
     raise DataError(f"step {step} was asked for, and {str(folder)!r} does not hold it: {held}.")
 
 
 class _Run:
-    """A model, its stepper and loss, and the segment whose steps it takes."""
+    """A model, its stepper and loss, and the record whose steps it takes."""
 
     def __init__(self, parts: Parts, policy: PolicyLike, folder: Path) -> None:
         model, optimizers, self.loss_fn = parts
         self.amp, self._folder = prepare(model, optimizers, policy), folder
-        results = map(step_data.read, folder.glob(f"*{RESULTS}"))
+        results = map(step_data.read, folder.glob(f"[0-9]*/*{RESULTS}"))
         self._known = {step: result for found in results for step, result in found.items()}
 
     def take(self, step: int) -> tuple[dict[str, Any], str]:
         """Take one recorded step. Returns: what came of it, and the error that ended it. Writes: the model. Syncs: yes."""
-        files = itertools.takewhile(Path.is_file, (batch_file(self._folder, step, i) for i in itertools.count()))
+        folder = max(p for p in self._folder.glob("[0-9]" * 8) if p.name <= f"{step:08d}")
+        files = itertools.takewhile(Path.is_file, (batch_file(folder, step, i) for i in itertools.count()))
         batches = [step_data.read(file) for file in files]
-        changed = step_file(self._folder, step)
+        changed = step_file(folder, step)
         made_of = step_data.read(changed) if changed.is_file() else batches[-1]
         groups = [group for optimizer in self.amp.optimizers for group in optimizer.param_groups]
         for group, values in zip(groups, made_of["groups"], strict=True):
@@ -186,7 +189,7 @@ def replay(
     if not isinstance(start, dict) or start.get("format") != FORMAT:
         raise DataError(f"{str(path / START)!r} is no snapshot of a record of this version.")
     with random_state.kept():
-        run = _Run(build(), start["policy"], path)
+        run = _Run(build(), start["policy"], Path(folder))
         run.amp.load_state_dict(start["run"])
         different, compared = None, 0
         for before in range(first, step):
@@ -194,7 +197,7 @@ def replay(
             compared += differs is not None
             different = before if differs and different is None else different
         if policy is not None:
-            state, run = run.amp.state_dict(), _Run(build(), policy, path)
+            state, run = run.amp.state_dict(), _Run(build(), policy, Path(folder))
             run.amp.load_state_dict(state)
         with around(run.amp.model):
             found, error = run.take(step)
