@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -234,39 +233,6 @@ def test_a_tensor_of_every_kind_is_read_as_it_was(kind: str, tmp_path: Path) -> 
     assert rest == others and (found.dtype, found.shape, found.layout) == (wanted.dtype, wanted.shape, wanted.layout)
     plain = [t.to_dense() for t in (found, wanted)]
     assert torch.equal(*(t.resolve_conj().resolve_neg() for t in plain))
-
-
-@pytest.mark.parametrize(("place", "last"), [("forward", 9), ("update", 10)])
-def test_what_a_kill_leaves_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, last: int) -> None:
-    data, loss, save, step = batches(12), loss_fn, torch.save, mezzo.Stepper.step
-
-    def killing(model: nn.Module, batch: Batch) -> Tensor:
-        if batch is data[10] and place == "forward":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss(model, batch)
-
-    def killed(amp: mezzo.Stepper, **options: Any) -> mezzo.StepResult:
-        if amp.counters().seen == 10:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(amp, **options)
-
-    def slowly(*given: Any, **how: Any) -> None:
-        time.sleep(0.02)
-        save(*given, **how)
-
-    whole = train(tmp_path / "whole", data)
-    if (child := os.fork()) == 0:
-        torch.set_num_threads(1)  # a fork has none of the threads that OpenMP believes in
-        try:
-            monkeypatch.setattr(torch, "save", slowly)
-            monkeypatch.setattr(mezzo.Stepper, "step", killed)
-            monkeypatch.setitem(globals(), "loss_fn", killing)
-            train(tmp_path / "run", data)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    again = mezzo.replay(tmp_path / "run", last, build)
-    assert (again.grad_norm, again.scale) == (whole[last].grad_norm, whole[last].scale)
 
 
 @pytest.mark.parametrize("rates", [(0.1, 0.2), (0.1, 0.1)])

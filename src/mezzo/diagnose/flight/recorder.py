@@ -72,7 +72,8 @@ def _save(value: Any, path: Path) -> None:
     # Buffered: a raw file may write less than it was given, without a word.
     with open(os.open(made, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         step_data.write(value, file)
-        file.truncate()
+        if os.fstat(file.fileno()).st_size > file.tell():
+            file.truncate()
     os.replace(made, path)
 
 

@@ -1,0 +1,141 @@
+"""What a kill, a full disk, a fork or the end of a program leave of a record."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.diagnose import test_flight
+from tests.diagnose.test_flight import Batch, batches, build, loss_fn, train
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.errors import DataError
+
+
+@pytest.mark.parametrize(("place", "last"), [("forward", 9), ("update", 10)])
+def test_what_a_kill_leaves_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, last: int) -> None:
+    data, loss, save, step = batches(12), loss_fn, torch.save, mezzo.Stepper.step
+
+    def killing(model: nn.Module, batch: Batch) -> Tensor:
+        if batch is data[10] and place == "forward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(model, batch)
+
+    def killed(amp: mezzo.Stepper, **options: Any) -> mezzo.StepResult:
+        if amp.counters().seen == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(amp, **options)
+
+    def slowly(*given: Any, **how: Any) -> None:
+        time.sleep(0.02)
+        save(*given, **how)
+
+    whole = train(tmp_path / "whole", data)
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # a fork has none of the threads that OpenMP believes in
+        try:
+            monkeypatch.setattr(torch, "save", slowly)
+            monkeypatch.setattr(mezzo.Stepper, "step", killed)
+            monkeypatch.setattr(test_flight, "loss_fn", killing)
+            train(tmp_path / "run", data)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    again = mezzo.replay(tmp_path / "run", last, build)
+    assert (again.grad_norm, again.scale) == (whole[last].grad_norm, whole[last].scale)
+
+
+@pytest.mark.parametrize("last", [8, 10])
+def test_a_kill_while_a_snapshot_is_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    data, loss, write, begun = batches(12), loss_fn, os.pwrite, threading.Event()
+
+    def killing(model: nn.Module, batch: Batch) -> Tensor:
+        if batch is data[10]:
+            begun.wait(20)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(model, batch)
+
+    def stuck(file: int, pages: memoryview, at: int) -> int:
+        written = write(file, pages[: mmap.PAGESIZE], at)
+        if (tmp_path / "run" / "00000008").is_dir():
+            begun.set()
+            time.sleep(20)
+        return written
+
+    whole = train(tmp_path / "whole", data)
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # a fork has none of the threads that OpenMP believes in
+        try:
+            monkeypatch.setattr(os, "pwrite", stuck)
+            monkeypatch.setattr(test_flight, "loss_fn", killing)
+            train(tmp_path / "run", data)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    again = mezzo.replay(tmp_path / "run", last, build)
+    assert (again.grad_norm, again.scale) == (whole[last].grad_norm, whole[last].scale)
+    assert (again.first_different, again.compared) == (None, 4)  # the results of its first steps had not been read
+
+
+def test_a_snapshot_that_cannot_be_written_is_told_by_a_step_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    amp = mezzo.prepare(*build()[:2], policy="fp32")
+
+    def take(recorder: mezzo.diagnose.Recorder, num: int) -> None:
+        for batch in recorder.batches(batches(num)):
+            amp.backward(loss_fn(amp.model, batch))
+            amp.step()
+            amp.zero_grad()
+            time.sleep(0.01)
+
+    with mezzo.record(amp, tmp_path / "run", every=100) as recorder:
+        take(recorder, 100)
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(
+            DataError, match=r"keep step 10\d in .*could not be written: .*No space left.*Close the recorder"
+        ):
+            take(recorder, 9)
+        taken = recorder.step
+    assert amp.counters().seen == taken
+    assert mezzo.replay(tmp_path / "run", taken - 1, build).is_healthy
+
+
+def test_a_program_that_forks_and_ends_while_a_snapshot_is_written_ends(tmp_path: Path) -> None:
+    code = """
+import os, pathlib, sys, time, torch, mezzo
+write = os.pwrite
+model = torch.nn.Linear(4, 4)
+amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+recorder = mezzo.record(amp, sys.argv[1], every=1)
+for step in range(2):
+    recorder.note(torch.ones(2, 4))
+    amp.backward(model(torch.ones(2, 4)).sum())
+    amp.step()
+    amp.zero_grad()
+    os.pwrite = lambda *given: (time.sleep(1), write(*given))[1]
+child = os.fork()
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "run" / "00000001" / "start.pt").is_file()
