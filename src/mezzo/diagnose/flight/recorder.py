@@ -130,7 +130,8 @@ class Recorder:
         """Write a batch of the step in the making, and the random state it meets.
 
         Raises:
-            DataError: it holds something else than tensors, numbers, text, and mappings and sequences of them; or cannot be written.
+            DataError: it holds something else than tensors, numbers, text, and mappings and sequences of them; or it, or the last
+            snapshot, cannot be written.
 
         Syncs: for batches on a device.
         """
@@ -298,7 +299,8 @@ def record(
 
     A segment begins with everything `amp.state_dict()` holds; each of its steps adds its batches, the random state each
     met, learning rates, and then losses, gradient norm and loss scale. Two segments are kept: at least the last `every`
-    steps, in the space of two checkpoints and 2 `every` batches. A record is data, loaded with `weights_only`.
+    steps, in the space of two checkpoints and 2 `every` batches. A snapshot is copied in host memory, as large as a checkpoint and
+    kept, from where a thread writes it. A record is data, loaded with `weights_only`.
 
     Args:
         amp: what `mezzo.prepare` returned.
