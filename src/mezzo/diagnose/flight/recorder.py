@@ -169,7 +169,7 @@ class Recorder:
         with self._telling():
             self._image.clear()
             # torch's older format: it has no sums over the bytes, which take longer than copying them and which torch never reads
-            torch.save(state, self._image, _use_new_zipfile_serialization=False)
+            torch.save(state, self._image, _use_new_zipfile_serialization=False)  # type: ignore[arg-type]  # no IO, but writes as one
         self._landing = self._flush.submit(self._land, self._image, self._segment)
         if not held:
             self._wait_for_disk()
