@@ -129,3 +129,29 @@ def test_zeros_that_fp32_has_too_are_no_fault() -> None:
             y = model(torch.randn(4, 8))
         (y.float().mean() * 64).backward()
     assert t.report.answer == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("size", "times", "is_lost"), [(1e-3, 80, True), (1e-3, 40, False), (1e-1, 80, False), (0.0, 80, False)]
+)
+def test_a_state_that_additions_do_not_move_is_told(size: float, times: int, is_lost: bool) -> None:
+    speed = torch.full((4,), size, dtype=BF16, requires_grad=True)
+    with diagnose.trace() as t:
+        y = torch.ones(4, dtype=BF16)
+        for _ in range(times):
+            y = y + speed
+        y.float().sum().backward()
+    told = [(f.verdict, f.op, f.phase) for f in t.report.findings]
+    assert told == [("lost-update", "add", "forward")] * is_lost
+
+
+def test_a_deep_network_whose_layers_add_little_is_no_such_state() -> None:
+    model = nn.ModuleList(nn.Linear(4, 4, dtype=BF16) for _ in range(48))
+    for layer in model:
+        nn.init.constant_(layer.weight, 1e-5)
+    with diagnose.trace() as t:
+        y = torch.ones(2, 4, dtype=BF16)
+        for layer in model:
+            y = y + layer(y) * 1e-3
+        y.float().sum().backward()
+    assert [f.verdict for f in t.report.findings] == []

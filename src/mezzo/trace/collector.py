@@ -221,7 +221,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.lints.see(call, site, self.context.name_of)
         if site.phase == "optimizer":
             self.updates.see(call)
-        elif site.phase == "forward" and not site.root:
+        elif site.phase == "forward":
+            self.updates.see_chain(call, site)
             self.updates.see_by_hand(call, site, self.context.name_of)
         if self._has_scaled_grads and not site.root and site.phase == "forward":
             self.lints.clip(site, self.context.loss_scale)

@@ -272,6 +272,11 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
     same = [u for u in worst if u.site.step == first.site.step]
     share = sum(u.lost for u in same) / sum(u.intended for u in same)
     site, names = first.site, listed([u.name for u in same])
+    steps = tuple(sorted({u.site.step for u in worst}))
+    if not first.optimizer:
+        why = f"{share:.0%} of what is added here to {names} is smaller than half the spacing of {first.dtype} there, time after time: it does not move."
+        fix = Fix(advice="keep it in fp32 while steps are added to it: write .float() on it before the first.")
+        return [_at(site, verdict="lost-update", why=why, fix=fix, steps=steps)]
     return [
         _at(
             site,
@@ -291,7 +296,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
                 advice="keep the weights in fp32, or use mezzo.optim, which keeps what 16 bits cannot hold.",
             ),
             reached=tuple(f"parameter {u.name}" for u in same),
-            steps=tuple(sorted({u.site.step for u in worst})),
+            steps=steps,
         )
     ]
 

@@ -115,6 +115,8 @@ def _rescue(wide: Tensor, lost: Tensor) -> float:
 
 _ADDITIONS = frozenset({"add", "sub", "lerp", "addcmul", "addcdiv"})
 _TOLD = 64
+_STEPS = 64
+"""Additions to one state that are lost one after another: more than a network has layers whose start is small."""
 
 
 class UpdateWatch:
@@ -126,6 +128,7 @@ class UpdateWatch:
     def __init__(self) -> None:
         self.lost: list[LostUpdate] = []
         self._by_hand: StorageNotes[int] = StorageNotes()
+        self._chains: StorageNotes[tuple[object, int]] = StorageNotes()
         self._before: dict[int, Tensor] = {}
         self._intended: dict[int, Tensor] = {}
 
@@ -158,7 +161,9 @@ class UpdateWatch:
 
     def see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in an op outside of modules and optimizers. Syncs: where it adds to 16 bit that no gradient goes through."""
-        is_addition = bool(call.facts.writes) and call.facts.name.removeprefix("foreach_") in _ADDITIONS
+        is_addition = (
+            not site.root and bool(call.facts.writes) and call.facts.name.removeprefix("foreach_") in _ADDITIONS
+        )
         if not is_addition or len(self.lost) >= _TOLD or caller() is Owner.MEZZO:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
@@ -176,6 +181,35 @@ class UpdateWatch:
                 name = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
                 self.lost.append(LostUpdate(name=name, dtype=dtype_name(tensor.dtype), optimizer="the program", intended=intended,
                                             lost=lost, site=site))  # fmt: skip
+
+    def see_chain(self, call: Call, site: Site) -> None:
+        """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it.
+
+        Syncs: where 16-bit tensors that lead to gradients are added.
+        """
+        out = call.out[0] if call.out else None
+        if call.facts.name not in ("add", "sub") or call.facts.writes or out is None or out.dtype not in LOW_DTYPES:
+            return
+        given = [t for _, t in call.inputs if t.shape == out.shape and t.dtype is out.dtype]
+        if len(given) != 2 or out.numel() < 2 or not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+            return
+        place = (str(site.frame), site.step)
+        before = [
+            (t, other, times) for t, other in (given, given[::-1]) if (times := self._steps_of(t, place)) is not None
+        ]
+        state, added, times = before[0] if before else (given[0], given[1], 0)
+        meant = added.detach() != 0
+        intended, lost = int(meant.sum()), int((meant & (out.detach() == state.detach())).sum())
+        times = times + 1 if 2 * lost > intended else 0
+        self._chains.note(out, (place, times))
+        if times == _STEPS:
+            self.lost.append(LostUpdate(name=f"a state of {tuple(out.shape)}", dtype=dtype_name(out.dtype), optimizer="",
+                                        intended=intended, lost=lost, site=site))  # fmt: skip
+
+    def _steps_of(self, state: Tensor, place: object) -> int | None:
+        """Return how many steps in a row a line did not move a state; None where the line did not make it. Syncs: no."""
+        at, times = self._chains.get(state) or (None, 0)
+        return times if at == place else None
 
     def end(self, optimizer: torch.optim.Optimizer, names: dict[int, str], site: Site) -> None:
         """Count what was lost in the step that ended. Syncs: yes."""
