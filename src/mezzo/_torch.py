@@ -169,6 +169,11 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
+def has_load_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has torch's hooks on loading too: some that skip `super().__init__()` make only those on steps."""
+    return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+
+
 step_hooks: Callable[[Optimizer], tuple[Mapping[int, Any], Mapping[int, Any]]] = attrgetter(
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 )

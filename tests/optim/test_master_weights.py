@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -371,3 +372,17 @@ def test_refusals() -> None:
     got.step()
     with pytest.raises(ValueError, match="different number of parameter groups"):
         got.load_state_dict({**got.state_dict(), "param_groups": got.state_dict()["param_groups"] * 2})
+
+
+def test_an_optimizer_without_hooks_of_torch_is_refused_and_stays_as_it_was() -> None:
+    class Hookless(torch.optim.SGD):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
+            self._optimizer_step_pre_hooks = OrderedDict()  # as timm's Lookahead has it, for schedulers
+            self._optimizer_step_post_hooks = OrderedDict()
+
+    inner = Hookless(torch.optim.SGD(parameters(torch.bfloat16), lr=0.1))
+    before = set(vars(inner))
+    with pytest.raises(ConfigError, match=r"Hookless, .* Add that call, .* or keep weights in fp32"):
+        MasterWeights(inner)
+    assert set(vars(inner)) == before and not inner._optimizer_step_pre_hooks

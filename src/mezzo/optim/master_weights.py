@@ -18,7 +18,7 @@ from ..kernels import AUX_STATE, ScaledGradients, check_shape, give_master_, rea
 from ..policy import Master
 from .base import MasterOptimizer
 from .master_store import Masters, Mode
-from .optimizer_state import OWN_OPTIONS, and_inside, label_of, report, take_master_
+from .optimizer_state import OWN_OPTIONS, and_inside, checked_hooks, label_of, report, take_master_
 from .saved_state import check_saved
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
@@ -42,7 +42,7 @@ class MasterWeights(torch.optim.Optimizer):
         rounding_seed: of the chance in "stochastic"; equal on all ranks of a data-parallel run.
 
     Raises:
-        ConfigError: an unknown mode, or an inner optimizer that has masters of its own.
+        ConfigError: an unknown mode, or an inner optimizer that has masters of its own or none of torch's hooks.
         MasterError: split masters for an fp16 parameter, or masters for a sharded one.
     """
 
@@ -55,7 +55,7 @@ class MasterWeights(torch.optim.Optimizer):
             raise ConfigError(
                 f"MasterWeights was given a {type(inner).__name__}, which keeps masters itself; use it alone."
             )
-        self.__setstate__({"inner": inner, "masters": Masters(mode=mode, seed=rounding_seed)})
+        self.__setstate__({"inner": checked_hooks(inner), "masters": Masters(mode=mode, seed=rounding_seed)})
         for p in self._places():
             if self.masters.mode_of(p) != "none" and p in inner.state:
                 inner.state[p] = {

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import has_load_hooks
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, describe
 from ..kernels import AUX_STATE, check_shape, give_master_, like_dtensor, local, read_master, store_master
@@ -288,3 +289,18 @@ class KeepsMasters(torch.optim.Optimizer):
         aux, clause = take_master_(param, entry, mode_of(param, group))
         self.state[param] = {**own_state(param, entry, self.moment_names(group), group), **aux}
         return clause
+
+
+def checked_hooks(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer that has torch's hooks on loading: without them masters could not follow its state.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if not has_load_hooks(inner):
+        raise ConfigError(
+            f"MasterWeights was given a {type(inner).__name__}, whose __init__ does not call super().__init__(params, defaults), "
+            "so it has no hooks of torch.optim.Optimizer by which masters follow its state. Add that call, hand over the "
+            "optimizer that it wraps, or keep weights in fp32, as policy='bf16' does."
+        )
+    return inner
