@@ -170,8 +170,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         leads = any(leads_somewhere(self.events[i], read) for i in read.causes)
         if not (bool(tensor) if is_raised else leads):
             return
-        sink = Sink(kind="read", name=f"at {site.frame}" if site.frame else "by the host", causes=read.causes,
-                    step=self.context.step, after=len(self.events), is_loss=read.is_scalar and read.tracked)  # fmt: skip
+        where = f"at {site.frame}" if site.frame else "by the host"
+        sink = self._sink("read", where, read.causes, is_loss=read.is_scalar and read.tracked)
         if read.is_scalar or is_raised:
             self.reach(sink)
         else:
@@ -193,8 +193,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             causes = NO_CAUSE.union(*(self._causes.get(t) or self._leaf(call, site, n, t) for n, t in bad))
             causes |= self._reads.behind(call)
         if causes:
-            self.reach(Sink(kind="read", name=f"{call.facts.name}, which raised", causes=causes,
-                            step=self.context.step, after=len(self.events)))  # fmt: skip
+            self.reach(self._sink("read", f"{call.facts.name}, which raised", causes))
 
     def settle_reads(self, *, has_failed: bool = False) -> None:
         """Count what was asked about and led to no finite loss; at the end of a program what it left behind too."""
@@ -202,8 +201,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if has_failed and not pending and self._reached_step != self.context.step:
             causes = NO_CAUSE.union(*self._scalars.live())
             if causes:
-                pending = [Sink(kind="exit", name="when the program ended", causes=causes, step=self.context.step,
-                                after=len(self.events))]  # fmt: skip
+                pending = [self._sink("exit", "when the program ended", causes)]
         for sink in pending:
             self.reach(sink)
 
@@ -237,8 +235,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self.events = [replace(e, followers=(*e.followers, site)) if e.index in causes else e for e in self.events]
         absorbed = self._fp64.carry(call) if sources else ""
         if absorbed:
-            self.reach(Sink(kind="activation", name=f"{call.facts.name}: {absorbed}", causes=causes,
-                            step=self.context.step, after=len(self.events)))  # fmt: skip
+            self.reach(self._sink("activation", f"{call.facts.name}: {absorbed}", causes))
+        self.reference.absorb(call, site, causes)
         if bad:
             self._on_nonfinite(call, site, sources, bad)
         elif not call.facts.writes:
@@ -253,7 +251,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             # a function of torch's own says that its result does not exist, as logdet does
             causes = self._event(call, replace(site, op=site.called), bad, "source")
         elif not sources and is_arithmetic(call, bad):
-            causes = self._event(call, site, bad, "source")
+            causes = self.reference.absorbed(call) or self._event(call, site, bad, "source")
             self._fp64.start(call)
         elif not sources:
             causes = self._event(call, site, bad, "constant", self._told if site.phase == "optimizer" else NO_CAUSE)
@@ -369,8 +367,12 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def sink_of(self, kind: SinkKind, name: str, tensor: Tensor) -> Sink:
         """Return what is to be noted of a non-finite tensor, once it is known to matter. Syncs: no."""
-        causes = self._causes.get(tensor) or NO_CAUSE
-        return Sink(kind=kind, name=name, causes=causes, step=self.context.step, after=len(self.events))
+        return self._sink(kind, name, self._causes.get(tensor) or NO_CAUSE)
+
+    def _sink(self, kind: SinkKind, name: str, causes: Causes, *, is_loss: bool = False) -> Sink:
+        return Sink(
+            kind=kind, name=name, causes=causes, step=self.context.step, after=len(self.events), is_loss=is_loss
+        )
 
     def reach(self, sink: Sink) -> None:
         """Note that non-finite values reached something that matters."""

@@ -107,6 +107,7 @@ class ReferencePath:
         self._local = WideValues()
         self._makers: StorageNotes[MadeBy] = StorageNotes()
         self._written: StorageNotes[bool] = StorageNotes()
+        self._absorbed: dict[Site, frozenset[int]] = {}
         self._low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
@@ -124,6 +125,16 @@ class ReferencePath:
     def behind(self, tensors: Iterable[Tensor]) -> Flush | None:
         """Return the zero that 16 bit made and that one of these tensors came through. Syncs: no."""
         return next((f for f in (self._flushes.get(t) for t in tensors) if f is not None), None)
+
+    def absorb(self, call: Call, site: Site, causes: frozenset[int]) -> None:
+        """Take note of the events behind an infinity that an op turns into a 0 which fp32 does not have, as softplus(-inf) is. Syncs: no."""
+        if causes and (flush := self.behind(call.out)) is not None and flush.site == site:
+            self._absorbed[site] = causes
+
+    def absorbed(self, call: Call) -> frozenset[int]:
+        """Return the events behind the zero that an op was given; empty where no infinity is. Syncs: no."""
+        flush = self.behind(call.original(t) for _, t in call.inputs)
+        return frozenset() if flush is None else self._absorbed.get(flush.site, frozenset())
 
     def end_step(self) -> None:
         """Start anew with what was written: what such memory holds now is what the next step begins with.
