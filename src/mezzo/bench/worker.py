@@ -34,10 +34,8 @@ RESET = Path("/proc/self/clear_refs")
 
 
 def _status_bytes(key: str) -> int:
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
+    lines = STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def _max_resident_bytes() -> int:
