@@ -233,8 +233,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))
         if sources and site.phase == "forward" and self._fp64.is_too_large(call):
             self.events = [replace(e, followers=(*e.followers, site)) if e.index in causes else e for e in self.events]
-        absorbed = self._fp64.carry(call) if sources else ""
-        if absorbed:
+        if sources and (absorbed := self._fp64.carry(call)):
             self.reach(self._sink("activation", f"{call.facts.name}: {absorbed}", causes))
         self.reference.absorb(call, site, causes)
         if bad:
@@ -370,9 +369,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         return self._sink(kind, name, self._causes.get(tensor) or NO_CAUSE)
 
     def _sink(self, kind: SinkKind, name: str, causes: Causes, *, is_loss: bool = False) -> Sink:
-        return Sink(
-            kind=kind, name=name, causes=causes, step=self.context.step, after=len(self.events), is_loss=is_loss
-        )
+        step, after = self.context.step, len(self.events)
+        return Sink(kind=kind, name=name, causes=causes, step=step, after=after, is_loss=is_loss)
 
     def reach(self, sink: Sink) -> None:
         """Note that non-finite values reached something that matters."""
