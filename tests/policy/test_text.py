@@ -268,6 +268,10 @@ class TestAsPolicy:
         ):
             as_policy(value)  # type: ignore[arg-type]
 
+    def test_a_batch_is_told_by_its_kind_alone(self) -> None:
+        with pytest.raises(PolicyError, match=r"got list\.$"):
+            as_policy([torch.ones(64, 64)])  # type: ignore[arg-type]
+
     def test_a_dtype_that_no_preset_computes_in_is_refused(self) -> None:
         with pytest.raises(PolicyError, match="unknown preset 'fp64'"):
             as_policy(torch.float64)

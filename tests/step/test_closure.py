@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -256,5 +257,35 @@ def test_a_step_without_the_closure_that_an_optimizer_needs_says_so_and_changes_
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(StepError, match=r"without a closure, and LBFGS computes .* Write amp.step\(closure\)"):
         amp.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert amp.step(amp_closure(amp, x, y)).applied
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+@pytest.mark.parametrize(
+    ("goes_backward", "sentence"),
+    [
+        (
+            True,
+            "step(closure): the closure returned None, and the optimizer reads its loss. Write in it amp.zero_grad()",
+        ),
+        (False, "step(closure): the closure ended without amp.backward(loss). Write in it amp.zero_grad()"),
+    ],
+)
+def test_a_closure_that_leaves_something_out_is_told_what(policy: str, goes_backward: bool, sentence: str) -> None:
+    model, (x, y) = Net(has_batch_norm=False), batch()
+    amp = mezzo.prepare(model, lbfgs(model.parameters()), policy)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> Any:
+        amp.zero_grad()
+        loss = mse(model(x), y)
+        if not goes_backward:
+            return loss
+        amp.backward(loss)
+        return None
+
+    with pytest.raises(StepError, match=re.escape(sentence)):
+        amp.step(closure)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     assert amp.step(amp_closure(amp, x, y)).applied

@@ -136,3 +136,14 @@ def test_a_program_may_end_while_true_gradients_are_shown() -> None:
     """As one that ends, or raises, between Accelerate's `unscale_gradients` and the step; torch aborted the process."""
     done = subprocess.run([sys.executable, "-c", ENDS_INSIDE], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_shown_gradient_is_edited_in_place_and_not_replaced() -> None:
+    model = torch.nn.Linear(4, 1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    amp.backward(model(torch.ones(2, 4)).sum())
+    with amp.unscaled_grads() as grads:
+        with pytest.raises(StepError, match=r"grads\['weight'\] = \.\.\. would leave the gradient as it is"):
+            grads["weight"] = torch.zeros(1, 4)
+        grads["weight"].copy_(torch.zeros(1, 4))
+    assert model.weight.grad is not None and not model.weight.grad.any()

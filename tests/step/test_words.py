@@ -71,7 +71,7 @@ def test_a_weighted_loss_is_no_scaled_loss() -> None:
         (nn.Linear, None, "nn.Module as its model, and got the class Linear"),
         (torch.optim.SGD([torch.ones(1)]), nn.Linear(1, 1), "got SGD. The model comes first"),
         (nn.Linear(1, 1), torch.optim.SGD, "optimizer that was made, or a list of them, and got the class SGD"),
-        (nn.Linear(1, 1), {"a": 1}, "optimizer that was made, or a list of them, and got str"),
+        (nn.Linear(1, 1), {"a": 1}, "optimizer that was made, or a list of them, and got dict"),
         (nn.Linear(1, 1), "AdamW", "optimizer that was made, or a list of them, and got str"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import GradScaler, autocast, prepare
 from ..errors import BenchError
 from ..formats import dtype_name
+from ..train import parameter_groups
 from .variant import Variant
 from .workload import Session, Setting
 
@@ -63,19 +64,10 @@ class Training:
     init_scale: float = INIT_SCALE
     cache: CacheName = "region"
 
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return what trains: matrices, which are decayed, and vectors, which are not."""
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
-
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return torch's fused optimizer, which `mezzo.prepare` takes over as it is."""
         kind = torch.optim.AdamW if self.optimizer == "AdamW" else torch.optim.SGD
-        return kind(self.groups(model), lr=self.lr, fused=True)
+        return kind(parameter_groups(model, self.weight_decay), lr=self.lr, fused=True)
 
 
 def _foreign_optimizer(
@@ -87,10 +79,12 @@ def _foreign_optimizer(
     library = import_module(variant.imports[0])
     if variant.optimizer == "flashoptim":
         library.cast_model(model, dtype=setting.dtype)
-        found = library.FlashAdamW(training.groups(model), lr=training.lr, master_weight_bits=24)
+        groups = parameter_groups(model, training.weight_decay)
+        found = library.FlashAdamW(groups, lr=training.lr, master_weight_bits=24)
     else:
         model.to(setting.dtype)
-        found = library._AdamW(training.groups(model), lr=training.lr, bf16_stochastic_round=True)
+        groups = parameter_groups(model, training.weight_decay)
+        found = library._AdamW(groups, lr=training.lr, bf16_stochastic_round=True)
     assert isinstance(found, torch.optim.Optimizer)
     return found
 

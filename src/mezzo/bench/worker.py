@@ -10,7 +10,6 @@ import dataclasses
 import gc
 import json
 import os
-import resource
 import sys
 import time
 import traceback
@@ -25,22 +24,12 @@ import torch
 from .. import keep_memory, prepare
 from ..errors import BenchError, MezzoError, first_line
 from ..formats import dtype_name
+from ..train import peak_memory_bytes
 from .roofline import measure_peak_rates, synchronize
 from .variant import find_variant
 from .workload import PEAK_RATES, Plan, Point, Session, Workload, find_workload
 
-STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
-
-
-def _status_bytes(key: str) -> int:
-    lines = STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def _max_resident_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _return_freed_memory() -> None:
@@ -88,20 +77,13 @@ class PeakMemory:
         _return_freed_memory()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
-        elif STATUS.exists():
+        elif RESET.exists():
             RESET.write_text("5")  # sets VmHWM back to VmRSS: man 5 proc
-            self._before = _status_bytes("VmRSS")
-        else:
-            self._before = _max_resident_bytes()
+        self._before = peak_memory_bytes(device)
 
     def peak_bytes(self) -> int:
         """Return the most bytes held at once since the start, above those held at the start."""
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-        else:
-            peak = _status_bytes("VmHWM") if STATUS.exists() else _max_resident_bytes()
-        return peak - self._before
+        return peak_memory_bytes(self._device) - self._before
 
 
 def seconds_of_rounds(session: Session, device: torch.device) -> Iterator[tuple[float, float]]:

@@ -200,9 +200,10 @@ def as_policy(value: PolicyLike) -> Policy:
         return _read(value)
     if isinstance(value, Mapping):
         return Policy.from_dict(value)
+    got = repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__  # a batch is long
     raise PolicyError(
-        f"a policy is a Policy, a text such as 'bf16, output=fp32', a .toml path, a dict of its fields or a dtype; "
-        f"got {value!r}."
+        "a policy is a Policy, a text such as 'bf16, output=fp32', a .toml path, a dict of its fields or a dtype; "
+        f"got {got}."
     )
 
 

@@ -22,6 +22,7 @@ from .result import StepFlags, StepResult
 from .update import Clip, true_grads_for
 
 Closure = Callable[[], Tensor | float]
+_INSIDE = "Write in it amp.zero_grad(), the forward, amp.backward(loss), and at its end return loss."
 
 
 class _Void(Exception):
@@ -53,17 +54,21 @@ class _Evaluations:
         self._closure = closure
         self._clip = clip
         self._scope = scope
+        self.loss: Any = 0.0
         self.last: tuple[list[OptimizerGrads], StepFlags[Any], StepResult] | None = None
 
     def __call__(self) -> Any:
         """Evaluate the closure.
 
         Raises:
+            StepError: the closure made no gradients.
             _Void: inf or NaN.
         """
-        loss = self._closure()
+        self.loss = self._closure()
+        if not self._engine.gradients.is_pending:
+            raise StepError(f"step(closure): the closure ended without amp.backward(loss). {_INSIDE}")
         self.unscale()
-        return loss
+        return self.loss
 
     def unscale(self) -> None:
         """Check the gradients that are there and make them true ones. Syncs: once."""
@@ -156,6 +161,13 @@ def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip)
             optimizer.step(evaluations)
         except _Void:
             before.restore_()
+        except TypeError as error:
+            if evaluations.loss is not None:
+                raise
+            before.restore_()
+            raise StepError(
+                f"step(closure): the closure returned None, and the optimizer reads its loss. {_INSIDE}"
+            ) from error
     if evaluations.last is None:
         raise StepError(
             f"{type(optimizer).__name__}.step(closure) never called the closure. Write amp.step() without one."

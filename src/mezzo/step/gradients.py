@@ -76,6 +76,13 @@ NOTHING: AbstractContextManager[Any] = type("", (), dict.fromkeys(("__enter__", 
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 
 
+class _Shown(dict[str, Tensor]):
+    """True gradients by name, each to be edited in place."""
+
+    def __setitem__(self, name: str, grad: object) -> None:
+        raise StepError(f"grads[{name!r}] = ... would leave the gradient as it is. Write grads[{name!r}].copy_(...).")
+
+
 class Gradients:
     """Keeps the scale that gradients carry, what was seen of inf and NaN, and the order of calls.
 
@@ -222,7 +229,7 @@ class Gradients:
         self._is_shown = True
         try:
             with true_gradients(params, pending.scale):
-                yield {self._name(p): p.grad for p in params if p.grad is not None}
+                yield _Shown({self._name(p): p.grad for p in params if p.grad is not None})
         finally:
             self._is_shown = False
             if not sys.is_finalizing():

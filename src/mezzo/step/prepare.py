@@ -178,7 +178,7 @@ def _optimizers(model: object, optimizer: object) -> list[Optimizer]:
     if optimizer is None:
         return []
     optimizers: list[Optimizer] = []
-    for one in optimizer if isinstance(optimizer, Iterable) else [optimizer]:
+    for one in optimizer if isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping) else [optimizer]:
         if not isinstance(one, Optimizer):
             raise StepError(
                 f"prepare(model, optimizer, policy) takes an optimizer that was made, or a list of them, and got {_kind(one)}. "

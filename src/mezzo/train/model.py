@@ -111,7 +111,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Source: Devlin et al. 2019, appendix A.2, as the reference code has it.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    return [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
