@@ -101,3 +101,10 @@ def test_training_diverges_where_sizes_keep_growing_from_step_to_step(values: li
     told = grew_over_steps(sizes, len(values))
     assert told.startswith("outputs of head grow from step to step: ") == grows == bool(told)
     assert not grew_over_steps(sizes, 1)
+
+
+def test_a_network_that_shares_its_names_with_a_steady_one_is_told() -> None:
+    head = size("head", 1.0, kind="gradient")
+    grows = [replace(head, amax=4.0**n, step=3 * n + 1, owner=1) for n in range(20)]
+    steady = [replace(head, step=n, owner=2) for n in range(60)]
+    assert grew_over_steps(sorted([*grows, *steady], key=lambda s: s.step), 60).startswith("gradients of head grow")

@@ -167,12 +167,12 @@ def _beyond_fp32(event: Event, sizes: Iterable[Size]) -> Trend | None:
 
 def grew_over_steps(sizes: Iterable[Size], step: int) -> str:
     """Say how the outputs of a module, or else a gradient, grew a thousandfold over the steps up to one; empty if none did."""
-    largest: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    largest: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
     for s in sizes:
         if s.step <= step and not s.nonfinite and s.amax > 0:
-            by_step = largest[s.kind, s.name or s.root]
+            by_step = largest[s.kind, s.name or s.root, s.owner]
             by_step[s.step] = max(by_step.get(s.step, 0.0), s.amax)
-    for (kind, name), by_step in sorted(largest.items(), key=lambda item: item[0][0], reverse=True):
+    for (kind, name, _), by_step in sorted(largest.items(), key=lambda item: item[0][0], reverse=True):
         values = [value for value, _ in itertools.groupby(by_step[n] for n in sorted(by_step))]
         values = values[values.index(min(values)) :]  # steps that a loss scaler leaves out repeat a value
         grows = len(values) > 2 and values[-1] > _DIVERGED * values[0] and _is_steady([_log(v) for v in values])

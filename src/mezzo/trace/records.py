@@ -232,15 +232,14 @@ class Size:
 
     Attributes:
         kind: output of a module in forward, or gradient of a parameter.
-        root: class name of the outermost module.
-        name: module or parameter name.
-        cls: class name of the module.
+        root, cls: class names of the outermost module and of the module.
+        name: module or parameter name, which two networks can share.
+        owner: identity of the module or parameter.
         dtype: short name.
         rms: root mean square of the finite values, in fp64.
         amax: largest finite magnitude.
         nonfinite: count.
-        step: as in `Site`.
-        call: how many calls of the same module came before, in this step.
+        step, call: as in `Site`; how many calls of the same module came before, in this step.
         reference: largest magnitude in an fp32 run, where it is known to differ; inf where that overflows too.
     """
 
@@ -254,6 +253,7 @@ class Size:
     nonfinite: int
     step: int
     call: int
+    owner: int = 0
     reference: float | None = None
 
 

@@ -172,12 +172,11 @@ def _log2(x: float) -> float:
 def _charts(sizes: tuple[Size, ...], step: int) -> list[Block]:
     """Draw the sizes of outputs and gradients over depth, for one step."""
     charts: list[Block] = []
-    outputs = [s for s in sizes if s.step == step and s.kind == "output" and s.call == 0][:_POINTS]
-    gradients = [s for s in sizes if s.step == step and s.kind == "gradient" and s.call == 0][::-1][:_POINTS]
-    for title, found in (
-        ("Module outputs, in the order they were computed", outputs),
-        ("Parameter gradients, from the first layer to the last", gradients),
+    for title, kind, order in (
+        ("Module outputs, in the order they were computed", "output", 1),
+        ("Parameter gradients, from the first layer to the last", "gradient", -1),
     ):
+        found = [s for s in sizes if (s.step, s.kind, s.call) == (step, kind, 0)][::order][:_POINTS]
         if any(math.isfinite(_log2(s.amax)) for s in found):
             charts.append(
                 Chart(

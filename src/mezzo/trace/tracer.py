@@ -279,6 +279,7 @@ class Trace:
                 nonfinite=facts.nonfinite,
                 step=self._context.step,
                 call=call,
+                owner=key,
                 reference=None if wide is None else amax(wide),
             )
         )
