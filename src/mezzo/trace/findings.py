@@ -19,8 +19,11 @@ FLUSHED_SHARE = 0.3
 _LAYERS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "linear", "convolution", "layer_norm", "batch_norm"})
 _PRODUCTS = _LAYERS | {"mul", "div", "mean", "std", "var", "var_mean"}
 _MET = attrgetter("kind", "site.op", "site.phase", "site.step", "site.frame", "where", "offending")
-FAULTY_RULES = {"clip-before-unscale": "clip_grad", "zero-learning-rate": "step", "cleared-gradients": "zero_grad"}
-"""Lint rules that no sound loop breaks, and what is called where one does."""
+FAULTY_RULES = {
+    "clip-before-unscale": "clip_grad", "zero-learning-rate": "step", "cleared-gradients": "zero_grad", "zero-gradients": "",
+    "exploding-step": "step",
+}  # fmt: skip
+"""Lint rules that no sound loop breaks, and what is called where one does: nothing where an op is to blame."""
 LOST_SHARE = 0.5
 """Above this share of swallowed updates a weight hardly moves; the limit of the update monitor."""
 
@@ -303,7 +306,8 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
 
 def _of_lint(lint: Lint, said: LintWarning) -> Finding:
     """Report a loop that is wrong whatever the numbers."""
-    site = replace(lint.site, phase="optimizer", op=FAULTY_RULES[lint.rule])
+    called = FAULTY_RULES[lint.rule]
+    site = replace(lint.site, phase="optimizer", op=called) if called else lint.site
     return _at(site, verdict=lint.rule, why=said.why, fix=Fix(advice=said.advice), steps=(site.step,))
 
 

@@ -264,6 +264,14 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"gradients that backward had brought are cleared here, before {x.what}: none was left in any of its {number(x.value)} steps.",
         "clear gradients after the step, or before backward.",
     ),
+    "zero-gradients": lambda x: (
+        f"{x.site.op} passes no gradient back here: that of {x.what} was exactly 0 in each of {number(x.value)} backward passes.",
+        "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope.",
+    ),
+    "exploding-step": lambda x: (
+        f"one step of {x.what} made its weights {number(x.value)} times as large: root mean square.",
+        "lower the learning rate, warm it up, or clip the gradients; state that was reset or loaded may not fit the weights.",
+    ),
     "no-loss-scale": lambda x: (
         "ops run in fp16 and the loss is not scaled: gradients below 6e-8 become 0.",
         "scale the loss: mezzo.GradScaler, or a policy with scaling; or use bf16.",

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
 from .frames import Owner, caller, short_line
 from .lint_rules import LintWatch
-from .measure import amax, rerun_wide
+from .measure import amax, rerun_wide, rms
 from .ops import Call, plain
 from .records import Flush, FlushedGradient, LintRule, LostUpdate, Site
 from .reference_path import run_in_fp32
@@ -21,6 +21,12 @@ _NARROW = torch.float16
 """The format whose gradients flush; bf16 has the exponents of fp32."""
 _SAFE = 2.0**-8
 """A tensor that reaches this far has its smallest fp16 number 16 binades below its largest value."""
+_FLAT = frozenset({
+    "sign", "sgn", "round", "floor", "ceil", "trunc", "fix", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu", "relu6",
+    "threshold", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "sigmoid", "tanh", "softmax", "log_softmax", "softplus",
+    "log_sigmoid", "exp", "gelu", "silu", "elu",
+})  # fmt: skip
+"""Ops whose slope is 0 everywhere or far out; a mask or a factor of 0 is written on purpose."""
 _KEPT = 0.05
 """Share of the lost values that may stay lost at the scale that is proposed."""
 
@@ -31,15 +37,17 @@ class FlushWatch:
     def __init__(self) -> None:
         self._wide = WideValues()
         self._flushes: StorageNotes[tuple[Flush, float]] = StorageNotes()
+        self._zeros: StorageNotes[Site] = StorageNotes()
 
     def clear(self) -> None:
         """Start anew, for another step."""
-        self._wide, self._flushes = WideValues(), StorageNotes()
+        self._wide, self._flushes, self._zeros = WideValues(), StorageNotes(), StorageNotes()
 
     def see(self, call: Call, site: Site, tops: list[float]) -> None:
         """Take in one op of backward. Syncs: yes."""
         if site.phase != "backward":
             return
+        self._follow_zeros(call, site, tops)
         known = self._wide.known(call)
         if not all(map(math.isfinite, tops)) or (
             not known and not any(_may_flush(t, top) for t, top in zip(call.out, tops, strict=True))
@@ -73,6 +81,19 @@ class FlushWatch:
                     self._flushes.note(tensor, inherited)
             else:
                 self._forget(call)
+
+    def _follow_zeros(self, call: Call, site: Site, tops: list[float]) -> None:
+        before = next((s for _, t in call.inputs if (s := self._zeros.get(call.original(t))) is not None), site)
+        for tensor, top in zip(call.out, tops, strict=True):
+            if top:
+                self._zeros.forget(tensor)
+            else:
+                self._zeros.note(tensor, before)
+
+    def zeroed_at(self, gradient: Tensor) -> Site | None:
+        """Return the op that made a gradient 0 throughout, if one has no slope where it was computed. Syncs: no."""
+        site = self._zeros.get(gradient)
+        return site if site is not None and site.op in _FLAT and not site.own_node else None
 
     def _forget(self, call: Call) -> None:
         if len(self._wide):
@@ -167,7 +188,7 @@ class UpdateWatch:
         if not is_addition or len(self.lost) >= _TOLD or caller() is Owner.MEZZO:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
-        kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES and t.numel() > 1]
+        kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES]
         wide = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float32) if kept else None
         if wide is None or any(t.requires_grad and torch.is_grad_enabled() for t in kept):
             return
@@ -177,7 +198,7 @@ class UpdateWatch:
             intended, lost = int(meant.sum()), int((meant & (tensor.detach() == old)).sum())
             times = (self._by_hand.get(tensor) or 0) + 1 if 2 * lost > intended else 0
             self._by_hand.note(tensor, times)
-            if times > 1:
+            if times > (1 if tensor.numel() > 1 else _STEPS):
                 name = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
                 self.lost.append(LostUpdate(name=name, dtype=dtype_name(tensor.dtype), optimizer="the program", intended=intended,
                                             lost=lost, site=site))  # fmt: skip
@@ -232,25 +253,41 @@ class UpdateWatch:
         self._intended.clear()
 
 
-_LEAST = {"zero-learning-rate": 3, "cleared-gradients": 1}
-"""Steps that show it: a warm-up's first may have a rate of 0."""
+_LEAST = {"zero-learning-rate": 3, "cleared-gradients": 1, "zero-gradients": 32, "exploding-step": 100}
+"""Steps that show it, since a warm-up's first may have a rate of 0; of the last, how many times as large weights become."""
+_LARGE = 10.0
+"""Root mean square of weights that a step has blown up: what starts near 0 grows as fast, and stays small."""
+
+
+def _size_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return the root mean square of an optimizer's weights. Syncs: yes."""
+    found = [v for group in optimizer.param_groups for p in group["params"] if (v := plain(p)) is not None]
+    squares = sum(rms(v, is_finite=True) ** 2 * v.numel() for v in found)
+    return math.sqrt(squares / max(1, sum(v.numel() for v in found)))
 
 
 class IdleSteps:
-    """Counts steps at a rate of 0, and on gradients cleared after backward; an optimizer with one other step is never told."""
+    """Counts steps at a rate of 0, on gradients cleared after backward, and gradients of 0, which one other of its kind unsays; sees what a step blew up."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[LintRule, torch.optim.Optimizer], tuple[Site, str, int]] = {}
+        self._idle: dict[tuple[LintRule, object], tuple[Site, str, int]] = {}
+        self._alive: set[object] = set()
         self._arrived: dict[int, int] = {}
         self._cleared: tuple[int, Site | None] = (0, None)
         self._events = 0
         self._is_cleared: bool | None = None
         self._ops = -1
+        self._size = 0.0
 
-    def on_gradient(self, parameter: Tensor) -> None:
-        """Take note of a gradient that is not 0 throughout. Syncs: no."""
-        self._events += 1
-        self._arrived[id(parameter)] = self._events
+    def on_gradient(self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None) -> None:
+        """Take note of a gradient, its largest magnitude, and the op without a slope that made it 0 throughout. Syncs: no."""
+        if top:
+            self._events += 1
+            self._arrived[id(parameter)] = self._events
+        if top or zeroed_at is None or parameter.dim() < 2:
+            self._alive.add(id(parameter))
+        else:
+            self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
 
     def on_cleared(self, site: Site) -> None:
         """Take note of a line that sets something to 0, or a gradient to None. Syncs: no."""
@@ -265,23 +302,27 @@ class IdleSteps:
         is_empty = not has_closure and not any(g is None or amax(g) for g in found)
         self._is_cleared = 0 < arrived < self._cleared[0] if is_empty and arrived else None if is_empty else False
         self._ops = -1 if found else ops
+        self._size = _size_of(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
         """Count the step that has just ended. Syncs: yes."""
         is_still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
         self._count("zero-learning-rate", optimizer, site, type(optimizer).__name__, is_still)
+        size, before = _size_of(optimizer), self._size
+        if math.isfinite(size) and size > max(_LARGE, _LEAST["exploding-step"] * before) and before:
+            self._idle.setdefault(("exploding-step", optimizer), (site, type(optimizer).__name__, round(size / before)))
         if self._is_cleared is not None and (cleared := self._cleared[1] or site):
             # an optimizer that computes without gradients has them from elsewhere
             is_idle = self._is_cleared and self._ops in (-1, ops)
             step = f"{type(optimizer).__name__}.step ({short_line(site.frame)})"
             self._count("cleared-gradients", optimizer, cleared, step, is_idle)
 
-    def _count(self, rule: LintRule, optimizer: torch.optim.Optimizer, site: Site, what: str, is_idle: bool) -> None:
-        first, told, steps = self._idle.get((rule, optimizer), (site, what, 0))
-        self._idle[rule, optimizer] = first, told, steps + 1 if is_idle and steps >= 0 else -1
+    def _count(self, rule: LintRule, owner: object, site: Site, what: str, is_idle: bool) -> None:
+        first, told, steps = self._idle.get((rule, owner), (site, what, 0))
+        self._idle[rule, owner] = first, told, steps + 1 if is_idle and steps >= 0 else -1
 
     def tell(self, lints: LintWatch) -> None:
         """Say which optimizers never moved a weight."""
-        for (rule, _), (site, what, steps) in self._idle.items():
-            if steps >= _LEAST[rule]:
+        for (rule, owner), (site, what, steps) in self._idle.items():
+            if steps >= _LEAST[rule] and owner not in self._alive:
                 lints.add(rule, site, torch.float32, what, steps)

@@ -229,8 +229,7 @@ class Trace:
         name = self._context.parameter_name(parameter) or "of an input"
         with self._collector.aside():
             self._size("gradient", name, "", id(parameter), gradient)
-            if self._sizes[-1].amax:
-                self._idle.on_gradient(parameter)
+            self._idle.on_gradient(parameter, name, self._sizes[-1].amax, self._collector.flushes.zeroed_at(gradient))
             is_bad = not is_finite(gradient)
             self._flushed[self._context.step, name] = self._collector.flushes.lost(
                 name, gradient, self._context.loss_scale, self._context.step

@@ -1,0 +1,119 @@
+"""Training that stays finite and goes nowhere: gradients without a slope, steps that blow weights up, states that stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo.diagnose as diagnose
+from mezzo.diagnose import TraceReport
+
+Middle = Callable[[Tensor], Tensor]
+
+
+def sign(x: Tensor) -> Tensor:
+    return torch.sign(x)  # FLAT
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.round()  # FLAT
+
+
+def one_feature(x: Tensor) -> Tensor:
+    return x[:, None].softmax(1).squeeze(1)  # FLAT
+
+
+def saturated(x: Tensor) -> Tensor:
+    return x.clamp(5.0, 6.0)  # FLAT
+
+
+def dead(x: Tensor) -> Tensor:
+    return torch.relu(x - 1e4)  # FLAT
+
+
+def far_out(x: Tensor) -> Tensor:
+    return torch.sigmoid(x + 1e4)  # FLAT
+
+
+def straight_through(x: Tensor) -> Tensor:
+    return x + (x.round() - x).detach()
+
+
+def weight_of_zero(x: Tensor) -> Tensor:
+    return 0.0 * x + 1.0
+
+
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: torch.relu(-grad.abs()))
+    return x.square()
+
+
+def trained(middle: Middle, steps: int, alive_at: int = -1) -> TraceReport:
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.01)
+    with diagnose.trace() as t:
+        for step in range(steps):
+            hidden = first(torch.randn(2, 4))
+            optimizer.zero_grad()
+            last(hidden if step == alive_at else middle(hidden)).square().mean().backward()
+            optimizer.step()
+    return t.report
+
+
+@pytest.mark.parametrize("middle", [sign, rounded, one_feature, saturated, dead, far_out])
+def test_gradients_that_are_always_zero_are_a_fault_at_the_op_without_a_slope(middle: Middle) -> None:
+    report = trained(middle, 32)
+    [found] = report.findings
+    names = {
+        sign: "sign", rounded: "round", one_feature: "softmax", saturated: "clamp", dead: "relu", far_out: "sigmoid",
+    }  # fmt: skip
+    assert report.answer == "faulty" and (found.verdict, found.op) == ("zero-gradients", names[middle])
+    assert found.frame is not None
+    assert "FLAT" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
+    assert "of weight was exactly 0 in each of 32 backward passes" in found.why
+
+
+@pytest.mark.parametrize("middle", [straight_through, weight_of_zero, hooked])
+def test_gradients_that_pass_or_are_stopped_on_purpose_are_no_fault(middle: Middle) -> None:
+    assert trained(middle, 40).answer == "healthy"
+
+
+@pytest.mark.parametrize(("steps", "alive_at"), [(31, -1), (50, 0), (50, 49)])
+def test_one_gradient_or_too_few_steps_are_no_evidence(steps: int, alive_at: int) -> None:
+    assert trained(sign, steps, alive_at).answer == "healthy"
+
+
+def weights(scale: float) -> nn.Parameter:
+    return nn.Parameter(scale * torch.ones(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("scale", "lr", "is_told"), [(0.5, 1e3, True), (0.0, 1e3, False), (0.5, 40.0, False), (1e-3, 0.2, False)]
+)
+def test_a_step_that_blows_weights_up_is_a_fault_at_its_line(scale: float, lr: float, is_told: bool) -> None:
+    w = weights(scale)
+    optimizer = torch.optim.Adam([w], lr=lr)
+    with diagnose.trace() as t:
+        w.sum().backward()
+        optimizer.step()  # BLOWN UP
+    assert [f.verdict for f in t.report.findings] == ["exploding-step"] * is_told
+    if is_told:
+        [found] = t.report.findings
+        assert found.frame is not None and found.op == "step"
+        assert "BLOWN UP" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
+        assert "one step of Adam made its weights 1999 times as large" in found.why
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(64, False), (66, True)])
+def test_a_number_in_16_bit_that_additions_no_longer_move_is_told(steps: int, is_told: bool) -> None:
+    beta, model = torch.tensor(0.25, dtype=torch.bfloat16), nn.Linear(4, 4)
+    with diagnose.trace() as t:
+        for _ in range(steps):
+            beta += 0.25 / 400
+            model(torch.ones(2, 4)).mean().backward()
+    assert [f.verdict for f in t.report.findings] == ["lost-update"] * is_told
