@@ -1,4 +1,4 @@
-"""Training that stays finite and goes nowhere: gradients without a slope, steps that blow weights up, states that stand still."""
+"""Training that goes nowhere: gradients without a slope, steps and loops that blow up, states that stand still."""
 
 from __future__ import annotations
 
@@ -117,3 +117,28 @@ def test_a_number_in_16_bit_that_additions_no_longer_move_is_told(steps: int, is
             beta += 0.25 / 400
             model(torch.ones(2, 4)).mean().backward()
     assert [f.verdict for f in t.report.findings] == ["lost-update"] * is_told
+
+
+@pytest.mark.parametrize(
+    ("factor", "times", "dtype", "verdicts"),
+    [
+        (10.0, 30, torch.float32, ["exploding-loop", "overflow"]),
+        (1e4, 12, torch.float32, ["overflow"]),
+        (4.0, 20, torch.float16, ["overflow"]),
+        (1.5, 20, torch.float32, []),
+    ],
+)
+def test_a_line_whose_results_grow_from_call_to_call_is_named_before_what_overflows(
+    factor: float, times: int, dtype: torch.dtype, verdicts: list[str]
+) -> None:
+    w = nn.Parameter(torch.tensor(factor, dtype=dtype))
+    with diagnose.trace() as t:
+        x = torch.ones(4, dtype=dtype)
+        for _ in range(times):
+            x = x * w  # GROWS
+            if not x.detach().abs().max() < torch.finfo(dtype).max ** 0.5:
+                break
+        for _ in range(4):
+            x = x * x.detach()
+        x.sum().backward()
+    assert [f.verdict for f in t.report.findings][: len(verdicts)] == verdicts

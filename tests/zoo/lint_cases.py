@@ -235,6 +235,53 @@ def warm_up_in_whole_numbers(dtype: torch.dtype) -> Run:
     return run
 
 
+def codes_of_signs(dtype: torch.dtype) -> Run:
+    encoder, reader, x = nn.Linear(8, 4), nn.Linear(4, 8), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *reader.parameters()], lr=1e-3)
+
+    def run() -> None:
+        for _ in range(40):
+            with torch.autocast("cpu", dtype=dtype):
+                code = torch.sign(encoder(x))  # FAULT
+                loss = F.mse_loss(reader(code).float(), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return run
+
+
+def moments_set_back(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def run() -> None:
+        for step in range(4):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = F.mse_loss(model(x).float(), x)
+            optimizer.zero_grad()
+            (loss if step < 3 else 0 * loss).backward()
+            if step == 3:
+                for state in optimizer.state.values():
+                    state["exp_avg_sq"].zero_()
+            optimizer.step()  # FAULT
+
+    return run
+
+
+def rollout_without_a_bound(dtype: torch.dtype) -> Run:
+    weight, x = nn.Parameter(100.0 * torch.eye(8)), torch.ones(4, 8)
+
+    def run() -> None:
+        state = x
+        with torch.autocast("cpu", dtype=dtype):
+            for _ in range(20):
+                state = state @ weight  # FAULT
+        state.float().sum().backward()
+
+    return run
+
+
 BOTH = (FP16, BF16)
 LINTS = [
     LintCase(build=rotary_phases, module="1", verdict="integers-in-16-bit", dtypes=BOTH, names=("4095",)),
@@ -258,5 +305,8 @@ LINTS = [
     LintCase(build=clipped_before_unscaled, verdict="clip-before-unscale", dtypes=BOTH, names=("256",)),
     LintCase(build=warm_up_in_whole_numbers, verdict="zero-learning-rate", dtypes=(BF16,), names=("4 steps of AdamW",)),
     LintCase(build=cleared_before_the_step, verdict="cleared-gradients", dtypes=BOTH, names=("SGD.step",)),
+    LintCase(build=codes_of_signs, verdict="zero-gradients", dtypes=(BF16,), names=("each of 40 backward",)),
+    LintCase(build=moments_set_back, verdict="exploding-step", dtypes=(BF16,), names=("one step of Adam",)),
+    LintCase(build=rollout_without_a_bound, verdict="exploding-loop", dtypes=(BF16,), names=("19 times",)),
     LintCase(build=unscaled_fp16, verdict="no-loss-scale"),
 ]

@@ -82,7 +82,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.sinks: list[Sink] = []
         self.updates = UpdateWatch()
         self.lints = LintWatch()
-        self.lines = LineWatch()
+        self.lines = LineWatch(self.lints)
         self.reference = ReferencePath()
         self._carried: list[Tensor] | None = None
         self.flushes = FlushWatch()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, dtype_name
+from .lint_rules import LintWatch
 from .measure import exponent_fields, spaced
 from .records import LineRange, Phase, Site
 
@@ -110,6 +111,9 @@ _ORDER: dict[Phase, int] = {"forward": 0, "backward": 1, "optimizer": 2}
 _SAMPLED = 4096
 """Values that are counted of each result; its largest is always among those that are shown."""
 _TAIL = 0.05
+_TIMES, _FROM, _TO = 16, 1e3, 1e15
+"""A loop explodes whose line gives results that often in a step, growing from less than the one to more than the other."""
+_STEADY = 0.8
 
 
 @dataclass(slots=True)
@@ -127,16 +131,53 @@ class _Range:
             self.highest = exponent if self.highest is None else max(self.highest, exponent)
 
 
-class LineWatch:
-    """Collects, for each line and phase, the exponents of its results."""
+@dataclass(slots=True)
+class _Loop:
+    """Results of an op that a line runs again and again in one step, by their largest magnitudes."""
 
-    def __init__(self) -> None:
+    site: Site
+    first: float = 0.0
+    last: float = 0.0
+    times: int = 0
+    rises: int = 0
+
+    def see(self, top: float) -> None:
+        self.first, self.rises = self.first or top, self.rises + (top > self.last)
+        self.last, self.times = top, self.times + 1
+
+    @property
+    def explodes(self) -> bool:
+        is_steady = self.times >= _TIMES and self.rises >= _STEADY * self.times
+        return is_steady and 0 < self.first < _FROM and self.last > _TO
+
+
+class LineWatch:
+    """Collects, for each line and phase, the exponents of its results; where one overflows, it looks for a loop that explodes.
+
+    Args:
+        lints: told of such loops.
+    """
+
+    def __init__(self, lints: LintWatch) -> None:
         self._ranges: dict[tuple[str, int, Phase], _Range] = {}
+        self._loops: dict[tuple[str, int, str], _Loop] = {}
+        self._step, self._lints = 0, lints
+
+    def _see_loop(self, site: Site, file: str, line: int, top: float) -> None:
+        if site.step != self._step:
+            self._step, self._loops = site.step, {}
+        if math.isfinite(top):
+            self._loops.setdefault((file, line, site.op), _Loop(site)).see(top)
+        elif (loop := next((x for x in self._loops.values() if x.explodes), None)) is not None:
+            what = f"{loop.first:.3g} to {loop.last:.3g}"
+            self._lints.add("exploding-loop", loop.site, torch.float32, what, loop.times)
 
     def see(self, site: Site, out: list[Tensor], tops: list[float]) -> None:
         """Take in one op's results and their largest magnitudes. Syncs: yes."""
         if site.frame is None or not out:
             return
+        if site.phase == "forward":
+            self._see_loop(site, site.frame.file, site.frame.line, sum(tops))
         known = self._ranges.setdefault((site.frame.file, site.frame.line, site.phase), _Range())
         for tensor, top in zip(out, tops, strict=True):
             known.dtypes.add(dtype_name(tensor.dtype))

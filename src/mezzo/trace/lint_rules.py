@@ -272,6 +272,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"one step of {x.what} made its weights {number(x.value)} times as large: root mean square.",
         "lower the learning rate, warm it up, or clip the gradients; state that was reset or loaded may not fit the weights.",
     ),
+    "exploding-loop": lambda x: (
+        f"results of {x.site.op} grow from call to call here, {number(x.value)} times in one step: {x.what}.",
+        "keep what is multiplied again and again near norm 1 (normalise, gate, or bound its largest eigenvalue), or take fewer steps.",
+    ),
     "no-loss-scale": lambda x: (
         "ops run in fp16 and the loss is not scaled: gradients below 6e-8 become 0.",
         "scale the loss: mezzo.GradScaler, or a policy with scaling; or use bf16.",
