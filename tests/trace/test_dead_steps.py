@@ -142,3 +142,58 @@ def test_a_line_whose_results_grow_from_call_to_call_is_named_before_what_overfl
             x = x * x.detach()
         x.sum().backward()
     assert [f.verdict for f in t.report.findings][: len(verdicts)] == verdicts
+
+
+def cleared_by(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        if how == "never" or p.grad is None:
+            continue
+        if how == "deleted":
+            del p.grad
+        elif how == "replaced":
+            p.grad = torch.zeros_like(p)
+        elif how == "multiplied":
+            p.grad.mul_(0)
+        elif how == "data":
+            p.grad.data.zero_()
+    if how == "optimizer":
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("how", "steps", "is_told"),
+    [
+        ("never", 9, True),
+        ("never", 8, False),
+        *((how, 12, False) for how in ("optimizer", "deleted", "replaced", "multiplied", "data")),
+    ],
+)
+def test_gradients_that_are_never_cleared_are_a_fault_at_the_step(
+    how: str, steps: int, is_told: bool, clips: bool
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with diagnose.trace() as t:
+        for _ in range(steps):
+            cleared_by(how, model, optimizer)
+            for _ in range(2):  # micro-batches are added up on purpose
+                model(torch.ones(2, 4)).square().mean().backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert [f.verdict for f in t.report.findings] == ["uncleared-gradients"] * is_told
+    if is_told:
+        assert "between the steps of SGD: each of 8 took" in t.report.findings[0].why
+
+
+def test_gradients_that_are_cleared_once_in_a_while_are_no_fault() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with diagnose.trace() as t:
+        for step in range(20):
+            if step == 10:
+                optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    assert t.report.answer == "healthy"

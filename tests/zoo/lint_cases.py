@@ -235,6 +235,20 @@ def warm_up_in_whole_numbers(dtype: torch.dtype) -> Run:
     return run
 
 
+def gradients_without_end(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        for _ in range(10):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = F.mse_loss(model(x).float(), x)
+            loss.backward()
+            optimizer.step()  # FAULT
+
+    return run
+
+
 def codes_of_signs(dtype: torch.dtype) -> Run:
     encoder, reader, x = nn.Linear(8, 4), nn.Linear(4, 8), torch.randn(4, 8)
     optimizer = torch.optim.AdamW([*encoder.parameters(), *reader.parameters()], lr=1e-3)
@@ -305,6 +319,7 @@ LINTS = [
     LintCase(build=clipped_before_unscaled, verdict="clip-before-unscale", dtypes=BOTH, names=("256",)),
     LintCase(build=warm_up_in_whole_numbers, verdict="zero-learning-rate", dtypes=(BF16,), names=("4 steps of AdamW",)),
     LintCase(build=cleared_before_the_step, verdict="cleared-gradients", dtypes=BOTH, names=("SGD.step",)),
+    LintCase(build=gradients_without_end, verdict="uncleared-gradients", dtypes=(BF16,), names=("each of 9 took",)),
     LintCase(build=codes_of_signs, verdict="zero-gradients", dtypes=(BF16,), names=("each of 40 backward",)),
     LintCase(build=moments_set_back, verdict="exploding-step", dtypes=(BF16,), names=("one step of Adam",)),
     LintCase(build=rollout_without_a_bound, verdict="exploding-loop", dtypes=(BF16,), names=("19 times",)),

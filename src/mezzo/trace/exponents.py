@@ -133,9 +133,10 @@ class _Range:
 
 @dataclass(slots=True)
 class _Loop:
-    """Results of an op that a line runs again and again in one step, by their largest magnitudes."""
+    """Results of an op that a line runs again and again in one step, by their largest magnitudes; `modules` had run before."""
 
     site: Site
+    modules: int
     first: float = 0.0
     last: float = 0.0
     times: int = 0
@@ -145,10 +146,10 @@ class _Loop:
         self.first, self.rises = self.first or top, self.rises + (top > self.last)
         self.last, self.times = top, self.times + 1
 
-    @property
-    def explodes(self) -> bool:
+    def explodes(self, modules: int) -> bool:
+        """Say so of a recurrence; a stack of layers has another module for each time."""
         is_steady = self.times >= _TIMES and self.rises >= _STEADY * self.times
-        return is_steady and 0 < self.first < _FROM and self.last > _TO
+        return is_steady and modules - self.modules < self.times // 2 and 0 < self.first < _FROM and self.last > _TO
 
 
 class LineWatch:
@@ -161,14 +162,16 @@ class LineWatch:
     def __init__(self, lints: LintWatch) -> None:
         self._ranges: dict[tuple[str, int, Phase], _Range] = {}
         self._loops: dict[tuple[str, int, str], _Loop] = {}
+        self._modules: set[str] = set()
         self._step, self._lints = 0, lints
 
     def _see_loop(self, site: Site, file: str, line: int, top: float) -> None:
         if site.step != self._step:
-            self._step, self._loops = site.step, {}
+            self._step, self._loops, self._modules = site.step, {}, set()
+        self._modules.add(site.module)
         if math.isfinite(top):
-            self._loops.setdefault((file, line, site.op), _Loop(site)).see(top)
-        elif (loop := next((x for x in self._loops.values() if x.explodes), None)) is not None:
+            self._loops.setdefault((file, line, site.op), _Loop(site, len(self._modules))).see(top)
+        elif (loop := next((x for x in self._loops.values() if x.explodes(len(self._modules))), None)) is not None:
             what = f"{loop.first:.3g} to {loop.last:.3g}"
             self._lints.add("exploding-loop", loop.site, torch.float32, what, loop.times)
 

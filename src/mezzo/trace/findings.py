@@ -21,7 +21,7 @@ _PRODUCTS = _LAYERS | {"mul", "div", "mean", "std", "var", "var_mean"}
 _MET = attrgetter("kind", "site.op", "site.phase", "site.step", "site.frame", "where", "offending")
 FAULTY_RULES = {
     "clip-before-unscale": "clip_grad", "zero-learning-rate": "step", "cleared-gradients": "zero_grad", "zero-gradients": "",
-    "exploding-step": "step", "exploding-loop": "",
+    "uncleared-gradients": "step", "exploding-step": "step", "exploding-loop": "",
 }  # fmt: skip
 """Lint rules that no sound loop breaks, and what is called where one does: nothing where an op is to blame."""
 LOST_SHARE = 0.5
@@ -105,9 +105,8 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     found += [_of_trend(record, t) for t in trends(record.sizes)[:1] if not found]
     found += _of_lost_updates(record.lost)
     found += [_of_lint(x, explain_lint(x)) for x in record.lints if x.rule in FAULTY_RULES]
-    merged = _merged(
-        sorted(found, key=lambda f: f.verdict != "exploding-loop")
-    )  # what overflows is large because of it
+    found.sort(key=lambda f: f.verdict != "exploding-loop")  # what overflows is large because of it
+    merged = _merged(found)
     # what a step that was taken left whole was some other optimizer's, which drops it
     bad = {n for f in merged if not f.is_fault for n in f.steps} - record.taken
     # a scaler found its level: it left out each step that overflowed, and a step was taken after the last of them

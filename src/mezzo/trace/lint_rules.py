@@ -264,6 +264,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"gradients that backward had brought are cleared here, before {x.what}: none was left in any of its {number(x.value)} steps.",
         "clear gradients after the step, or before backward.",
     ),
+    "uncleared-gradients": lambda x: (
+        f"gradients were never cleared between the steps of {x.what}: each of {number(x.value)} took the sum of all backward passes so far.",
+        "call optimizer.zero_grad() before backward.",
+    ),
     "zero-gradients": lambda x: (
         f"{x.site.op} passes no gradient back here: that of {x.what} was exactly 0 in each of {number(x.value)} backward passes.",
         "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope.",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._torch import storage_id, version
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
 from .frames import Owner, caller, short_line
 from .lint_rules import LintWatch
@@ -253,7 +254,13 @@ class UpdateWatch:
         self._intended.clear()
 
 
-_LEAST = {"zero-learning-rate": 3, "cleared-gradients": 1, "zero-gradients": 32, "exploding-step": 100}
+_LEAST = {
+    "zero-learning-rate": 3,
+    "cleared-gradients": 1,
+    "uncleared-gradients": 8,
+    "zero-gradients": 32,
+    "exploding-step": 100,
+}
 """Steps that show it, since a warm-up's first may have a rate of 0; of the last, how many times as large weights become."""
 _LARGE = 10.0
 """Root mean square of weights that a step has blown up: what starts near 0 grows as fast, and stays small."""
@@ -267,11 +274,13 @@ def _size_of(optimizer: torch.optim.Optimizer) -> float:
 
 
 class IdleSteps:
-    """Counts steps at a rate of 0, on gradients cleared after backward, and gradients of 0, which one other of its kind unsays; sees what a step blew up."""
+    """Counts steps at a rate of 0, on gradients cleared after backward or never, and gradients of 0, which one other of its kind unsays; sees what a step blew up."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[LintRule, object], tuple[Site, str, int]] = {}
         self._alive: set[object] = set()
+        self._left: dict[int, tuple[torch.optim.Optimizer, tuple[int, int, int]]] = {}
+        self._is_sum: dict[torch.optim.Optimizer, bool] = {}
         self._arrived: dict[int, int] = {}
         self._cleared: tuple[int, Site | None] = (0, None)
         self._events = 0
@@ -284,10 +293,20 @@ class IdleSteps:
         if top:
             self._events += 1
             self._arrived[id(parameter)] = self._events
+        optimizer, left = self._left.pop(id(parameter), (None, (0, 0, 0)))
+        if (
+            optimizer is not None
+        ):  # autograd adds in place, which is one more version; so does what clears, but through .data
+            self._is_sum[optimizer] = self._stamp(parameter) == (left[0], left[1] + 1, left[2])
         if top or zeroed_at is None or parameter.dim() < 2:
             self._alive.add(id(parameter))
         else:
             self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
+
+    def _stamp(self, parameter: Tensor) -> tuple[int, int, int]:
+        """Return which gradient a parameter has, how often it was written, and the last clearing of any. Host only."""
+        grad = parameter.grad
+        return (0, 0, 0) if grad is None else (storage_id(grad), version(grad), self._cleared[0])
 
     def on_cleared(self, site: Site) -> None:
         """Take note of a line that sets something to 0, or a gradient to None. Syncs: no."""
@@ -307,15 +326,20 @@ class IdleSteps:
     def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
         """Count the step that has just ended. Syncs: yes."""
         is_still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
-        self._count("zero-learning-rate", optimizer, site, type(optimizer).__name__, is_still)
+        name = type(optimizer).__name__
+        self._count("zero-learning-rate", optimizer, site, name, is_still)
+        if optimizer in self._is_sum:
+            self._count("uncleared-gradients", optimizer, site, name, self._is_sum.pop(optimizer))
+        kept = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+        if kept is not None:
+            self._left[id(kept)] = optimizer, self._stamp(kept)
         size, before = _size_of(optimizer), self._size
         if math.isfinite(size) and size > max(_LARGE, _LEAST["exploding-step"] * before) and before:
-            self._idle.setdefault(("exploding-step", optimizer), (site, type(optimizer).__name__, round(size / before)))
+            self._idle.setdefault(("exploding-step", optimizer), (site, name, round(size / before)))
         if self._is_cleared is not None and (cleared := self._cleared[1] or site):
             # an optimizer that computes without gradients has them from elsewhere
             is_idle = self._is_cleared and self._ops in (-1, ops)
-            step = f"{type(optimizer).__name__}.step ({short_line(site.frame)})"
-            self._count("cleared-gradients", optimizer, cleared, step, is_idle)
+            self._count("cleared-gradients", optimizer, cleared, f"{name}.step ({short_line(site.frame)})", is_idle)
 
     def _count(self, rule: LintRule, owner: object, site: Site, what: str, is_idle: bool) -> None:
         first, told, steps = self._idle.get((rule, owner), (site, what, 0))
