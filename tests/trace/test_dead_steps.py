@@ -197,3 +197,16 @@ def test_gradients_that_are_cleared_once_in_a_while_are_no_fault() -> None:
             model(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()
     assert t.report.answer == "healthy"
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_sparse_gradients_are_followed_as_far_as_they_have_memory(clears: bool) -> None:
+    table = nn.Embedding(8, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    with diagnose.trace() as t:
+        for _ in range(10):
+            table(torch.arange(4)).square().mean().backward()
+            optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+    assert t.report.answer == "healthy"

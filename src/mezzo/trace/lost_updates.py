@@ -304,9 +304,11 @@ class IdleSteps:
             self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
 
     def _stamp(self, parameter: Tensor) -> tuple[int, int, int]:
-        """Return which gradient a parameter has, how often it was written, and the last clearing of any. Host only."""
+        """Return which dense gradient a parameter has, how often it was written, and the last clearing of any. Host only."""
         grad = parameter.grad
-        return (0, 0, 0) if grad is None else (storage_id(grad), version(grad), self._cleared[0])
+        if grad is None or grad.layout is not torch.strided or plain(grad) is None:
+            return 0, 0, 0
+        return storage_id(grad), version(grad), self._cleared[0]
 
     def on_cleared(self, site: Site) -> None:
         """Take note of a line that sets something to 0, or a gradient to None. Syncs: no."""
@@ -330,7 +332,7 @@ class IdleSteps:
         self._count("zero-learning-rate", optimizer, site, name, is_still)
         if optimizer in self._is_sum:
             self._count("uncleared-gradients", optimizer, site, name, self._is_sum.pop(optimizer))
-        kept = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+        kept = next((p for group in optimizer.param_groups for p in group["params"] if self._stamp(p)[0]), None)
         if kept is not None:
             self._left[id(kept)] = optimizer, self._stamp(kept)
         size, before = _size_of(optimizer), self._size
