@@ -156,6 +156,12 @@ def cleared_by(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             p.grad.mul_(0)
         elif how == "data":
             p.grad.data.zero_()
+        elif how == "filled":
+            p.grad.data.fill_(0.0)
+        elif how == "assigned":
+            p.grad.data[:] = 0
+        elif how == "scaled":
+            p.grad.data *= 0
     if how == "optimizer":
         optimizer.zero_grad()
 
@@ -166,7 +172,10 @@ def cleared_by(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     [
         ("never", 9, True),
         ("never", 8, False),
-        *((how, 12, False) for how in ("optimizer", "deleted", "replaced", "multiplied", "data")),
+        *(
+            (how, 12, False)
+            for how in ("optimizer", "deleted", "replaced", "multiplied", "data", "filled", "assigned", "scaled")
+        ),
     ],
 )
 def test_gradients_that_are_never_cleared_are_a_fault_at_the_step(

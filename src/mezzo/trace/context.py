@@ -34,7 +34,9 @@ from .records import Phase, Site
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
 _READS = frozenset({"numpy", "tolist", "array"})
 _FROM_NUMBERS = {"tensor": 0, "new_tensor": 1}
-_ZEROS = frozenset({"zero", "foreach_zero"})
+_ZEROS = frozenset({"zero_", "_foreach_zero_"})
+_WRITES = frozenset({"fill_", "mul_", "__imul__", "__setitem__"})
+"""Functions that set something to 0 where their last argument is."""
 _SITES_KEPT = 400_000
 
 
@@ -69,7 +71,7 @@ class Names(TorchFunctionMode):
         self.in_region = any(torch.is_autocast_enabled(device) for device in self._devices)
         if self.current in _READS and self.on_read is not None and args and isinstance(args[0], Tensor):
             self.on_read(args[0])
-        if self.current in _ZEROS or (self.current == "set" and args[1:] == (None,)):
+        if _is_cleared_by(getattr(func, "__name__", ""), args):
             self.on_cleared()
         if self.current == "backward":
             given = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]))
@@ -83,6 +85,11 @@ class Names(TorchFunctionMode):
             return made
         finally:
             self.current, self.backward_dtype = above, None
+
+
+def _is_cleared_by(name: str, args: tuple[Any, ...]) -> bool:
+    zero = isinstance(args[-1], int | float) and args[-1] == 0 if args else False
+    return name in _ZEROS or (name in _WRITES and zero) or (name == "__set__" and args[1:] == (None,))
 
 
 def public_name(name: str) -> str:
