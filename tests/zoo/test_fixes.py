@@ -58,6 +58,6 @@ def test_the_printed_edit_removes_the_fault(case: Case, dtype: torch.dtype, monk
         return
     apply(monkeypatch, f"{PRESETS[dtype]}, {first.fix.edit}")
     report = diagnosis(case.build, dtype)
-    # that a scaler finds its level, or that weights which the program narrowed do not move, is no inf or NaN
-    found = [f for f in report.findings if f.verdict not in ("loss-scale", "lost-update")]
+    # that a scaler finds its level, or that weights which the program narrowed do not move or move far, is no inf or NaN
+    found = [f for f in report.findings if f.verdict not in ("loss-scale", "lost-update", "exploding-step")]
     assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in found] == []
