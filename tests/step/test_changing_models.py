@@ -146,6 +146,40 @@ class TestReplacedModules:
         assert amp.report(strict=True)
 
 
+class TestReplacedParameters:
+    @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master", "fp16-master, scaling.init_scale=16"])
+    @pytest.mark.parametrize("steps", [0, 2, 5])
+    @pytest.mark.parametrize("of_a_module", [False, True])
+    def test_one_that_no_optimizer_has_is_told_of(self, policy: str, steps: int, of_a_module: bool) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        amp = mezzo.prepare(model, optimizer, policy)
+        for _ in range(steps):
+            take(amp)
+        if of_a_module:
+            model.outer = nn.Linear(8, 1)
+        else:
+            model.outer.weight = nn.Parameter(torch.randn(1, 8, dtype=model.outer.weight.dtype))
+        before = [p.detach().clone() for p in model.inner.parameters()]
+        with pytest.raises(StepError, match=r"outer\.weight.* not what the optimizer was given.*add_param_group"):
+            take(amp)
+        assert all(map(torch.equal, before, model.inner.parameters()))
+        was = model.outer.weight.detach().clone()
+        optimizer.add_param_group({"params": model.outer.parameters() if of_a_module else [model.outer.weight]})
+        for _ in range(3):
+            assert take(amp)
+        assert not torch.equal(model.outer.weight.float(), was.float())
+
+    def test_one_that_is_frozen_or_in_no_module_is_nobodys_business(self) -> None:
+        """The optimizer has a parameter of no module, without a gradient, and the model one that nobody steps, with one."""
+        model = Net()
+        optimizer = torch.optim.SGD([*model.outer.parameters(), nn.Parameter(torch.ones(1))], lr=0.01)
+        amp = mezzo.prepare(model, optimizer, "bf16")
+        assert take(amp)
+        model.outer.bias = nn.Parameter(torch.zeros(1), requires_grad=False)
+        assert take(amp)
+
+
 class TestLazyModules:
     @pytest.mark.parametrize("layer", [lambda: nn.LazyLinear(3), nn.LazyBatchNorm1d])
     @pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp32"])

@@ -60,12 +60,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        binding: Binding,
-        was: Original,
-        skip: Skip,
+        self, model: nn.Module, optimizers: Sequence[Optimizer], binding: Binding, was: Original, skip: Skip
     ) -> None:
         self.model, policy = model, binding.policy
         self.optimizers = tuple(optimizers)

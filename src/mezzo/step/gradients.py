@@ -16,21 +16,12 @@ from ..casting import backward_message
 from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, listed
 from ..kernels import GradientCheck, move, norm_and_finite
-from ..loss_scale import (
-    AccumulationState,
-    Flag,
-    GradVersions,
-    check_loss,
-    either,
-    host_decides,
-    is_bad,
-    without,
-)
+from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
 from .grad_passes import drop, measure_flush, true_gradients
-from .leftovers import Leftovers, forget_zeroed, is_stale, why_no_gradients
+from .leftovers import Leftovers, forget_zeroed, is_stale, refuse_replaced, why_no_gradients
 
 
 @read_only
@@ -109,6 +100,8 @@ class Gradients:
         self._names = names
         self._loss_dtype = loss_dtype
         self._by_turns = by_turns
+        self._had: dict[Tensor, str] = {}
+        self._nums_found: set[int] = set()
         self.refresh()
         self._versions = GradVersions()
         self._pending: AccumulationState | None = None
@@ -119,8 +112,9 @@ class Gradients:
 
     def refresh(self) -> None:
         """Take note of parameters that came since. Host only."""
-        stepped = {id(p) for p in self.parameters()}
-        self._others = [p for p in self._names if id(p) not in stepped]
+        self._nums_found.clear()
+        self._had = {p: self._had.get(p, self._names[p]) for p in self.parameters()}
+        self._others = [p for p in self._names if p not in self._had]
 
     def backward(
         self,
@@ -302,7 +296,7 @@ class Gradients:
         """Return the gradients of the optimizers, or of one of them, that have any. Syncs: no.
 
         Raises:
-            StepError: no gradients, or gradients that somebody else changed.
+            StepError: no gradients, gradients that somebody else changed, or of a parameter that took another's place.
         """
         pending = self.require("step()")
         self._accept_edits(pending, self.parameters())
@@ -313,6 +307,9 @@ class Gradients:
             )
         chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
+        if (count := sum([len(one.params) for one in found])) not in self._nums_found:  # a replaced one has none
+            refuse_replaced(self._model, self._had)
+            self._nums_found.add(count)
         if not found:
             was_reached = not self._versions.stamps.keys().isdisjoint(map(id, self.parameters()))
             raise StepError(why_no_gradients(self._model, list(chosen.values()), self._names, was_reached=was_reached))

@@ -136,11 +136,7 @@ def _is_low(flags: StepFlags[float], floor: float) -> bool:
 
 
 def _after_skip(
-    state: GuardState,
-    flags: StepFlags[float],
-    suspects: Suspects,
-    config: GuardConfig,
-    scaling: ScalingConfig | None,
+    state: GuardState, flags: StepFlags[float], suspects: Suspects, config: GuardConfig, scaling: ScalingConfig | None
 ) -> GuardState:
     was = state.counters
     row = was.skipped_in_a_row + 1
@@ -157,11 +153,7 @@ def _after_skip(
 
 
 def _stop(
-    counters: Counters,
-    flags: StepFlags[float],
-    suspects: Suspects,
-    config: GuardConfig,
-    scaling: ScalingConfig | None,
+    counters: Counters, flags: StepFlags[float], suspects: Suspects, config: GuardConfig, scaling: ScalingConfig | None
 ) -> StoppedRun | None:
     parameters, buffers = suspects.weights()
     if parameters or buffers:

@@ -146,6 +146,22 @@ def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[
     return zeroed
 
 
+def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
+    """Refuse to leave untrained what has the name that a stepped parameter `had`. Host only.
+
+    Raises:
+        StepError: a parameter has a gradient, and no optimizer steps it.
+    """
+    now = dict(model.named_parameters())
+    new = [name for p, name in had.items() if (at := now.get(name, p)) not in had and at.grad is not None]
+    if new:
+        raise StepError(
+            f"{listed(new)} {'is' if len(new) == 1 else 'are'} not what the optimizer was given: since then another nn.Parameter took the "
+            "place, and has gradients that no optimizer steps. Give it to optimizer.add_param_group({'params': [...]}), or write the values "
+            "into the old one by copy_() under torch.no_grad(). Nothing was changed."
+        )
+
+
 def why_no_gradients(
     model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], *, was_reached: bool
 ) -> str:
