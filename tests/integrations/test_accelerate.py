@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -295,6 +296,20 @@ def test_two_trained_models_are_refused_and_left_alone() -> None:
     assert all(model(torch.ones(1, 6)).dtype is torch.float32 and type(model) is nn.Sequential for model in models)
     for optimizer in optimizers:
         optimizer.step()
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_an_optimizer_of_no_model_is_told_apart_from_one_of_two(is_copied: bool) -> None:
+    accelerator, model = Accelerator(cpu=True, policy="bf16"), loops.make_model()
+    optimizer = loops.make_optimizer(model)[0]
+    given = [copy.deepcopy(model)] if is_copied else []
+    with pytest.raises(mezzo.errors.StepError, match=r"belong to none of the models.*model\.parameters\(\)"):
+        accelerator.prepare(*given, optimizer)
+
+
+def test_a_policy_that_does_not_exist_is_refused_before_data_is_loaded() -> None:
+    with pytest.raises(mezzo.errors.PolicyError, match=r"bf61.*Did you mean 'bf16'"):
+        Accelerator(cpu=True, policy="bf61")
 
 
 def test_two_optimizers_that_step_after_one_backward() -> None:

@@ -21,6 +21,7 @@ _WHICH = (
     "optimizers were given whose parameters belong to {count} of the models given so far; one loss scale is kept, so it "
     "must be one. Make it one module, nn.ModuleDict({{...}}), or write the loop with one mezzo.prepare for each model."
 )
+_NONE = "optimizers were given whose parameters belong to none of the models given so far: the model comes later, or is a copy. Make the optimizer from model.parameters() of a model that is given first, or in the same call."
 
 _owners: WeakKeyDictionary[nn.Module, Adapter] = WeakKeyDictionary()
 """Whose steps of a model are taken now, so that another Trainer can go on with it."""
@@ -41,6 +42,7 @@ class Adapter:
     """
 
     def __init__(self, policy: PolicyLike) -> None:
+        as_policy(policy)  # a word that does not exist is told of before data is loaded
         self.policy = policy
         self.result: StepResult | None = None
         self._stepper: Stepper | None = None
@@ -85,7 +87,7 @@ class Adapter:
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         trained = [m for m in known if any(id(p) in stepped for p in m.parameters())]
         if optimizers and len(trained) != 1:
-            raise StepError(_WHICH.format(count=len(trained)))
+            raise StepError(_WHICH.format(count=len(trained)) if trained else _NONE)
         for model in models:
             if model not in _owners and (not optimizers or model is not trained[0]):
                 prepare(model, None, _alone(model, self.policy))

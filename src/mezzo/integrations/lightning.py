@@ -72,11 +72,7 @@ class MezzoPrecision(Precision):
         return module
 
     def optimizer_step(
-        self,
-        optimizer: Any,
-        model: Any = None,
-        closure: Callable[[], Any] | None = None,
-        **kwargs: Any,
+        self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
         """Take the step, or skip it."""
         if kwargs:
