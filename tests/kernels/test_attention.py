@@ -350,3 +350,18 @@ def test_fp16_and_a_region_without_rules_leave_it_alone(monkeypatch: pytest.Monk
     with AttentionMode():  # outside torch's autocast
         F.scaled_dot_product_attention(q, q, q).sum().backward()  # type: ignore[no-untyped-call]
     assert calls.count == 0
+
+
+@needs_products
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_compiled_model_whose_sizes_vary_takes_it_with_a_mask_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    calls, mask = Calls(monkeypatch), torch.ones(50, 50, dtype=torch.bool).tril()
+    for model, tokens in [
+        (CausalSelfAttention(), 60),
+        (CausalSelfAttention(), 40),
+        (CausalSelfAttention(attn_mask=mask), 50),
+    ]:
+        part = prepared(model)
+        gradients(torch.compile(part, backend="aot_eager", fullgraph=True)(torch.randn(16, tokens, 32)), part)
+    assert calls.count == 3

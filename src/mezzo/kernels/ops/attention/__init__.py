@@ -60,7 +60,8 @@ def _is_mask(mask: Tensor, scores: tuple[int, ...]) -> bool:
     is_plain = (
         type(mask) is Tensor and mask.is_cpu and not mask.requires_grad and mask.dim() in (2, 4) and mask.stride(-1) < 2
     )
-    fits = all(own in (1, size) for own, size in zip(mask.shape[::-1], scores[::-1], strict=False))
+    sizes = zip(mask.shape[::-1], scores[::-1], strict=False)
+    fits = all(own == 1 or own == size for own, size in sizes)  # noqa: PLR1714  # the compiler finds no size that varies in a tuple
     return is_plain and fits and mask.dtype in (torch.bool, torch.bfloat16, torch.float32)
 
 
