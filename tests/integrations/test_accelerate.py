@@ -336,3 +336,15 @@ def test_backward_before_an_optimizer_is_refused() -> None:
     model = accelerator.prepare(loops.make_model())
     with pytest.raises(mezzo.errors.StepError, match=r"accelerator\.prepare\(model, optimizer\)"):
         accelerator.backward(model(torch.ones(1, 6)).sum())
+
+
+def test_what_is_left_out_is_asked_for_in_accelerates_words() -> None:
+    accelerator, model = plain(policy="bf16"), loops.make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = loops.make_data().tensors[0]
+    with pytest.raises(mezzo.errors.StepError, match=r"Write accelerator.backward\(loss\), then optimizer.step\(\)\.$"):
+        optimizer.step()
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    with pytest.raises(mezzo.errors.StepError, match=r"Call optimizer.zero_grad\(\) between step"):
+        accelerator.backward(model(x).sum())

@@ -79,6 +79,8 @@ def test_model_and_optimizer_may_come_one_after_the_other() -> None:
     fabric.backward(model(torch.ones(2, 6)).sum())
     optimizer.step()
     assert fabric._precision.stepper.counters().applied == 1
+    with pytest.raises(mezzo.errors.StepError, match=r"Write fabric.backward\(loss\), then optimizer.step\(\)"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -332,3 +332,20 @@ def test_an_overridden_backward_is_refused(tmp_path: Path) -> None:
 def test_another_precision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="both `precision=bf16-mixed` and `plugins="):
         trainer("bf16", tmp_path, precision="bf16-mixed")
+
+
+def test_a_backward_of_ones_own_is_told_in_lightnings_words(tmp_path: Path) -> None:
+    class ByHand(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization, self.layer = False, nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, index: int) -> None:
+            self.layer(torch.ones(2, 4)).sum().backward()
+            self.optimizers().step()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(mezzo.errors.StepError, match=r"Write self\.manual_backward\(loss\), then optimizer\.step\(\)"):
+        trainer("bf16", tmp_path, max_epochs=1, enable_checkpointing=False).fit(ByHand(), loader())

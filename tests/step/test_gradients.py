@@ -145,5 +145,9 @@ def test_a_shown_gradient_is_edited_in_place_and_not_replaced() -> None:
     with amp.unscaled_grads() as grads:
         with pytest.raises(StepError, match=r"grads\['weight'\] = \.\.\. would leave the gradient as it is"):
             grads["weight"] = torch.zeros(1, 4)
+        with pytest.raises(
+            StepError, match=r"no gradient in this step is that of a parameter 'wieght'. Did you mean 'weight'\?"
+        ):
+            grads["wieght"].zero_()
         grads["weight"].copy_(torch.zeros(1, 4))
     assert model.weight.grad is not None and not model.weight.grad.any()

@@ -17,7 +17,7 @@ from ..distributed import fully_shard, load_checkpoint, save_checkpoint
 from ..errors import PolicyError, StepError
 from ..policy import PolicyLike
 from ..step import Stepper
-from .adapter import Adapter, innermost_optimizer
+from .adapter import Adapter, calls, innermost_optimizer
 
 try:
     import accelerate
@@ -28,6 +28,7 @@ except ImportError as error:
     raise ImportError("mezzo.integrations.accelerate needs Accelerate: pip install 'mezzo[accelerate]'") from error
 
 _SHARDS = "mezzo_shards"
+_CALLS = calls("accelerator.backward", "accelerator.clip_grad_norm_(...)", "accelerator.stepper")
 _REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
 
@@ -276,4 +277,4 @@ def adopt(accelerator: accelerate.Accelerator, policy: PolicyLike) -> None:
             "cannot hold. Launch with DDP or FSDP2 (fsdp_version: 2)."
         )
     accelerator.__class__ = Accelerator
-    accelerator._adapter = accelerator.scaler = Adapter(policy)
+    accelerator._adapter = accelerator.scaler = Adapter(policy, _CALLS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,19 @@ _WHICH = (
 )
 _NONE = "optimizers were given whose parameters belong to none of the models given so far: the model comes later, or is a copy. Make the optimizer from model.parameters() of a model that is given first, or in the same call."
 
+
+def calls(backward: str, clip: str, stepper: str) -> dict[str, str]:
+    """Return what a user of a framework writes for each call of the stepper, the first that fits.
+
+    Args:
+        backward: for `amp.backward`.
+        clip: for `amp.step(max_norm=...)`.
+        stepper: where the stepper is found, for the rest.
+    """
+    kept = {f"amp.{name}()": f"optimizer.{name}()" for name in ("step", "zero_grad")}
+    return {"amp.backward(": f"{backward}(", "amp.step(max_norm=...)": clip, **kept, "amp.": f"{stepper}."}
+
+
 _owners: WeakKeyDictionary[nn.Module, Adapter] = WeakKeyDictionary()
 """Whose steps of a model are taken now, so that another Trainer can go on with it."""
 
@@ -35,15 +49,17 @@ class Adapter:
 
     Args:
         policy: as for `mezzo.prepare`.
+        words: of the framework, from `calls`, for what errors say to write.
 
     Attributes:
         policy: as given.
+        words: as given.
         result: of the last step; None before the first.
     """
 
-    def __init__(self, policy: PolicyLike) -> None:
+    def __init__(self, policy: PolicyLike, words: Mapping[str, str]) -> None:
         as_policy(policy)  # a word that does not exist is told of before data is loaded
-        self.policy = policy
+        self.policy, self.words = policy, words
         self.result: StepResult | None = None
         self._stepper: Stepper | None = None
         self._given: tuple[Optimizer, ...] = ()
@@ -133,7 +149,8 @@ class Adapter:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a loss; see `Stepper.backward`. Syncs: no."""
         self._shown.close()
-        self.stepper.backward(loss, **kwargs)
+        with self._in_its_words():
+            self.stepper.backward(loss, **kwargs)
 
     def show(self) -> None:
         """Have `.grad` hold true gradients until the next backward or step, to look at or to edit. Syncs: no."""
@@ -188,8 +205,19 @@ class Adapter:
         self._shown.close()
         clip = self._clips.pop(id(optimizer), {})
         one = optimizer if len(self.stepper.optimizers) > 1 else None
-        self.result = self.stepper.step(closure, optimizer=one, **clip)
+        with self._in_its_words():
+            self.result = self.stepper.step(closure, optimizer=one, **clip)
         return self.result
+
+    @contextmanager
+    def _in_its_words(self) -> Iterator[None]:
+        """Have an error name the framework's calls, whose user has no stepper at hand."""
+        try:
+            yield
+        except StepError as error:
+            if type(error) is StepError:
+                error.args = (reduce(lambda text, call: text.replace(*call), self.words.items(), str(error)),)
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the run knows beside weights and optimizers, which the framework saves. Syncs: yes."""

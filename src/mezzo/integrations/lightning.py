@@ -16,7 +16,7 @@ from ..errors import StepError
 from ..optim import parameters, wrapped_optimizer
 from ..policy import PolicyLike
 from ..step import Stepper, needs_closure
-from .adapter import Adapter, innermost_optimizer
+from .adapter import Adapter, calls, innermost_optimizer
 
 try:
     from lightning.fabric.strategies import Strategy as FabricStrategy
@@ -28,6 +28,8 @@ try:
 except ImportError as error:
     raise ImportError("mezzo.integrations.lightning needs Lightning: pip install 'mezzo[lightning]'") from error
 
+_IN_FABRIC = calls("fabric.backward", "fabric.clip_gradients(...)", "plugin.stepper")
+_IN_TRAINER = calls("self.manual_backward", "self.clip_gradients(...)", "plugin.stepper")
 _LOOKING = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
@@ -50,7 +52,7 @@ class MezzoPrecision(Precision):
     """
 
     def __init__(self, policy: PolicyLike = "auto") -> None:
-        self._adapter = Adapter(policy)
+        self._adapter = Adapter(policy, _IN_FABRIC)
         self._is_trainer = self._clips_now = False
         self._wrap: Callable[[], nn.Module | None] = lambda: None
         self._undo = ExitStack()
@@ -118,7 +120,7 @@ class MezzoPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepare the model, and have it wrapped where several ranks train it."""
-        self._is_trainer = True
+        self._is_trainer, self._adapter.words = True, _IN_TRAINER
         if not isinstance(model, LightningModule):
             raise StepError(
                 f"{type(model).__name__} wrapped the model before the policy was bound, and keeps weights of its own. "

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .._torch import is_pipeline_dry_run
 from ..casting import backward_message
 from ..distributed import is_summed_apart
-from ..errors import CastError, StepError, listed
+from ..errors import CastError, StepError, did_you_mean, listed
 from ..kernels import GradientCheck, move, norm_and_finite
 from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..read_only import read_only
@@ -69,6 +69,9 @@ _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part o
 
 class _Shown(dict[str, Tensor]):
     """True gradients by name, each to be edited in place."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise StepError(f"no gradient in this step is that of a parameter {name!r}.{did_you_mean(name, self)}")
 
     def __setitem__(self, name: str, grad: object) -> None:
         raise StepError(f"grads[{name!r}] = ... would leave the gradient as it is. Write grads[{name!r}].copy_(...).")
