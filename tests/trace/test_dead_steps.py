@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo.diagnose as diagnose
@@ -39,6 +40,11 @@ def far_out(x: Tensor) -> Tensor:
     return torch.sigmoid(x + 1e4)  # FLAT
 
 
+def nearest(x: Tensor) -> Tensor:
+    picture, places = torch.arange(16.0).view(1, 1, 4, 4).expand(2, 1, 4, 4), x.view(2, 1, 2, 2)
+    return F.grid_sample(picture, places, "nearest", "border", False).view(2, 2).repeat(1, 2)  # FLAT
+
+
 def straight_through(x: Tensor) -> Tensor:
     return x + (x.round() - x).detach()
 
@@ -65,12 +71,13 @@ def trained(middle: Middle, steps: int, alive_at: int = -1) -> TraceReport:
     return t.report
 
 
-@pytest.mark.parametrize("middle", [sign, rounded, one_feature, saturated, dead, far_out])
+@pytest.mark.parametrize("middle", [sign, rounded, one_feature, saturated, dead, far_out, nearest])
 def test_gradients_that_are_always_zero_are_a_fault_at_the_op_without_a_slope(middle: Middle) -> None:
     report = trained(middle, 32)
     [found] = report.findings
     names = {
         sign: "sign", rounded: "round", one_feature: "softmax", saturated: "clamp", dead: "relu", far_out: "sigmoid",
+        nearest: "grid_sampler_2d",
     }  # fmt: skip
     assert report.answer == "faulty" and (found.verdict, found.op) == ("zero-gradients", names[middle])
     assert found.frame is not None
@@ -86,6 +93,44 @@ def test_gradients_that_pass_or_are_stopped_on_purpose_are_no_fault(middle: Midd
 @pytest.mark.parametrize(("steps", "alive_at"), [(31, -1), (50, 0), (50, 49)])
 def test_one_gradient_or_too_few_steps_are_no_evidence(steps: int, alive_at: int) -> None:
     assert trained(sign, steps, alive_at).answer == "healthy"
+
+
+def replaced(steps: int, alive_at: int = -1, keeps_one: bool = False) -> TraceReport:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters() if keeps_one else model[1].parameters(), lr=0.1)
+    old, model[1] = model[1], nn.Linear(4, 2)
+    with diagnose.trace(model) as t:
+        for step in range(steps):
+            optimizer.zero_grad()
+            (old if step == alive_at else model)(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()  # OTHERS
+    return t.report
+
+
+def test_an_optimizer_none_of_whose_weights_is_trained_is_a_fault_at_its_step() -> None:
+    [found] = replaced(32).findings
+    assert (found.verdict, found.op) == ("no-gradients", "step") and found.frame is not None
+    assert "OTHERS" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
+    assert "no parameter of AdamW had a gradient in any of its 32 steps" in found.why
+
+
+@pytest.mark.parametrize("report", [lambda: replaced(31), lambda: replaced(40, 39), lambda: replaced(40, -1, True)])
+def test_one_gradient_of_an_optimizers_or_few_steps_are_no_evidence(report: Callable[[], TraceReport]) -> None:
+    assert report().answer == "healthy"
+
+
+def test_an_optimizer_that_computes_without_gradients_is_no_fault() -> None:
+    class Walk(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(torch.randn_like(p), alpha=1e-3)
+
+    walked, model = Walk([nn.Parameter(torch.zeros(3, 3))], lr=0.1), nn.Linear(4, 4)
+    with diagnose.trace() as t:
+        for _ in range(40):
+            model(torch.ones(2, 4)).mean().backward()
+            walked.step()
+    assert t.report.answer == "healthy"
 
 
 def weights(scale: float) -> nn.Parameter:

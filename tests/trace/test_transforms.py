@@ -89,3 +89,13 @@ def test_a_later_evaluation_of_a_closure_is_found(policy: str) -> None:
     found = caught.value.report.findings[0]
     assert (found.verdict, found.op, found.phase) == ("singularity", "log", "forward")
     assert torch.equal(model.weight, torch.ones(1, 4))
+
+
+def test_an_infinity_made_after_gradients_per_sample_is_looked_for_in_what_they_were_given() -> None:
+    each = func.vmap(func.grad(called), in_dims=(None, 0))
+    with diagnose.trace() as t:
+        found = each({k: v.detach() for k, v in PARAMETERS.items()}, X)
+        weight = torch.zeros(2)
+        weight -= torch.log(torch.zeros(2))
+    assert found and weight.isinf().all()
+    assert "log" in {event.site.op for event in t.record.events}

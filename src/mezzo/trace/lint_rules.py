@@ -272,6 +272,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"{x.site.op} passes no gradient back here: that of {x.what} was exactly 0 in each of {number(x.value)} backward passes.",
         "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope.",
     ),
+    "no-gradients": lambda x: (
+        f"no parameter of {x.what} had a gradient in any of its {number(x.value)} steps: it steps others than the loss is computed from.",
+        "make the optimizer when the model is complete, or add what was replaced since: optimizer.add_param_group.",
+    ),
     "exploding-step": lambda x: (
         f"one step of {x.what} made its weights {number(x.value)} times as large: root mean square.",
         "lower the learning rate, warm it up, or clip the gradients; state that was reset or loaded may not fit the weights.",

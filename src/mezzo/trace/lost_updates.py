@@ -25,7 +25,7 @@ _SAFE = 2.0**-8
 _FLAT = frozenset({
     "sign", "sgn", "round", "floor", "ceil", "trunc", "fix", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu", "relu6",
     "threshold", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "sigmoid", "tanh", "softmax", "log_softmax", "softplus",
-    "log_sigmoid", "exp", "gelu", "silu", "elu",
+    "log_sigmoid", "exp", "gelu", "silu", "elu", "grid_sampler_2d", "grid_sampler_3d",
 })  # fmt: skip
 """Ops whose slope is 0 everywhere or far out; a mask or a factor of 0 is written on purpose."""
 _KEPT = 0.05
@@ -259,6 +259,7 @@ _LEAST = {
     "cleared-gradients": 1,
     "uncleared-gradients": 8,
     "zero-gradients": 32,
+    "no-gradients": 32,
     "exploding-step": 100,
 }
 """Steps that show it, since a warm-up's first may have a rate of 0; of the last, how many times as large weights become."""
@@ -286,6 +287,7 @@ class IdleSteps:
         self._events = 0
         self._is_cleared: bool | None = None
         self._ops = -1
+        self._is_unreached = False
         self._size = 0.0
 
     def on_gradient(self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None) -> None:
@@ -323,6 +325,7 @@ class IdleSteps:
         is_empty = not has_closure and not any(g is None or amax(g) for g in found)
         self._is_cleared = 0 < arrived < self._cleared[0] if is_empty and arrived else None if is_empty else False
         self._ops = -1 if found else ops
+        self._is_unreached = is_empty and not found and not arrived
         self._size = _size_of(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
@@ -338,6 +341,7 @@ class IdleSteps:
         size, before = _size_of(optimizer), self._size
         if math.isfinite(size) and size > max(_LARGE, _LEAST["exploding-step"] * before) and before:
             self._idle.setdefault(("exploding-step", optimizer), (site, name, round(size / before)))
+        self._count("no-gradients", optimizer, site, name, self._is_unreached and self._ops == ops)
         if self._is_cleared is not None and (cleared := self._cleared[1] or site):
             # an optimizer that computes without gradients has them from elsewhere
             is_idle = self._is_cleared and self._ops in (-1, ops)

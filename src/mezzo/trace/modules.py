@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import storage_id
+from .._torch import storage_id, unwrapped
 from ..binding import innermost, record
 
 
@@ -144,7 +144,9 @@ class ModuleStack:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         place = self._place_of(module)
         if not self._stack:
-            self.inputs = [(f"input {n} of {place.root}", t) for n, t in tensors_in(_call_arguments(args), "")]
+            self.inputs = [
+                (f"input {n} of {place.root}", unwrapped(t)) for n, t in tensors_in(_call_arguments(args), "")
+            ]
             self._on_root(module)
         self._stack.append((module, place))
 

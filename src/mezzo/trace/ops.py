@@ -21,6 +21,10 @@ _RENAMED = {
     "softmax_backward_data": "softmax_backward",
     "nll_loss_forward": "nll_loss",
     "nll_loss2d_forward": "nll_loss",
+    "nll_loss2d": "nll_loss",
+    "grid_sampler2d": "grid_sampler_2d",
+    "grid_sampler3d": "grid_sampler_3d",
+    "smooth_l1loss": "smooth_l1_loss",
 }
 _PREFIXES = ("foreach_", "native_", "cudnn_", "miopen_", "thnn_fused_")
 _SUFFIXES = re.compile(r"(_legit(_no_training)?|_with_update|_for_cpu|_functional)$")
@@ -56,14 +60,15 @@ def node_op(node_name: str) -> str:
 
     A custom Function keeps its class name.
 
-    >>> node_op("NativeLayerNormBackward0"), node_op("ClampedLogBackward"), node_op("ToCopyBackward0")
-    ('layer_norm', 'ClampedLog', 'to')
+    >>> node_op("NativeLayerNormBackward0"), node_op("ClampedLogBackward"), node_op("MaxPool2DWithIndicesBackward0")
+    ('layer_norm', 'ClampedLog', 'max_pool2d_with_indices')
     """
     name = node_name.rsplit("::", 1)[-1]
     builtin = re.fullmatch(r"(\w+)Backward\d+", name)
     if builtin is None:
         return name.removesuffix("Backward")
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", builtin[1]).lower()
+    name = re.sub(r"(?<=\d)[A-Z]", lambda letter: letter[0].lower(), builtin[1])
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     return plain_name(snake)
 
 
