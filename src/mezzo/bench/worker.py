@@ -127,7 +127,7 @@ class VariantWorker:
         self._label = ""
         self._session: Session | None = None
         self._rounds: Iterator[tuple[float, float]] = iter(())
-        gc.collect()
+        _return_freed_memory()
         if self._setting.device.type == "cuda":
             torch.cuda.empty_cache()
 
