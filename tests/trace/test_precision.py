@@ -134,12 +134,17 @@ def test_zeros_that_fp32_has_too_are_no_fault() -> None:
 @pytest.mark.parametrize(
     ("size", "times", "is_lost"), [(1e-3, 80, True), (1e-3, 40, False), (1e-1, 80, False), (0.0, 80, False)]
 )
-def test_a_state_that_additions_do_not_move_is_told(size: float, times: int, is_lost: bool) -> None:
+@pytest.mark.parametrize(
+    "reset", [lambda y: y, lambda y: torch.where(y > 2, torch.ones_like(y), y), lambda y: y.clamp(max=2)]
+)
+def test_a_state_that_additions_do_not_move_is_told(
+    size: float, times: int, is_lost: bool, reset: Callable[[Tensor], Tensor]
+) -> None:
     speed = torch.full((4,), size, dtype=BF16, requires_grad=True)
     with diagnose.trace() as t:
         y = torch.ones(4, dtype=BF16)
         for _ in range(times):
-            y = y + speed
+            y = reset(y + speed)
         y.float().sum().backward()
     told = [(f.verdict, f.op, f.phase) for f in t.report.findings]
     assert told == [("lost-update", "add", "forward")] * is_lost

@@ -136,6 +136,8 @@ def _rescue(wide: Tensor, lost: Tensor) -> float:
 
 
 _ADDITIONS = frozenset({"add", "sub", "lerp", "addcmul", "addcdiv"})
+_HANDED_ON = frozenset({"where", "clamp", "clamp_min", "clamp_max", "masked_fill"})
+"""Ops between two additions that leave most of a state as it is, as the reset of a neuron that spiked."""
 _TOLD = 64
 _STEPS = 64
 """Additions to one state that are lost one after another: more than a network has layers whose start is small."""
@@ -210,6 +212,10 @@ class UpdateWatch:
         Syncs: where 16-bit tensors that lead to gradients are added.
         """
         out = call.out[0] if call.out else None
+        if call.facts.name in _HANDED_ON and out is not None:
+            chains = [chain for _, t in call.inputs if t.shape == out.shape and (chain := self._chains.get(t))]
+            if chains:
+                self._chains.note(out, chains[0])
         if call.facts.name not in ("add", "sub") or call.facts.writes or out is None or out.dtype not in LOW_DTYPES:
             return
         given = [t for _, t in call.inputs if t.shape == out.shape and t.dtype is out.dtype]
