@@ -1,6 +1,6 @@
 """What torch's own kernels leave to gain on a CPU: each workload beside a run of it that nothing of mezzo's is part of.
 
-Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [step] [lstm] [resnet] [rows] [ROUNDS]`; all without a name. It prints a table
+Run: `python benchmarks/limits.py [launch] [text] [recipe] [casts] [memory] [compiled] [fixed] [step] [lstm] [checked] [rows] [ROUNDS]`; all without a name. It prints a table
 and one line of JSON. The ways take turns, a step each; figures are medians.
 
 `launch` and `text`: BERT. "16 bit" keeps nothing in fp32: weights and moments in bf16, under torch.autocast, stepped by torch's
@@ -33,8 +33,9 @@ moments are: nothing is computed, and no more than one array is walked at a time
 `lstm`: "its kernels" are forward and backward of the LSTM layers alone, stored in bf16: no embedding, no head, no loss, no update. One
 thread, its processor time.
 
-`resnet`: "checked" is a step under torch.autocast that does by torch's own ops what a guard has to do: the norm of all gradients is read, a step
-that is not finite is left out, and the statistics of batch norms are copied, so that they can be given back. All threads, wall time, the C library keeping memory.
+`checked`: ResNet and LSTM. "checked" is a step under torch.autocast that does by torch's own ops what a guard has to do: the norm of all gradients is
+read, a step that is not finite is left out, and the statistics of batch norms are copied, so that they can be given back. All threads, wall time, the C
+library keeping memory.
 """
 
 from __future__ import annotations
@@ -357,7 +358,7 @@ def lstm(rounds: int) -> dict[str, dict[str, float]]:
         return {f"lstm {size.label}": medians({"its kernels": lstm_kernels(size)} | ways, rounds, time.thread_time)}
 
 
-def checked(workload: ModelSteps) -> Way:
+def with_a_check(workload: ModelSteps) -> Way:
     """Return a step under torch.autocast that takes no update from gradients that are not finite."""
     torch.manual_seed(0)
     model, batch = workload.make_model(), workload.make_batch()
@@ -379,13 +380,15 @@ def checked(workload: ModelSteps) -> Way:
     return run
 
 
-def resnet(rounds: int) -> dict[str, dict[str, float]]:
-    """Measure training steps of a ResNet beside those that torch checks."""
-    size = Resnet(steps=1)
+def checked(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure training steps of a ResNet and of LSTM layers beside those that torch checks."""
+    found = {}
     with keep_memory():
-        ways = {"torch-autocast": built(size, "torch-autocast"), "checked": checked(size)}
-        ways |= {name: built(size, name) for name in ("prepare", "prepare-master")}
-        return {f"resnet {size.label}": medians(ways, rounds, time.perf_counter)}
+        for workload in (Resnet(steps=1), Lstm(steps=1)):
+            ways = {"torch-autocast": built(workload, "torch-autocast"), "checked": with_a_check(workload)}
+            ways |= {name: built(workload, name) for name in ("prepare", "prepare-master")}
+            found[f"checked {type(workload).__name__} {workload.label}"] = medians(ways, rounds, time.perf_counter)
+    return found
 
 
 def rows(rounds: int) -> dict[str, dict[str, float]]:
@@ -412,7 +415,7 @@ PARTS = {
     "fixed": fixed,
     "step": step,
     "lstm": lstm,
-    "resnet": resnet,
+    "checked": checked,
     "rows": rows,
 }
 UNITS = {"memory": "MB"}

@@ -111,12 +111,62 @@ def test_an_optimizer_none_of_whose_weights_is_trained_is_a_fault_at_its_step() 
     [found] = replaced(32).findings
     assert (found.verdict, found.op) == ("no-gradients", "step") and found.frame is not None
     assert "OTHERS" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
-    assert "no parameter of AdamW had a gradient in any of its 32 steps" in found.why
+    assert "none of the parameters of AdamW had a gradient in any of its 32 steps" in found.why
 
 
-@pytest.mark.parametrize("report", [lambda: replaced(31), lambda: replaced(40, 39), lambda: replaced(40, -1, True)])
+def test_an_optimizer_that_holds_what_a_layer_was_before_it_was_replaced_is_a_fault_at_its_step() -> None:
+    [found] = replaced(32, keeps_one=True).findings
+    assert (found.verdict, found.op) == ("no-gradients", "step") and found.frame is not None
+    assert "OTHERS" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
+    lost = "none of the 2 parameters of AdamW that are in no module, while no optimizer holds 1.weight, 1.bias, had a gradient"
+    assert lost in found.why
+
+
+@pytest.mark.parametrize(
+    "report",
+    [lambda: replaced(31), lambda: replaced(40, 39), lambda: replaced(31, -1, True), lambda: replaced(40, 3, True)],
+)
 def test_one_gradient_of_an_optimizers_or_few_steps_are_no_evidence(report: Callable[[], TraceReport]) -> None:
     assert report().answer == "healthy"
+
+
+def masters_by_hand(model: nn.Sequential, extra: nn.Parameter) -> tuple[torch.optim.Optimizer, Callable[[], object]]:
+    """fp32 copies that a program steps by itself, one of a layer that has no gradient."""
+    model[0].requires_grad_(False)
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+
+    def hand_over() -> None:
+        for copy, p in zip(copies, model.parameters(), strict=True):
+            copy.grad = p.grad
+
+    return torch.optim.AdamW(copies), hand_over
+
+
+def a_part_only(model: nn.Sequential, extra: nn.Parameter) -> tuple[torch.optim.Optimizer, Callable[[], object]]:
+    """One layer is trained, the gradients of the other go nowhere."""
+    return torch.optim.AdamW(model[1].parameters()), list
+
+
+def a_weight_that_waits(
+    model: nn.Sequential, extra: nn.Parameter
+) -> tuple[torch.optim.Optimizer, Callable[[], object]]:
+    """A parameter of no module has no gradient, and every other is trained."""
+    return torch.optim.AdamW([*model.parameters(), extra]), list
+
+
+@pytest.mark.parametrize("make", [masters_by_hand, a_part_only, a_weight_that_waits])
+def test_parameters_left_out_or_waiting_on_purpose_are_no_fault(
+    make: Callable[[nn.Sequential, nn.Parameter], tuple[torch.optim.Optimizer, Callable[[], object]]],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer, hand_over = make(model, nn.Parameter(torch.zeros(2)))
+    with diagnose.trace() as t:
+        for _ in range(40):
+            model.zero_grad()
+            model(torch.randn(2, 4)).square().mean().backward()
+            hand_over()
+            optimizer.step()
+    assert t.report.answer == "healthy"
 
 
 def test_an_optimizer_that_computes_without_gradients_is_no_fault() -> None:

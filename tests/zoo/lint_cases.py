@@ -233,6 +233,21 @@ def head_of_before(dtype: torch.dtype) -> Run:
     return run
 
 
+def whole_model_of_before(dtype: torch.dtype) -> Run:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model[1] = nn.Linear(8, 2)
+    step = scaled_step(model, dtype, lambda: model(x).float().square().mean())
+
+    def run() -> None:
+        for _ in range(40):
+            model.zero_grad()
+            step()
+            optimizer.step()  # FAULT
+
+    return run
+
+
 def warm_up_in_whole_numbers(dtype: torch.dtype) -> Run:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -336,7 +351,8 @@ LINTS = [
     LintCase(build=cleared_before_the_step, verdict="cleared-gradients", dtypes=BOTH, names=("SGD.step",)),
     LintCase(build=gradients_without_end, verdict="uncleared-gradients", dtypes=(BF16,), names=("each of 9 took",)),
     LintCase(build=codes_of_signs, verdict="zero-gradients", dtypes=(BF16,), names=("each of 40 backward",)),
-    LintCase(build=head_of_before, verdict="no-gradients", dtypes=(BF16,), names=("no parameter of AdamW",)),
+    LintCase(build=head_of_before, verdict="no-gradients", dtypes=(BF16,), names=("none of the parameters of AdamW",)),
+    LintCase(build=whole_model_of_before, verdict="no-gradients", dtypes=(BF16,), names=("1.weight, 1.bias",)),
     LintCase(build=moments_set_back, verdict="exploding-step", dtypes=(BF16,), names=("one step of Adam",)),
     LintCase(build=rollout_without_a_bound, verdict="exploding-loop", dtypes=(BF16,), names=("19 times",)),
     LintCase(build=unscaled_fp16, verdict="no-loss-scale"),

@@ -273,7 +273,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope.",
     ),
     "no-gradients": lambda x: (
-        f"no parameter of {x.what} had a gradient in any of its {number(x.value)} steps: it steps others than the loss is computed from.",
+        f"none of {x.what} had a gradient in any of its {number(x.value)} steps: it steps others than the loss is computed from.",
         "make the optimizer when the model is complete, or add what was replaced since: optimizer.add_param_group.",
     ),
     "exploding-step": lambda x: (

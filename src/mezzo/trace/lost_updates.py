@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from .._torch import storage_id, version
+from ..errors import listed
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
 from .frames import Owner, caller, short_line
 from .lint_rules import LintWatch
@@ -295,9 +297,13 @@ class IdleSteps:
         self._ops = -1
         self._is_unreached = False
         self._size = 0.0
+        self._steps: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
+        self._brought: Counter[int] = Counter()
+        self._had: set[int] = set()
 
     def on_gradient(self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None) -> None:
         """Take note of a gradient, its largest magnitude, and the op without a slope that made it 0 throughout. Syncs: no."""
+        self._brought[id(parameter)] += 1
         if top:
             self._events += 1
             self._arrived[id(parameter)] = self._events
@@ -328,6 +334,7 @@ class IdleSteps:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         arrived = max((self._arrived.pop(id(p), 0) for p in parameters), default=0)
         found = [plain(p.grad) for p in parameters if p.grad is not None]
+        self._had.update(id(p) for p in parameters if p.grad is not None)
         is_empty = not has_closure and not any(g is None or amax(g) for g in found)
         self._is_cleared = 0 < arrived < self._cleared[0] if is_empty and arrived else None if is_empty else False
         self._ops = -1 if found else ops
@@ -347,7 +354,10 @@ class IdleSteps:
         size, before = _size_of(optimizer), self._size
         if math.isfinite(size) and size > max(_LARGE, _LEAST["exploding-step"] * before) and before:
             self._idle.setdefault(("exploding-step", optimizer), (site, name, round(size / before)))
-        self._count("no-gradients", optimizer, site, name, self._is_unreached and self._ops == ops)
+        first, steps = self._steps.get(optimizer, (site, 0))
+        self._steps[optimizer] = first, steps + 1
+        what = f"the parameters of {name}"
+        self._count("no-gradients", optimizer, site, what, self._is_unreached and self._ops == ops)
         if self._is_cleared is not None and (cleared := self._cleared[1] or site):
             # an optimizer that computes without gradients has them from elsewhere
             is_idle = self._is_cleared and self._ops in (-1, ops)
@@ -357,8 +367,19 @@ class IdleSteps:
         first, told, steps = self._idle.get((rule, owner), (site, what, 0))
         self._idle[rule, owner] = first, told, steps + 1 if is_idle and steps >= 0 else -1
 
-    def tell(self, lints: LintWatch) -> None:
-        """Say which optimizers never moved a weight."""
+    def tell(self, lints: LintWatch, named: Mapping[int, str]) -> None:
+        """Say which optimizers never moved a weight, or hold what stood in the place of one, given the parameters in modules by their ids."""
         for (rule, owner), (site, what, steps) in self._idle.items():
             if steps >= _LEAST[rule] and owner not in self._alive:
                 lints.add(rule, site, torch.float32, what, steps)
+        self._tell_replaced(lints, named)
+
+    def _tell_replaced(self, lints: LintWatch, named: Mapping[int, str]) -> None:
+        params = {o: {id(p) for group in o.param_groups for p in group["params"]} for o in self._steps}
+        held, least = set().union(*params.values()), _LEAST["no-gradients"]
+        left = [name for key, name in named.items() if key not in held and self._brought[key] >= least]
+        for optimizer, (site, steps) in self._steps.items() if left else ():
+            gone = params[optimizer] - named.keys() - self._had
+            if gone and steps >= least and params[optimizer] & named.keys() & self._had:
+                what = f"the {len(gone)} parameters of {type(optimizer).__name__} that are in no module, while no optimizer holds {listed(left)},"
+                lints.add("no-gradients", site, torch.float32, what, steps)

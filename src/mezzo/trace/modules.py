@@ -162,6 +162,10 @@ class ModuleStack:
         """Whether no module's forward is running."""
         return not self._stack
 
+    def parameters(self) -> dict[int, str]:
+        """Return the names of the parameters that roots hold now, by their ids. Host only."""
+        return {id(p): _readable(name) for root in reversed(self.roots) for name, p in root.named_parameters()}
+
     def parameter_name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the first root that holds it; empty if none does. Syncs: no."""
         return self._parameters.get(id(parameter), (parameter, ""))[1]

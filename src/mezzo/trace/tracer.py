@@ -116,7 +116,7 @@ class Trace:
         for sink in self._pending.dropped(is_over=True):
             self._collector.reach(sink)
         self._collector.settle_reads(has_failed=has_failed)
-        self._idle.tell(self._collector.lints)
+        self._idle.tell(self._collector.lints, self._context.modules.parameters())
 
     def _run_eagerly(self) -> None:
         """Have compiled models run eagerly, so that their ops are seen one by one; the compiler is not imported for it."""
