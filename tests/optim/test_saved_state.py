@@ -54,7 +54,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a moment without values": (
         lambda s: s["state"][0].update(exp_avg=torch.ones(2, 3, device="meta")), "must be one of torch.strided with values",
     ),
-    "a remainder in fp32": (lambda s: s["state"][0].update(remainder=torch.ones(2, 3)), "which such state is never kept in"),
+    "a remainder in fp32": (
+        lambda s: s["state"][0].update(remainder=torch.ones(2, 3)),
+        ("['remainder'] is torch.float32: steps of torch's optimizers do not keep it. "
+         "Nothing was loaded. Load model and optimizer first, then call mezzo.prepare, which makes it anew."),
+    ),
     "a moment missing in one": (lambda s: s["state"][1].pop("exp_avg"), "state[1] has no exp_avg, which others of its group have"),
 }  # fmt: skip
 

@@ -144,6 +144,8 @@ KEYS = (
         ("", " at position 0: unknown preset ''. Valid: auto, bf16, bf16-master, fp16, fp16-master, fp32."),
         ("bf61", " at position 0: unknown preset 'bf61'. Did you mean 'bf16'?"),
         ("  bf16_master", " at position 2: unknown preset 'bf16_master'. Did you mean 'bf16-master'?"),
+        ("bf16-master; master=fp32", " at position 0: write 'bf16-master, master=fp32', with commas."),
+        ("fp16, loss=fp32;output=fp32", " at position 6: write 'loss=fp32,output=fp32', with commas."),
         ("output=fp32", (" at position 0: a policy starts with a preset (fp32, fp16, bf16, fp16-master, bf16-master, "
                         "auto): write 'fp32, output=fp32'.")),
         ("fp16, bf16", " at position 6: 'bf16' is a preset, and a preset only comes first."),

@@ -74,12 +74,13 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
         _check_alike(part, {key: saved["state"][key] for key in group["params"] if saved["state"].get(key)})
 
 
-def refuse(part: str, what: str) -> NoReturn:
+_WHOLE = "Take a whole checkpoint of amp.state_dict(), of such a model and such optimizers."
+_FIRST_LOADED = "Load model and optimizer first, then call mezzo.prepare, which makes it anew."
+
+
+def refuse(part: str, what: str, instead: str = _WHOLE) -> NoReturn:
     """Raise the sentence about a part of a checkpoint that does not fit."""
-    raise CheckpointError(
-        f"the checkpoint's {part} {what}. Nothing was loaded. Take a whole checkpoint of amp.state_dict(), of such a model "
-        "and such optimizers."
-    )
+    raise CheckpointError(f"the checkpoint's {part} {what}. Nothing was loaded. {instead}")
 
 
 def check_mapping(part: str, value: Any) -> None:
@@ -148,7 +149,7 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
         elif name in AUX_STATE.values():
             check_tensor(where, value, param)
             if value.is_floating_point() is (name == AUX_STATE["split"]):
-                refuse(where, f"is {value.dtype}, which such state is never kept in")
+                refuse(where, f"is {value.dtype}: steps of torch's optimizers do not keep it", _FIRST_LOADED)
         elif name in MOMENTS:
             if value is not None or name != _NONE_YET:
                 check_tensor(where, value, param)

@@ -60,7 +60,11 @@ def _items(text: str) -> Iterator[tuple[int, str]]:
         if text[match.end() : match.end() + 1] == '"':
             raise PolicyError(f"cannot parse policy {text!r} at position {match.end()}: the quote is not closed.")
         item = match[0]
-        yield start + len(item) - len(item.lstrip()), item.strip()
+        at, item = start + len(item) - len(item.lstrip()), item.strip()
+        if ";" in item and '"' not in item:
+            edit = item.replace(";", ",")
+            raise PolicyError(f"cannot parse policy {text!r} at position {at}: write {edit!r}, with commas.")
+        yield at, item
         if match.end() == len(text):
             return
         start = match.end() + 1
