@@ -314,3 +314,55 @@ def test_sparse_gradients_are_followed_as_far_as_they_have_memory(clears: bool) 
             if clears:
                 optimizer.zero_grad()
     assert t.report.answer == "healthy"
+
+
+def stepped(how: str, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    if how == "by the scaler":
+        scaler.step(optimizer)
+        scaler.update()
+        return
+    if how == "unscaled":
+        scaler.unscale_(optimizer)
+    elif how == "divided":
+        torch._foreach_div_(grads, scaler.get_scale())
+    elif how == "divided as data":
+        for grad in grads:
+            grad.data /= scaler.get_scale()
+    elif how == "replaced":
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = p.grad / scaler.get_scale()
+    optimizer.step()  # SCALED
+    if how == "unscaled":
+        scaler.update()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("optimize", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("how", ["as they are", "by the scaler", "unscaled", "divided", "divided as data", "replaced"])
+def test_a_step_with_gradients_that_still_carry_the_scale_is_told(
+    how: str, optimize: type[torch.optim.Optimizer], parts: int
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer, scaler = optimize(model.parameters(), lr=1e-6), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with diagnose.trace() as t:
+        for _ in range(3):
+            for _ in range(parts):
+                scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+            stepped(how, scaler, optimizer)
+            optimizer.zero_grad()
+    assert [f.verdict for f in t.report.findings] == ["scaled-step"] * (how == "as they are")
+    if how == "as they are":
+        [found] = t.report.findings
+        assert found.frame is not None and (found.op, found.phase) == ("step", "optimizer")
+        assert "SCALED" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
+        assert f"{optimize.__name__} stepped gradients that are still multiplied by 1024" in found.why
+
+
+def test_a_loss_with_a_weight_of_its_own_carries_no_scale() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with diagnose.trace() as t:
+        (1000 * model(torch.ones(2, 4)).square().mean()).backward()
+        optimizer.step()
+    assert t.report.answer == "healthy"

@@ -375,10 +375,8 @@ CASES = [
     ),
     Case(build=eps_of_adam_in_fp16, op="addcdiv", module="0", verdict="underflow", phase="optimizer", names=("1e-08",)),
     Case(build=lost_updates, op="step", module="0", verdict="lost-update", phase="optimizer", dtypes=(BF16,)),
-    Case(
-        build=weights_stepped_by_hand, op="step", module="0", verdict="lost-update", phase="optimizer", dtypes=(BF16,)
-    ),
-    Case(build=average_that_does_not_move, op="step", verdict="lost-update", phase="optimizer", dtypes=(BF16,)),
+    Case(build=weights_stepped_by_hand, op="sub", module="0", verdict="lost-update", phase="optimizer", dtypes=(BF16,)),
+    Case(build=average_that_does_not_move, op="add", verdict="lost-update", phase="optimizer", dtypes=(BF16,)),
     Case(build=sum_over_nothing, op="logsumexp", verdict="singularity", dtypes=(FP32,)),
     Case(build=learning_rate_too_high, op="add", module="0", verdict="overflow", phase="optimizer", dtypes=(FP32,)),
     Case(build=momentum_overflows_in_fp16, op="add", module="0", verdict="overflow", phase="optimizer"),

@@ -194,6 +194,20 @@ def clipped_before_unscaled(dtype: torch.dtype) -> Run:
     return run
 
 
+def stepped_past_the_scaler(dtype: torch.dtype) -> Run:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = F.mse_loss(model(x).float(), x)
+        scaler.scale(loss).backward()
+        optimizer.step()  # FAULT
+
+    return run
+
+
 def unscaled_fp16(dtype: torch.dtype) -> Run:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
 
@@ -347,6 +361,7 @@ LINTS = [
     ),
     LintCase(build=loss_in_16_bit, verdict="loss-in-16-bit", dtypes=BOTH),
     LintCase(build=clipped_before_unscaled, verdict="clip-before-unscale", dtypes=BOTH, names=("256",)),
+    LintCase(build=stepped_past_the_scaler, verdict="scaled-step", dtypes=BOTH, names=("multiplied by 256",)),
     LintCase(build=warm_up_in_whole_numbers, verdict="zero-learning-rate", dtypes=(BF16,), names=("4 steps of AdamW",)),
     LintCase(build=cleared_before_the_step, verdict="cleared-gradients", dtypes=BOTH, names=("SGD.step",)),
     LintCase(build=gradients_without_end, verdict="uncleared-gradients", dtypes=(BF16,), names=("each of 9 took",)),

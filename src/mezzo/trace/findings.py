@@ -21,9 +21,11 @@ _PRODUCTS = _LAYERS | {"mul", "div", "mean", "std", "var", "var_mean"}
 _MET = attrgetter("kind", "site.op", "site.phase", "site.step", "site.frame", "where", "offending")
 FAULTY_RULES = {
     "clip-before-unscale": "clip_grad", "zero-learning-rate": "step", "cleared-gradients": "zero_grad", "zero-gradients": "",
-    "uncleared-gradients": "step", "exploding-step": "step", "exploding-loop": "", "no-gradients": "step",
+    "scaled-step": "step", "uncleared-gradients": "step", "exploding-step": "step", "exploding-loop": "", "no-gradients": "step",
 }  # fmt: skip
 """Lint rules that no sound loop breaks, and what is called where one does: nothing where an op is to blame."""
+_BEFORE = frozenset({"exploding-loop", "scaled-step"})
+"""Of these, what is named first: what overflows is large because of it."""
 LOST_SHARE = 0.5
 """Above this share of swallowed updates a weight hardly moves; the limit of the update monitor."""
 
@@ -105,7 +107,7 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     found += [_of_trend(record, t) for t in trends(record.sizes)[:1] if not found]
     found += _of_lost_updates(record.lost)
     found += [_of_lint(x, explain_lint(x)) for x in record.lints if x.rule in FAULTY_RULES]
-    found.sort(key=lambda f: f.verdict != "exploding-loop")  # what overflows is large because of it
+    found.sort(key=lambda f: f.verdict not in _BEFORE)
     merged = _merged(found)
     # what a step that was taken left whole was some other optimizer's, which drops it
     bad = {n for f in merged if not f.is_fault for n in f.steps} - record.taken
@@ -281,25 +283,25 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
         why = f"{share:.0%} of what is added here to {names} is smaller than half the spacing of {first.dtype} there, time after time: it does not move."
         fix = Fix(advice="keep it in fp32 while steps are added to it: write .float() on it before the first.")
         return [_at(site, verdict="lost-update", why=why, fix=fix, steps=steps)]
+    by_hand = site.phase == "forward"
+    ran = {} if by_hand else {"op": "step", "kernel": first.optimizer, "called": ""}
+    named = {} if first.name.startswith("a ") else {"module": first.name.rpartition(".")[0], "path": first.name}
     return [
         _at(
             site,
             verdict="lost-update",
             phase="optimizer",
-            op="step",
-            kernel=first.optimizer,
-            called="",
-            module=first.name.rpartition(".")[0],
-            path=first.name,
+            **ran,
+            **named,
             why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
             f"of {first.dtype} at the weight, and were rounded away.",
             fix=Fix(advice="keep in fp32 what is updated, and hand out a copy of it in 16 bit.")
-            if site.phase == "forward"
+            if by_hand
             else Fix(
                 edit="params=bf16, master=split" if first.dtype == "bf16" else "params=fp16, master=fp32",
                 advice="keep the weights in fp32, or use mezzo.optim, which keeps what 16 bits cannot hold.",
             ),
-            reached=tuple(f"parameter {u.name}" for u in same),
+            reached=tuple(f"parameter {u.name}" if named else u.name for u in same),
             steps=steps,
         )
     ]

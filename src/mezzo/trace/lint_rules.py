@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..binding import record
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
-from .frames import argument_of
+from .frames import argument_of, is_called_from
 from .measure import amax, numbers, rerun_wide
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
@@ -27,7 +27,7 @@ _SCALES = frozenset({"mul", "div"})
 _KEEP_WIDE = re.compile(r"(^|[._])(inv_freq|freqs?(_cis)?|cos(_cached)?|sin(_cached)?|running_mean|running_var)$")
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
-_CLIPS = "torch/nn/utils/clip_grad.py"
+_CLIPS, _SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py"
 _MOST = 64
 """Lints of one rule that are kept."""
 
@@ -51,13 +51,15 @@ class LintWatch:
     Attributes:
         of_risks: whether what may lose numbers counts too where it did not: a loss in 16 bit, the eps that torch's normalize fills in.
         has_fp16: whether a forward op gave fp16.
+        scale: what a scaler of torch's multiplied the last loss by, until gradients are unscaled; 1 before and after.
     """
 
     def __init__(self) -> None:
         self.of_risks = False
         self._found: dict[tuple[object, ...], Lint] = {}
         self._counts: dict[LintRule, int] = {}
-        self.has_fp16 = False
+        self.has_fp16 = self._has_scaler = False
+        self.scale = 1.0
         self._clipped: tuple[Site, float] | None = None
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
@@ -76,6 +78,8 @@ class LintWatch:
 
     def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in one op, given what tensors are called. Syncs: yes, at the ops it judges."""
+        if call.facts.name == "mul" and not site.root and not self._has_scaler:
+            self._has_scaler = is_called_from(_SCALER)
         low = _low(call.out)
         if low is None:
             return
@@ -158,7 +162,8 @@ class LintWatch:
             self._clipped = site, loss_scale
 
     def unscale(self) -> None:
-        """Note that gradients were clipped before they were unscaled, if they were."""
+        """Note that gradients were unscaled, and clipped before it, if they were."""
+        self.scale = 1.0
         if self._clipped is not None:
             site, scale = self._clipped
             self.add("clip-before-unscale", site, torch.float32, "gradients", scale)
@@ -167,6 +172,7 @@ class LintWatch:
     def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
         """Look at the tensor backward starts from, and at the region it starts in. Syncs: where it is 16 bit."""
         self._clipped = None
+        self.scale = loss_scale if self._has_scaler else 1.0
         if region is not None and self.of_risks:
             self.add("backward-in-region", site, region, "backward", 0.0)
         if loss.dtype in LOW_DTYPES and self.of_risks:
@@ -255,6 +261,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     "clip-before-unscale": lambda x: (
         f"gradients are clipped while they are still multiplied by {number(x.value)}.",
         "call scaler.unscale_(optimizer) before clipping.",
+    ),
+    "scaled-step": lambda x: (
+        f"{x.what} stepped gradients that are still multiplied by {number(x.value)}: nothing unscaled them, and no step would be left out.",
+        "step through scaler.step(optimizer) and scaler.update(), from the last good checkpoint.",
     ),
     "zero-learning-rate": lambda x: (
         f"the learning rate was 0 in each of the {number(x.value)} steps of {x.what}: no weight moved.",

@@ -263,6 +263,7 @@ class UpdateWatch:
 
 
 _LEAST = {
+    "scaled-step": 1,
     "zero-learning-rate": 3,
     "cleared-gradients": 1,
     "uncleared-gradients": 8,
@@ -291,12 +292,14 @@ class IdleSteps:
         self._left: dict[int, tuple[torch.optim.Optimizer, tuple[int, int, int]]] = {}
         self._is_sum: dict[torch.optim.Optimizer, bool] = {}
         self._arrived: dict[int, int] = {}
+        self._tops: dict[int, float] = {}
         self._cleared: tuple[int, Site | None] = (0, None)
         self._events = 0
         self._is_cleared: bool | None = None
         self._ops = -1
         self._is_unreached = False
         self._size = 0.0
+        self._scale = 1.0
         self._steps: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
         self._brought: Counter[int] = Counter()
         self._had: set[int] = set()
@@ -304,6 +307,7 @@ class IdleSteps:
     def on_gradient(self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None) -> None:
         """Take note of a gradient, its largest magnitude, and the op without a slope that made it 0 throughout. Syncs: no."""
         self._brought[id(parameter)] += 1
+        self._tops[id(parameter)] = top
         if top:
             self._events += 1
             self._arrived[id(parameter)] = self._events
@@ -329,17 +333,21 @@ class IdleSteps:
         self._events += 1
         self._cleared = self._events, site
 
-    def before(self, optimizer: torch.optim.Optimizer, ops: int, has_closure: bool) -> None:
-        """Look at the gradients of a step, given how many ops ran before it; a closure brings its own. Syncs: yes."""
+    def before(self, optimizer: torch.optim.Optimizer, ops: int, has_closure: bool, scale: float) -> None:
+        """Look at the gradients of a step, given how many ops ran before it and what they were multiplied by; a closure brings its own. Syncs: yes."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         arrived = max((self._arrived.pop(id(p), 0) for p in parameters), default=0)
-        found = [plain(p.grad) for p in parameters if p.grad is not None]
-        self._had.update(id(p) for p in parameters if p.grad is not None)
+        grads = {id(p): plain(p.grad) for p in parameters if p.grad is not None}
+        found = list(grads.values())
+        self._had |= grads.keys()
         is_empty = not has_closure and not any(g is None or amax(g) for g in found)
         self._is_cleared = 0 < arrived < self._cleared[0] if is_empty and arrived else None if is_empty else False
         self._ops = -1 if found else ops
         self._is_unreached = is_empty and not found and not arrived
         self._size = _size_of(optimizer)
+        # divided by hand, they are no longer what came
+        as_came = all(g is not None and amax(g) == self._tops.get(key) for key, g in grads.items())
+        self._scale = scale if as_came and not has_closure and not is_empty else 1.0
 
     def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
         """Count the step that has just ended. Syncs: yes."""
@@ -354,6 +362,8 @@ class IdleSteps:
         size, before = _size_of(optimizer), self._size
         if math.isfinite(size) and size > max(_LARGE, _LEAST["exploding-step"] * before) and before:
             self._idle.setdefault(("exploding-step", optimizer), (site, name, round(size / before)))
+        if self._scale > 1:
+            self._idle.setdefault(("scaled-step", optimizer), (site, name, round(self._scale)))
         first, steps = self._steps.get(optimizer, (site, 0))
         self._steps[optimizer] = first, steps + 1
         what = f"the parameters of {name}"

@@ -299,7 +299,8 @@ class Trace:
         # torch hands a pre-hook the optimizer as the first argument too
         self._context.has_closure = any(callable(a) and a is not optimizer for a in (*args, *kwargs.values()))
         with self._collector.aside():
-            self._idle.before(optimizer, self._collector.ops, self._context.has_closure)
+            scale = self._collector.lints.scale
+            self._idle.before(optimizer, self._collector.ops, self._context.has_closure, scale)
             self._collector.updates.begin(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from .records import Event, Wide
 
 Verdict = Literal[
     "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update",
-    "clip-before-unscale", "zero-learning-rate", "cleared-gradients", "zero-gradients", "exploding-step",
+    "clip-before-unscale", "scaled-step", "zero-learning-rate", "cleared-gradients", "zero-gradients", "exploding-step",
     "exploding-loop", "uncleared-gradients", "no-gradients",
 ]  # fmt: skip
 """Kinds of fault.
