@@ -33,7 +33,7 @@ moments are: nothing is computed, and no more than one array is walked at a time
 `lstm`: "its kernels" are forward and backward of the LSTM layers alone, stored in bf16: no embedding, no head, no loss, no update. One
 thread, its processor time.
 
-`checked`: ResNet and LSTM. "checked" is a step under torch.autocast that does by torch's own ops what a guard has to do: the norm of all gradients is
+`checked`: ResNet, LSTM and networks of three linear layers, of which ten times the rounds. "checked" is a step under torch.autocast that does by torch's own ops what a guard has to do: the norm of all gradients is
 read, a step that is not finite is left out, and the statistics of batch norms are copied, so that they can be given back. All threads, wall time, the C
 library keeping memory.
 """
@@ -63,7 +63,7 @@ from mezzo.bench.workload import Setting, Workload
 from mezzo.bench.workloads.bert import BertLogits, Overhead, Text, classification_loss, review_batches
 from mezzo.bench.workloads.inference import Inference
 from mezzo.bench.workloads.lora import Lora, LoraLinear
-from mezzo.bench.workloads.recipe import Recipe
+from mezzo.bench.workloads.recipe import Recipe, Scaling, make_model, mean_squared_error
 from mezzo.bench.workloads.step_alone import Step
 from mezzo.bench.workloads.zoo import Gpt2, Llama, Lstm, ModelSteps, Resnet, Vit
 
@@ -358,11 +358,8 @@ def lstm(rounds: int) -> dict[str, dict[str, float]]:
         return {f"lstm {size.label}": medians({"its kernels": lstm_kernels(size)} | ways, rounds, time.thread_time)}
 
 
-def with_a_check(workload: ModelSteps) -> Way:
+def with_a_check(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Way:
     """Return a step under torch.autocast that takes no update from gradients that are not finite."""
-    torch.manual_seed(0)
-    model, batch = workload.make_model(), workload.make_batch()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     buffers = list(model.buffers())
     before = [buffer.clone() for buffer in buffers]
 
@@ -370,8 +367,8 @@ def with_a_check(workload: ModelSteps) -> Way:
         for copy, buffer in zip(before, buffers, strict=True):
             copy.copy_(buffer)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = workload.loss(model, batch)
-        torch.autograd.backward(loss)
+            found = loss()
+        torch.autograd.backward(found)
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         if bool(norm.isfinite()):
             optimizer.step()
@@ -380,14 +377,34 @@ def with_a_check(workload: ModelSteps) -> Way:
     return run
 
 
+def checked_model(workload: ModelSteps) -> Way:
+    """Return a checked step of a model of `mezzo bench`, by torch's fused AdamW."""
+    torch.manual_seed(0)
+    model, batch = workload.make_model(), workload.make_batch()
+    return with_a_check(model, lambda: workload.loss(model, batch), torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def checked_recipe(size: Recipe) -> Way:
+    """Return a checked step of the recipe's layers, by torch's fused SGD."""
+    torch.manual_seed(0)
+    model = make_model(size.in_size, size.out_size, size.num_layers)
+    batch = torch.randn(size.batch_size, size.in_size), torch.randn(size.batch_size, size.out_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=size.lr, fused=True)
+    return with_a_check(model, lambda: mean_squared_error(model, batch), optimizer)
+
+
 def checked(rounds: int) -> dict[str, dict[str, float]]:
-    """Measure training steps of a ResNet and of LSTM layers beside those that torch checks."""
+    """Measure training steps of a ResNet, of LSTM layers and of small networks beside those that torch checks."""
     found = {}
+    sizes = [Scaling(width=width, batch=128, depth=3, steps=1).recipe for width in (128, 256, 512, 1024)]
+    large: list[tuple[Workload, Way]] = [(one, checked_model(one)) for one in (Resnet(steps=1), Lstm(steps=1))]
+    small: list[tuple[Workload, Way]] = [(one, checked_recipe(one)) for one in sizes]
     with keep_memory():
-        for workload in (Resnet(steps=1), Lstm(steps=1)):
-            ways = {"torch-autocast": built(workload, "torch-autocast"), "checked": with_a_check(workload)}
+        for workload, way in large + small:
+            ways = {"torch-autocast": built(workload, "torch-autocast"), "checked": way}
             ways |= {name: built(workload, name) for name in ("prepare", "prepare-master")}
-            found[f"checked {type(workload).__name__} {workload.label}"] = medians(ways, rounds, time.perf_counter)
+            turns = 10 * rounds if isinstance(workload, Recipe) else rounds
+            found[f"checked {type(workload).__name__} {workload.label}"] = medians(ways, turns, time.perf_counter)
     return found
 
 
