@@ -224,3 +224,36 @@ def test_a_weighted_loss_is_not_scaled() -> None:
 
     report = followed(loop)
     assert (report.findings, report.record.lints) == ((), ())
+
+
+@pytest.mark.parametrize(("rate", "is_told"), [(0.9, True), (0.3, False)])
+@pytest.mark.parametrize("target", [1.0, 1e4])
+def test_steps_that_diverge_and_stay_finite_are_told_once_the_script_ends(
+    rate: float, target: float, is_told: bool
+) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(64, 8), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with diagnose.trace() as t:
+        for _ in range(30):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), target * x.sum(1, keepdim=True)).backward()
+            optimizer.step()  # DIVERGES
+    assert [f.verdict for f in t.report.findings] == ["exploding-step"] * is_told
+    if is_told:
+        [found] = t.report.findings
+        said = "30 steps of SGD, in which the loss grew from" if target == 1 else "one step of SGD made its weights"
+        assert found.frame is not None and said in found.why
+        assert "DIVERGES" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
+
+
+def test_a_loss_that_starts_at_nothing_may_grow() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with diagnose.trace() as t:
+        for step in range(20):
+            optimizer.zero_grad()
+            (1e-6 * 10**step * model(torch.ones(1, 4)).square().mean()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+    assert t.report.answer == "healthy"

@@ -287,7 +287,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "make the optimizer when the model is complete, or add what was replaced since: optimizer.add_param_group.",
     ),
     "exploding-step": lambda x: (
-        f"one step of {x.what} made its weights {number(x.value)} times as large: root mean square.",
+        f"{x.what} made its weights {number(x.value)} times as large: root mean square.",
         "lower the learning rate, warm it up, or clip the gradients; state that was reset or loaded may not fit the weights.",
     ),
     "exploding-loop": lambda x: (

@@ -20,7 +20,7 @@ from .collector import Collector
 from .context import HOOKED, TraceContext, run_eagerly
 from .evidence import PendingOutputs, leaves_behind
 from .findings import find, is_mostly_flushed
-from .lost_updates import IdleSteps
+from .idle_steps import IdleSteps
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, tensors_in
 from .ops import plain
@@ -176,6 +176,8 @@ class Trace:
     def _on_loss(self, loss: Tensor) -> None:
         self._was_loss_seen = True
         self._pending.differentiated(loss)
+        if (value := plain(loss)) is not None:
+            self._idle.on_loss(amax(value) / self._context.loss_scale)
         self._follow(*leaves_behind(loss))
 
     def _on_numbers(self, tensor: Tensor, data: Any) -> None:

@@ -1,0 +1,183 @@
+"""Steps that cannot train: at a rate of 0, without gradients or with spent ones, past the scaler, or that blow weights up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .._torch import storage_id, version
+from ..errors import listed
+from .frames import short_line
+from .lint_rules import LintWatch
+from .measure import amax, rms
+from .ops import plain
+from .records import LintRule, Site
+from .verdict import number
+
+_LEAST = {
+    "scaled-step": 1,
+    "zero-learning-rate": 3,
+    "cleared-gradients": 1,
+    "uncleared-gradients": 8,
+    "zero-gradients": 32,
+    "no-gradients": 32,
+    "exploding-step": 100,
+}
+"""Steps that show it, since a warm-up's first may have a rate of 0; of the last, how many times as large weights become."""
+_LARGE = 10.0
+"""Root mean square of weights that steps have blown up: what starts near 0 grows as fast, and stays small."""
+_DIVERGED, _FEW = 1e3, 4
+"""How many times as large as the first few losses the last few are where training diverges."""
+
+
+def _size_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return the root mean square of an optimizer's weights. Syncs: yes."""
+    found = [v for group in optimizer.param_groups for p in group["params"] if (v := plain(p)) is not None]
+    squares = sum(rms(v, is_finite=True) ** 2 * v.numel() for v in found)
+    return math.sqrt(squares / max(1, sum(v.numel() for v in found)))
+
+
+def _is_blown_up(size: float, before: float) -> bool:
+    return 0 < before and max(_LARGE, _LEAST["exploding-step"] * before) < size < math.inf
+
+
+class IdleSteps:
+    """Counts steps at a rate of 0, on gradients cleared after backward or never, and gradients of 0, which one other of its kind unsays; sees what steps blew up."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[LintRule, object], tuple[Site, str, int]] = {}
+        self._alive: set[object] = set()
+        self._left: dict[int, tuple[torch.optim.Optimizer, tuple[int, int, int]]] = {}
+        self._is_sum: dict[torch.optim.Optimizer, bool] = {}
+        self._arrived: dict[int, int] = {}
+        self._tops: dict[int, float] = {}
+        self._cleared: tuple[int, Site | None] = (0, None)
+        self._events = 0
+        self._is_cleared: bool | None = None
+        self._ops = -1
+        self._is_unreached = False
+        self._sizes: dict[torch.optim.Optimizer, tuple[float, float]] = {}
+        self._losses: list[float] = []
+        self._blown_up: dict[object, int] = {}
+        self._scale = 1.0
+        self._steps: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
+        self._brought: Counter[int] = Counter()
+        self._had: set[int] = set()
+
+    def on_loss(self, size: float) -> None:
+        """Take note of the magnitude of a loss. Host only."""
+        self._losses.append(size)
+
+    def on_gradient(self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None) -> None:
+        """Take note of a gradient, its largest magnitude, and the op without a slope that made it 0 throughout. Syncs: no."""
+        self._brought[id(parameter)] += 1
+        self._tops[id(parameter)] = top
+        if top:
+            self._events += 1
+            self._arrived[id(parameter)] = self._events
+        optimizer, left = self._left.pop(id(parameter), (None, (0, 0, 0)))
+        if (
+            optimizer is not None
+        ):  # autograd adds in place, which is one more version; so does what clears, but through .data
+            self._is_sum[optimizer] = self._stamp(parameter) == (left[0], left[1] + 1, left[2])
+        if top or zeroed_at is None or parameter.dim() < 2:
+            self._alive.add(id(parameter))
+        else:
+            self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
+
+    def _stamp(self, parameter: Tensor) -> tuple[int, int, int]:
+        """Return which dense gradient a parameter has, how often it was written, and the last clearing of any. Host only."""
+        grad = parameter.grad
+        if grad is None or grad.layout is not torch.strided or plain(grad) is None:
+            return 0, 0, 0
+        return storage_id(grad), version(grad), self._cleared[0]
+
+    def on_cleared(self, site: Site) -> None:
+        """Take note of a line that sets something to 0, or a gradient to None. Syncs: no."""
+        self._events += 1
+        self._cleared = self._events, site
+
+    def before(self, optimizer: torch.optim.Optimizer, ops: int, has_closure: bool, scale: float) -> None:
+        """Look at the gradients of a step, given how many ops ran before it and what they were multiplied by; a closure brings its own. Syncs: yes."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        arrived = max((self._arrived.pop(id(p), 0) for p in parameters), default=0)
+        grads = {id(p): plain(p.grad) for p in parameters if p.grad is not None}
+        found = list(grads.values())
+        self._had |= grads.keys()
+        is_empty = not has_closure and not any(g is None or amax(g) for g in found)
+        self._is_cleared = 0 < arrived < self._cleared[0] if is_empty and arrived else None if is_empty else False
+        self._ops = -1 if found else ops
+        self._is_unreached = is_empty and not found and not arrived
+        size = _size_of(optimizer)
+        self._sizes[optimizer] = self._sizes.get(optimizer, (size, size))[0], size
+        # divided by hand, they are no longer what came
+        as_came = all(g is not None and amax(g) == self._tops.get(key) for key, g in grads.items())
+        self._scale = scale if as_came and not has_closure and not is_empty else 1.0
+
+    def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
+        """Count the step that has just ended. Syncs: yes."""
+        is_still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        name = type(optimizer).__name__
+        self._count("zero-learning-rate", optimizer, site, name, is_still)
+        if optimizer in self._is_sum:
+            self._count("uncleared-gradients", optimizer, site, name, self._is_sum.pop(optimizer))
+        kept = next((p for group in optimizer.param_groups for p in group["params"] if self._stamp(p)[0]), None)
+        if kept is not None:
+            self._left[id(kept)] = optimizer, self._stamp(kept)
+        size, (start, before) = _size_of(optimizer), self._sizes[optimizer]
+        self._sizes[optimizer] = start, size
+        if _is_blown_up(size, before) and optimizer not in self._blown_up:
+            self._blown_up[optimizer] = len(self._losses)
+            self._idle["exploding-step", optimizer] = site, f"one step of {name}", round(size / before)
+        if self._scale > 1:
+            self._idle.setdefault(("scaled-step", optimizer), (site, name, round(self._scale)))
+        first, steps = self._steps.get(optimizer, (site, 0))
+        self._steps[optimizer] = first, steps + 1
+        what = f"the parameters of {name}"
+        self._count("no-gradients", optimizer, site, what, self._is_unreached and self._ops == ops)
+        if self._is_cleared is not None and (cleared := self._cleared[1] or site):
+            # an optimizer that computes without gradients has them from elsewhere
+            is_idle = self._is_cleared and self._ops in (-1, ops)
+            self._count("cleared-gradients", optimizer, cleared, f"{name}.step ({short_line(site.frame)})", is_idle)
+
+    def _count(self, rule: LintRule, owner: object, site: Site, what: str, is_idle: bool) -> None:
+        first, told, steps = self._idle.get((rule, owner), (site, what, 0))
+        self._idle[rule, owner] = first, told, steps + 1 if is_idle and steps >= 0 else -1
+
+    def tell(self, lints: LintWatch, named: Mapping[int, str]) -> None:
+        """Say which optimizers never moved a weight, or hold what stood in the place of one, given the parameters in modules by their ids."""
+        for (rule, owner), (site, what, steps) in self._idle.items():
+            is_learnt = rule == "exploding-step" and self._has_fallen_since(self._blown_up[owner])
+            if steps >= _LEAST[rule] and owner not in self._alive and not is_learnt:
+                lints.add(rule, site, torch.float32, what, steps)
+        self._tell_replaced(lints, named)
+        self._tell_diverged(lints)
+
+    def _has_fallen_since(self, step: int) -> bool:
+        """Say whether losses were smaller in the end than before a step, as where weights have to become large."""
+        before, after = self._losses[:step][-1:], self._losses[step:][-_FEW:]
+        return bool(before and after) and max(after) < before[0]
+
+    def _tell_diverged(self, lints: LintWatch) -> None:
+        first, last = self._losses[:_FEW], self._losses[-_FEW:]
+        if len(self._losses) < 2 * _FEW or not _DIVERGED * max(first) < min(last) < math.inf:
+            return
+        for optimizer, (start, size) in self._sizes.items():
+            site, steps = self._steps[optimizer]
+            if _is_blown_up(size, start) and ("exploding-step", optimizer) not in self._idle:
+                what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first[0])} to {number(last[-1])},"
+                lints.add("exploding-step", site, torch.float32, what, round(size / start))
+
+    def _tell_replaced(self, lints: LintWatch, named: Mapping[int, str]) -> None:
+        params = {o: {id(p) for group in o.param_groups for p in group["params"]} for o in self._steps}
+        held, least = set().union(*params.values()), _LEAST["no-gradients"]
+        left = [name for key, name in named.items() if key not in held and self._brought[key] >= least]
+        for optimizer, (site, steps) in self._steps.items() if left else ():
+            gone = params[optimizer] - named.keys() - self._had
+            if gone and steps >= least and params[optimizer] & named.keys() & self._had:
+                what = f"the {len(gone)} parameters of {type(optimizer).__name__} that are in no module, while no optimizer holds {listed(left)},"
+                lints.add("no-gradients", site, torch.float32, what, steps)
