@@ -257,3 +257,51 @@ def test_a_loss_that_starts_at_nothing_may_grow() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
     assert t.report.answer == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("alive", "steps", "is_told"),
+    [(10, 100, True), (10, 43, True), (10, 41, False), (60, 100, False), (96, 100, False)],
+)
+def test_a_schedule_that_ends_long_before_the_loop_is_told(alive: int, steps: int, is_told: bool) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / alive))
+    with diagnose.trace() as t:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    assert [f.verdict for f in t.report.findings] == ["zero-learning-rate"] * is_told
+    if is_told:
+        assert f"in each of the {steps - 10} steps of AdamW after the first 10" in t.report.findings[0].why
+
+
+def factor_of_zero(loss: Tensor, step: int) -> Tensor:
+    return (step // 100) * loss  # NOTHING
+
+
+def product_with_a_mask(loss: Tensor, step: int) -> Tensor:
+    return loss * torch.zeros(3).sum()  # NOTHING
+
+
+@pytest.mark.parametrize("weigh", [factor_of_zero, product_with_a_mask])
+@pytest.mark.parametrize(("start", "steps", "is_told"), [(0, 40, True), (0, 31, False), (80, 40, False)])
+def test_an_optimizer_all_of_whose_gradients_are_zero_is_told(
+    weigh: Callable[[Tensor, int], Tensor], start: int, steps: int, is_told: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with diagnose.trace() as t:
+        for step in range(start, start + steps):
+            optimizer.zero_grad()
+            weigh(model(torch.randn(8, 4)).square().mean(), step).backward()
+            optimizer.step()
+    is_told = is_told or (steps == 40 and weigh is product_with_a_mask)
+    assert [f.verdict for f in t.report.findings] == ["zero-gradients"] * is_told
+    if is_told:
+        [found] = t.report.findings
+        assert (found.op, found.phase) == ("mul", "backward") and "every parameter of SGD" in found.why
+        assert found.frame is not None
+        assert "NOTHING" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]

@@ -18,16 +18,23 @@ from .ops import plain
 from .records import LintRule, Site
 from .verdict import number
 
+_FLAT = frozenset({
+    "sign", "sgn", "round", "floor", "ceil", "trunc", "fix", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu", "relu6",
+    "threshold", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "sigmoid", "tanh", "softmax", "log_softmax", "softplus",
+    "log_sigmoid", "exp", "gelu", "silu", "elu", "grid_sampler_2d", "grid_sampler_3d",
+})  # fmt: skip
+"""Ops whose slope is 0 everywhere or far out; a mask or a factor of 0 is written on purpose."""
 _LEAST = {
     "scaled-step": 1,
-    "zero-learning-rate": 3,
     "cleared-gradients": 1,
     "uncleared-gradients": 8,
     "zero-gradients": 32,
     "no-gradients": 32,
     "exploding-step": 100,
 }
-"""Steps that show it, since a warm-up's first may have a rate of 0; of the last, how many times as large weights become."""
+"""Steps that show it; of the last, how many times as large weights become."""
+_STILL, _STILL_AT_THE_END = 3, 32
+"""Steps at a rate of 0: of all there are, since a warm-up's first may be one; and of the last, more than half of all, since a schedule may end at 0."""
 _LARGE = 10.0
 """Root mean square of weights that steps have blown up: what starts near 0 grows as fast, and stays small."""
 _DIVERGED, _FEW = 1e3, 4
@@ -55,6 +62,8 @@ class IdleSteps:
         self._is_sum: dict[torch.optim.Optimizer, bool] = {}
         self._arrived: dict[int, int] = {}
         self._tops: dict[int, float] = {}
+        self._zeroed_at: dict[int, Site | None] = {}
+        self._zero: Site | None = None
         self._cleared: tuple[int, Site | None] = (0, None)
         self._events = 0
         self._is_cleared: bool | None = None
@@ -67,13 +76,15 @@ class IdleSteps:
         self._steps: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
         self._brought: Counter[int] = Counter()
         self._had: set[int] = set()
+        self._still: Counter[torch.optim.Optimizer] = Counter()
 
     def on_loss(self, size: float) -> None:
         """Take note of the magnitude of a loss. Host only."""
         self._losses.append(size)
 
     def on_gradient(self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None) -> None:
-        """Take note of a gradient, its largest magnitude, and the op without a slope that made it 0 throughout. Syncs: no."""
+        """Take note of a gradient, its largest magnitude, and the op that made it 0 throughout. Syncs: no."""
+        self._zeroed_at[id(parameter)] = zeroed_at
         self._brought[id(parameter)] += 1
         self._tops[id(parameter)] = top
         if top:
@@ -84,7 +95,7 @@ class IdleSteps:
             optimizer is not None
         ):  # autograd adds in place, which is one more version; so does what clears, but through .data
             self._is_sum[optimizer] = self._stamp(parameter) == (left[0], left[1] + 1, left[2])
-        if top or zeroed_at is None or parameter.dim() < 2:
+        if top or zeroed_at is None or zeroed_at.op not in _FLAT or parameter.dim() < 2:
             self._alive.add(id(parameter))
         else:
             self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
@@ -117,12 +128,17 @@ class IdleSteps:
         # divided by hand, they are no longer what came
         as_came = all(g is not None and amax(g) == self._tops.get(key) for key, g in grads.items())
         self._scale = scale if as_came and not has_closure and not is_empty else 1.0
+        sites = [site for key in grads if (site := self._zeroed_at.get(key)) is not None]
+        self._zero = sites[0] if sites and as_came and is_empty else None
 
     def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
         """Count the step that has just ended. Syncs: yes."""
         is_still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
         name = type(optimizer).__name__
-        self._count("zero-learning-rate", optimizer, site, name, is_still)
+        self._still[optimizer] = self._still[optimizer] + 1 if is_still else 0
+        self._count(
+            "zero-gradients", optimizer, self._zero or site, f"every parameter of {name}", self._zero is not None
+        )
         if optimizer in self._is_sum:
             self._count("uncleared-gradients", optimizer, site, name, self._is_sum.pop(optimizer))
         kept = next((p for group in optimizer.param_groups for p in group["params"] if self._stamp(p)[0]), None)
@@ -154,6 +170,7 @@ class IdleSteps:
             is_learnt = rule == "exploding-step" and self._has_fallen_since(self._blown_up[owner])
             if steps >= _LEAST[rule] and owner not in self._alive and not is_learnt:
                 lints.add(rule, site, torch.float32, what, steps)
+        self._tell_still(lints)
         self._tell_replaced(lints, named)
         self._tell_diverged(lints)
 
@@ -171,6 +188,13 @@ class IdleSteps:
             if _is_blown_up(size, start) and ("exploding-step", optimizer) not in self._idle:
                 what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first[0])} to {number(last[-1])},"
                 lints.add("exploding-step", site, torch.float32, what, round(size / start))
+
+    def _tell_still(self, lints: LintWatch) -> None:
+        for optimizer, (site, steps) in self._steps.items():
+            still, name = self._still[optimizer], type(optimizer).__name__
+            if still == steps >= _STILL or (still >= _STILL_AT_THE_END and 2 * still > steps):
+                after = f" after the first {steps - still}" if still < steps else ""
+                lints.add("zero-learning-rate", site, torch.float32, name + after, still)
 
     def _tell_replaced(self, lints: LintWatch, named: Mapping[int, str]) -> None:
         params = {o: {id(p) for group in o.param_groups for p in group["params"]} for o in self._steps}

@@ -268,7 +268,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "zero-learning-rate": lambda x: (
         f"the learning rate was 0 in each of the {number(x.value)} steps of {x.what}: no weight moved.",
-        "print the schedule's factors: whole-number division (//) in a warm-up gives 0.",
+        "print the schedule's factors: whole-number division (//) in a warm-up gives 0, and a schedule made for fewer steps ends there.",
     ),
     "cleared-gradients": lambda x: (
         f"gradients that backward had brought are cleared here, before {x.what}: none was left in any of its {number(x.value)} steps.",
@@ -280,7 +280,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "zero-gradients": lambda x: (
         f"{x.site.op} passes no gradient back here: that of {x.what} was exactly 0 in each of {number(x.value)} backward passes.",
-        "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope.",
+        "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope, and a factor from 0.",
     ),
     "no-gradients": lambda x: (
         f"none of {x.what} had a gradient in any of its {number(x.value)} steps: it steps others than the loss is computed from.",

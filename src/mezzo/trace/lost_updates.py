@@ -20,12 +20,6 @@ _NARROW = torch.float16
 """The format whose gradients flush; bf16 has the exponents of fp32."""
 _SAFE = 2.0**-8
 """A tensor that reaches this far has its smallest fp16 number 16 binades below its largest value."""
-_FLAT = frozenset({
-    "sign", "sgn", "round", "floor", "ceil", "trunc", "fix", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu", "relu6",
-    "threshold", "hardsigmoid", "hardswish", "hardshrink", "softshrink", "sigmoid", "tanh", "softmax", "log_softmax", "softplus",
-    "log_sigmoid", "exp", "gelu", "silu", "elu", "grid_sampler_2d", "grid_sampler_3d",
-})  # fmt: skip
-"""Ops whose slope is 0 everywhere or far out; a mask or a factor of 0 is written on purpose."""
 _KEPT = 0.05
 """Share of the lost values that may stay lost at the scale that is proposed."""
 
@@ -90,9 +84,9 @@ class FlushWatch:
                 self._zeros.note(tensor, before)
 
     def zeroed_at(self, gradient: Tensor) -> Site | None:
-        """Return the op that made a gradient 0 throughout, if one has no slope where it was computed. Syncs: no."""
+        """Return the op that made a gradient 0 throughout, if one did; what the program wrote itself is meant. Syncs: no."""
         site = self._zeros.get(gradient)
-        return site if site is not None and site.op in _FLAT and not site.own_node else None
+        return None if site is None or site.own_node else site
 
     def _forget(self, call: Call) -> None:
         if len(self._wide):
