@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import OpOverload, autograd_node, tree_leaves
 from .context import OpMode, TraceContext
-from .evidence import HostReads, asks_of_gradients, is_arithmetic, leads_somewhere, matters
+from .evidence import HostReads, asks_of_gradients, is_arithmetic, is_bad_anyway, leads_somewhere, matters
 from .exponents import LineWatch
 from .frames import Owner, caller, is_called_from, sample_line
 from .lint_rules import LintWatch
@@ -26,12 +26,11 @@ from .measure import (
     is_finite,
     numbers,
     offending_values,
-    rerun,
     sanitised,
     tensor_facts,
     wide_results,
 )
-from .ops import Call, op_facts, plain
+from .ops import FACTORS, Call, op_facts, plain
 from .records import Event, EventKind, Sink, SinkKind, Site
 from .reference_path import Fp64Reference, ReferencePath
 from .replacement import OpInputs, fused_with, replacement_for, saved_operands
@@ -96,6 +95,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._scalars: StorageNotes[Causes] = StorageNotes()
         self.ops = self.skipped = self.backwards = 0
         self._was_updated = self._has_scaled_grads = self.has_gone_backward = False
+        self._factored: tuple[Call, Site] | None = None
         self._stop_with: BaseException | None = None
         self._stops_left = 0
         self._reached_step = -1
@@ -132,6 +132,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         else:
             self._judge(call, site)
             self._reads.see(call, out)
+            self._factored = (call, site) if facts.name in FACTORS else self._factored
         return out
 
     def before_parts(self, func: OpOverload[Any, Any], args: tuple[Any, ...]) -> None:
@@ -187,11 +188,16 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self.on_read(tensor, self.context.site("item"))
 
     def _on_refusal(self, call: Call, site: Site) -> None:
-        """Take note that an op raised, if it was given non-finite values."""
+        """Take note that an op raised, if it was given non-finite values or asks whether a matrix has the factors it should."""
         with self.aside():
-            bad = [(n, t) for n, t in call.inputs if not is_finite(t)]
-            causes = NO_CAUSE.union(*(self._causes.get(t) or self._leaf(call, site, n, t) for n, t in bad))
-            causes |= self._reads.behind(call)
+            factored = self._factored if call.facts.name == "linalg_check_errors" else None
+            call, site = factored or (call, site)
+            bad = [self._causes.get(t) or self._leaf(call, site, n, t) for n, t in call.inputs if not is_finite(t)]
+            causes = self._reads.behind(call).union(*bad)
+            if factored and not causes:
+                found = self._event(call, site, [call.out[0].fill_(math.nan)], "source")  # nobody gets it
+                # who adds to the diagonal and asks again has repaired it
+                self._pending_reads.append(self._sink("read", f"{site.op}, which raised", found))
         if causes:
             self.reach(self._sink("read", f"{call.facts.name}, which raised", causes))
 
@@ -254,7 +260,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._fp64.start(call)
         elif not sources:
             causes = self._event(call, site, bad, "constant", self._told if site.phase == "optimizer" else NO_CAUSE)
-        elif self._reached_step != self.context.step and self._is_source_anyway(call):
+        elif self._reached_step != self.context.step and is_bad_anyway(call):
             causes |= self._event(call, site, bad, "source", causes)
         elif (any_nan(bad) and not any_nan(t for _, t in sources)) or (
             call.facts.name == "logsumexp" and full_rows(call.facts, call.args, call.inputs)
@@ -280,13 +286,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 kind, _, name = self.context.modules.name_of(tensor).partition(" ")
                 if kind == "parameter":
                     self.sink("parameter", name, tensor)
-
-    @staticmethod
-    def _is_source_anyway(call: Call) -> bool:
-        """Say whether the op goes wrong on the finite part of its inputs too."""
-        if call.facts.draws or any(not math.isfinite(x) for x in numbers(call.args, call.kwargs)):
-            return False
-        return not all(is_finite(t) for t in rerun(call.func, call.facts, sanitised(call.args), sanitised(call.kwargs)))
 
     def _causes_of(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> Causes:
         """Return the causes of those inputs that made the results bad."""
@@ -342,6 +341,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             replacement=replacement_for(site.op, operands) if kind == "source" else "",
             fused=fused_with(site.op, call.original(call.inputs[0][1])) if kind == "source" and call.inputs else "",
             is_local_enough=computed and self.reference.is_local_enough(call),
+            followers=self.reference.spared_by(call) if call.facts.name in FACTORS else (),
             tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),
         )
         self.events.append(event)

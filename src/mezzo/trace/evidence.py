@@ -12,19 +12,15 @@ import torch
 from torch import Tensor
 
 from .._torch import node_number, tree_leaves, tree_map
-from .measure import any_nan, numbers, rerun, sanitised
-from .ops import Call
+from .measure import any_nan, is_finite, numbers, rerun, sanitised
+from .ops import FACTORS, Call
 from .records import Event, Sink
 from .wide_values import StorageNotes
 
 _COMPARES = frozenset({
     "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isneginf", "isposinf", "isfinite", "isclose", "signbit",
 })  # fmt: skip
-_FACTORS = frozenset({
-    "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu_factor_ex", "linalg_ldl_factor_ex", "linalg_solve_ex",
-})  # fmt: skip
-"""Ops that say by a whole number whether they could do what they were asked."""
-_COMBINES = _COMPARES | _FACTORS | {
+_COMBINES = _COMPARES | FACTORS | {
     "to", "sum", "mean", "all", "any", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and",
     "bitwise_or", "bitwise_not", "is_any_true", "is_all_true", "mul", "add", "max", "amax", "min", "amin", "count_nonzero", "stack", "cat", "rsub",
 }  # fmt: skip
@@ -97,10 +93,10 @@ class HostReads:
             return
         given = [t for t in tree_leaves((call.args, call.kwargs)) if _is_strided(t)]
         found = [r for t in given if (r := self._answers.get(t)) is not None]
-        if call.facts.name in _COMPARES or call.facts.name in _FACTORS:
+        if call.facts.name in _COMPARES or call.facts.name in FACTORS:
             found += self._reads(t for t in given)
         for tensor in tree_leaves(out):
-            if not _is_strided(tensor) or (call.facts.name in _FACTORS and tensor.is_floating_point()):
+            if not _is_strided(tensor) or (call.facts.name in FACTORS and tensor.is_floating_point()):
                 continue
             if found:
                 causes = frozenset().union(*(r.causes for r in found))
@@ -179,3 +175,10 @@ def _nodes_behind(loss: Tensor, first: int = 0) -> set[Any]:
             seen.add(node)
             todo += [following for following, _ in node.next_functions]
     return seen
+
+
+def is_bad_anyway(call: Call) -> bool:
+    """Say whether an op goes wrong on the finite part of its inputs too. Syncs: yes."""
+    if call.facts.draws or any(not math.isfinite(x) for x in numbers(call.args, call.kwargs)):
+        return False
+    return not all(is_finite(t) for t in rerun(call.func, call.facts, sanitised(call.args), sanitised(call.kwargs)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..formats import format_of, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .ops import CASTS, plain_name
+from .ops import CASTS, FACTORS, plain_name
 from .records import Event, Site
 from .replacement import bound
 from .verdict import LOW_NAMES, Verdict, narrow_dtype, number, values_at
@@ -54,6 +54,9 @@ _SINGULAR = {
     "linalg_vector_norm": "the norm of a zero vector has no derivative: sqrt(x.square().sum() + {square:g})",
     "hypot": "it has no derivative at (0, 0): sqrt(x * x + y * y + {square:g})",
     "atan2": "it has no derivative at (0, 0): mask such elements before it",
+    "linalg_cholesky": "the matrix is not positive definite; add a multiple of the identity, as in a + 1e-6 * torch.eye(n), or compute it in fp64",
+    "linalg_inv": "the matrix is singular; add a multiple of the identity, or use torch.linalg.pinv",
+    "linalg_solve": "the matrix is singular; add a multiple of the identity, or use torch.linalg.lstsq",
     "linalg_svd": "equal singular values have no derivative of their vectors; use svdvals, or separate them",
     "linalg_eigh": "equal eigenvalues have no derivative of their vectors; use eigvalsh, or separate them",
     "ctc_loss": "a target is longer than its input allows: drop such samples, or ctc_loss(..., zero_infinity=True)",
@@ -180,8 +183,12 @@ def _fix_underflow(event: Event) -> Fix:
         return Fix(advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
                     f"value in fp32 there, or bound the result of {flush.site.op} away from 0.")  # fmt: skip
     sites = [event.site] if flush is None else [*flush.made_by, flush.site, *flush.carried, event.site]
-    edit = _edits(sites)
+    edit = _edits(event.followers or sites)
     advice = f"or bound the argument of {event.site.op} away from where it has no value."
+    if event.site.op in FACTORS:
+        tried = "".join(f"{site.op} in fp32 on these values: finite" for site in event.followers)
+        advice = "make the matrix in fp32, of numbers that were never 16 bit; or add a larger multiple of the identity."
+        return Fix(edit=edit if tried else "", advice=advice, tried=tried)
     if flush is not None:
         facts, constant = format_of(parse_dtype(flush.dtype)), flush.constant
         advice = f"or bound the result of {flush.site.op} away from 0."

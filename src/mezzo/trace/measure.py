@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import random_state
 from .._torch import OpOverload, tree_flatten, tree_map, without_autocast
 from ..formats import dtype_name, widest
-from .ops import SOFTMAX_LIKE, OpFacts, is_collective, results
+from .ops import FACTORS, SOFTMAX_LIKE, OpFacts, is_collective, results
 from .records import TensorFacts, Wide
 
 _WIDE = (torch.float32, torch.float64)
@@ -107,7 +107,7 @@ def rerun(func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwa
         kwargs: named arguments.
 
     Returns:
-        Its floating results, and the floating arguments it wrote.
+        Its floating results, NaN where it says that they do not exist, and the floating arguments it wrote.
 
     Raises:
         RuntimeError, NotImplementedError: the op has no kernel for these dtypes.
@@ -122,7 +122,8 @@ def rerun(func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwa
     kwargs = {name: tree_map(_clone, a) if name in facts.writes else a for name, a in kwargs.items()}
     with _aside(facts.draws):
         out = func(*args, **kwargs)
-    return results(facts, args, kwargs, out)
+    found = results(facts, args, kwargs, out)
+    return [torch.full_like(t, math.nan) for t in found] if facts.name in FACTORS and bool(out[-1].any()) else found
 
 
 def _clone(value: Any) -> Any:

@@ -27,7 +27,7 @@ _RENAMED = {
     "smooth_l1loss": "smooth_l1_loss",
 }
 _PREFIXES = ("foreach_", "native_", "cudnn_", "miopen_", "thnn_fused_")
-_SUFFIXES = re.compile(r"(_legit(_no_training)?|_with_update|_for_cpu|_functional)$")
+_SUFFIXES = re.compile(r"(_legit(_no_training)?|_with_update|_for_cpu|_functional|_ex)$")
 _ATTENTION = re.compile(r"^scaled_dot_product(_\w+)?_attention")
 _GARBAGE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}
 _OVERWRITES = {
@@ -37,6 +37,8 @@ _OVERWRITES = {
 _HIDDEN_WRITES = ("running_mean", "running_var")
 CASTS = ("to", "bfloat16", "half", "type", "type_as", "tensor", "new_tensor")
 """Calls by which a program itself narrows a value."""
+FACTORS = frozenset({"linalg_cholesky", "linalg_inv", "linalg_lu_factor", "linalg_ldl_factor", "linalg_solve"})
+"""Ops that say by a whole number, their last result, whether they could do what they were asked."""
 SOFTMAX_LIKE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 
 

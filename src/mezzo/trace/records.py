@@ -176,7 +176,7 @@ class Event:
         replacement: an expression that was run in the op's place and is finite; empty where none is known.
         fused: a function that does this op and the one before it without the number in between; empty where there is none.
         is_local_enough: with the op that flushed in fp32, and no more, this one is finite.
-        followers: where products read what overflowed before it is small again: they need fp32 too.
+        followers: where products read what overflowed before it is small again, or what a matrix without factors was made in: they need fp32 too.
         leaf: what the tensor is called, for leaves and casts; the number, for constants.
     """
 

@@ -245,6 +245,20 @@ class ReferencePath:
         found = {id(m): m for _, t in call.inputs if (m := self._makers.get(call.original(t))) is not None}
         return tuple(found.values())
 
+    def spared_by(self, call: Call) -> tuple[Site, ...]:
+        """Return the last op of the running module whose result, kept in fp32, would have spared this one from failing. Syncs: yes."""
+        made = list(self.inside)
+        for index in reversed(range(len(made))):
+            values, wide = WideValues(), None
+            for _, later in made[index:] if any(t.dtype in LOW_DTYPES for t in made[index][1].out) else ():
+                known = values.known(later)
+                wide = run_in_fp32(later, known) if known or later is made[index][1] else None
+                for tensor, value in zip(later.out, wide or (), strict=False):
+                    values.put(tensor, value)
+            if wide is not None and made[-1][1] is call and all(map(is_finite, wide)):
+                return (made[index][0],)
+        return ()
+
     def is_local_enough(self, call: Call) -> bool:
         """Say whether an op is finite once the ops that made its operands ran in fp32 on what they were given. Syncs: yes."""
         values = self._local.known(call)

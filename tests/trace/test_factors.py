@@ -1,0 +1,89 @@
+"""Matrices without the factors they should have: whose fault it is that a factorisation raises, and what mends it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+import mezzo.diagnose as diagnose
+from mezzo.diagnose import TraceReport
+
+
+class Process(nn.Module):
+    """A Gaussian process whose kernel has rank 8 and noise on its diagonal: that much is lost in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.noise = nn.Parameter(torch.tensor(-6.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.net(x)
+        kernel = h @ h.t() + self.noise.exp() * torch.eye(len(x))
+        factor = torch.linalg.cholesky(kernel)  # RAISES
+        return (y * torch.cholesky_solve(y, factor)).sum() + factor.diagonal().log().sum()
+
+
+def steps(policy: str) -> TraceReport:
+    torch.manual_seed(0)
+    x, model = torch.linspace(-2, 2, 48)[:, None], Process()
+    amp = mezzo.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2), policy)
+    with diagnose.trace() as t:
+        try:
+            for _ in range(3):
+                amp.zero_grad()
+                amp.backward(model(x, (2 * x).sin()))
+                amp.step()
+        except torch.linalg.LinAlgError:
+            pass
+    return t.report
+
+
+def test_a_matrix_that_only_16_bit_leaves_without_a_factor_is_underflow_and_the_edit_mends_it() -> None:
+    [found] = steps("bf16").findings
+    assert (found.verdict, found.op, found.module) == ("underflow", "linalg_cholesky", "")
+    assert found.frame is not None and found.frame.function == "forward"
+    assert found.reached == ("read linalg_cholesky, which raised",)
+    assert found.fix.edit == "op:matmul=fp32" and found.fix.tried == "mm in fp32 on these values: finite"
+    assert steps(f"bf16, {found.fix.edit}").answer == "healthy"
+
+
+SINGULAR = {
+    "linalg_cholesky": lambda a: torch.linalg.cholesky(a - 2 * a.abs().amax() * torch.eye(3)),
+    "linalg_inv": lambda a: torch.linalg.inv(torch.cat([a[:2], a[:1]])),
+    "linalg_solve": lambda a: torch.linalg.solve(torch.cat([a[:2], a[:1]]), torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("op", SINGULAR)
+def test_a_matrix_without_factors_in_any_format_is_singular(op: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    with diagnose.trace() as t, pytest.raises(torch.linalg.LinAlgError):
+        SINGULAR[op](model(torch.ones(3, 3) + torch.eye(3))).sum().backward()
+    [found] = t.report.findings
+    assert (found.verdict, found.op, found.phase) == ("singularity", op, "forward")
+    assert "multiple of the identity" in found.fix.advice
+
+
+@pytest.mark.parametrize("asks", ["raises", "info"])
+def test_who_adds_to_the_diagonal_until_there_is_a_factor_is_healthy(asks: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+
+    def factor(a: Tensor) -> Tensor:
+        if asks == "info":
+            found, info = torch.linalg.cholesky_ex(a)
+            return found if not info.any() else factor(a + torch.eye(3))
+        try:
+            return torch.linalg.cholesky(a)
+        except torch.linalg.LinAlgError:
+            return factor(a + torch.eye(3))
+
+    with diagnose.trace() as t:
+        for _ in range(3):
+            a = model(torch.randn(3, 3))
+            factor(a + a.t()).square().sum().backward()
+    assert t.report.answer == "healthy"
