@@ -305,3 +305,21 @@ def test_an_optimizer_all_of_whose_gradients_are_zero_is_told(
         assert (found.op, found.phase) == ("mul", "backward") and "every parameter of SGD" in found.why
         assert found.frame is not None
         assert "NOTHING" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
+
+
+@pytest.mark.parametrize("zeros", ["all", "last", "low rank"])
+def test_weights_of_zero_that_get_gradients_of_zero_are_told(zeros: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    for p in model.parameters() if zeros == "all" else model[2].parameters() if zeros == "last" else [model[0].weight]:
+        nn.init.zeros_(p)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, y = torch.randn(32, 4), torch.randint(2, (32,))
+    with diagnose.trace() as t:
+        for _ in range(40):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()  # DEAD
+            optimizer.step()
+    assert {f.verdict for f in t.report.findings} == ({"zero-gradients"} if zeros == "all" else set())
+    if zeros == "all":
+        assert all(f.op == "addmm" and "weight was exactly 0 in each of 40" in f.why for f in t.report.findings)

@@ -95,10 +95,12 @@ class IdleSteps:
             optimizer is not None
         ):  # autograd adds in place, which is one more version; so does what clears, but through .data
             self._is_sum[optimizer] = self._stamp(parameter) == (left[0], left[1] + 1, left[2])
-        if top or zeroed_at is None or zeroed_at.op not in _FLAT or parameter.dim() < 2:
-            self._alive.add(id(parameter))
-        else:
+        is_zero = not top and zeroed_at is not None and parameter.dim() > 1
+        # a weight of 0 between others of 0 stays one
+        if is_zero and zeroed_at and (zeroed_at.op in _FLAT or not amax(parameter)):
             self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
+        else:
+            self._alive.add(id(parameter))
 
     def _stamp(self, parameter: Tensor) -> tuple[int, int, int]:
         """Return which dense gradient a parameter has, how often it was written, and the last clearing of any. Host only."""

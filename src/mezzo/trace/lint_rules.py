@@ -280,7 +280,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "zero-gradients": lambda x: (
         f"{x.site.op} passes no gradient back here: that of {x.what} was exactly 0 in each of {number(x.value)} backward passes.",
-        "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope, and a factor from 0.",
+        "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope, and factors and first weights from 0.",
     ),
     "no-gradients": lambda x: (
         f"none of {x.what} had a gradient in any of its {number(x.value)} steps: it steps others than the loss is computed from.",
