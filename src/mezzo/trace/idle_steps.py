@@ -34,7 +34,9 @@ _LEAST = {
 }
 """Steps that show it; of the last, how many times as large weights become."""
 _STILL, _STILL_AT_THE_END = 3, 32
-"""Steps at a rate of 0: of all there are, since a warm-up's first may be one; and of the last, more than half of all, since a schedule may end at 0."""
+"""Steps at no rate: of all there are, since a warm-up's first may be one; and of the last, more than a third of all, since a schedule may end so."""
+_NO_RATE = 1e-6
+"""Of its largest: fp32 weights do not move at it."""
 _LARGE = 10.0
 """Root mean square of weights that steps have blown up: what starts near 0 grows as fast, and stays small."""
 _DIVERGED, _FEW = 1e3, 4
@@ -76,6 +78,7 @@ class IdleSteps:
         self._steps: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
         self._brought: Counter[int] = Counter()
         self._had: set[int] = set()
+        self._rates: dict[torch.optim.Optimizer, float] = {}
         self._still: Counter[torch.optim.Optimizer] = Counter()
 
     def on_loss(self, size: float) -> None:
@@ -135,9 +138,10 @@ class IdleSteps:
 
     def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
         """Count the step that has just ended. Syncs: yes."""
-        is_still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        rate = max((float(group.get("lr", 1.0)) for group in optimizer.param_groups), default=1.0)
+        self._rates[optimizer] = max(rate, self._rates.get(optimizer, 0.0))
         name = type(optimizer).__name__
-        self._still[optimizer] = self._still[optimizer] + 1 if is_still else 0
+        self._still[optimizer] = self._still[optimizer] + 1 if rate <= _NO_RATE * self._rates[optimizer] else 0
         self._count(
             "zero-gradients", optimizer, self._zero or site, f"every parameter of {name}", self._zero is not None
         )
@@ -194,9 +198,13 @@ class IdleSteps:
     def _tell_still(self, lints: LintWatch) -> None:
         for optimizer, (site, steps) in self._steps.items():
             still, name = self._still[optimizer], type(optimizer).__name__
-            if still == steps >= _STILL or (still >= _STILL_AT_THE_END and 2 * still > steps):
+            if still == steps >= _STILL or (still >= _STILL_AT_THE_END and 3 * still > steps):
                 after = f" after the first {steps - still}" if still < steps else ""
-                lints.add("zero-learning-rate", site, torch.float32, name + after, still)
+                largest = (
+                    f", or at most a millionth of {number(self._rates[optimizer])}," if self._rates[optimizer] else ""
+                )
+                what = f"0{largest} in each of the {still} steps of {name}{after}"
+                lints.add("zero-learning-rate", site, torch.float32, what, still)
 
     def _tell_replaced(self, lints: LintWatch, named: Mapping[int, str]) -> None:
         params = {o: {id(p) for group in o.param_groups for p in group["params"]} for o in self._steps}

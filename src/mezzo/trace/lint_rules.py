@@ -267,7 +267,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "step through scaler.step(optimizer) and scaler.update(), from the last good checkpoint.",
     ),
     "zero-learning-rate": lambda x: (
-        f"the learning rate was 0 in each of the {number(x.value)} steps of {x.what}: no weight moved.",
+        f"the learning rate was {x.what}: no weight moved.",
         "print the schedule's factors: whole-number division (//) in a warm-up gives 0, and a schedule made for fewer steps ends there.",
     ),
     "cleared-gradients": lambda x: (
