@@ -155,7 +155,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def end_step(self) -> None:
         """Say that an optimizer step was taken or left out."""
-        self._was_updated = True
+        self._was_updated, self._factored = True, None
         self.context.end_step()
         self.reference.end_step()
         self.flushes.clear()
