@@ -268,7 +268,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "zero-learning-rate": lambda x: (
         f"the learning rate was {x.what}: no weight moved.",
-        "print the schedule's factors: whole-number division (//) in a warm-up gives 0, and a schedule made for fewer steps ends there.",
+        "print the schedule's factors: whole-number division (//) in a warm-up gives 0, and a schedule made for epochs, or fewer steps, is over soon.",
     ),
     "cleared-gradients": lambda x: (
         f"gradients that backward had brought are cleared here, before {x.what}: none was left in any of its {number(x.value)} steps.",
