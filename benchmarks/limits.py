@@ -33,7 +33,7 @@ moments are: nothing is computed, and no more than one array is walked at a time
 `lstm`: "its kernels" are forward and backward of the LSTM layers alone, stored in bf16: no embedding, no head, no loss, no update. One
 thread, its processor time.
 
-`checked`: ResNet, LSTM and networks of three linear layers, of which ten times the rounds. "checked" is a step under torch.autocast that does by torch's own ops what a guard has to do: the norm of all gradients is
+`checked`: ResNet, LSTM, the recipe, and networks of three narrower layers, of which ten times the rounds. "checked" is a step under torch.autocast that does by torch's own ops what a guard has to do: the norm of all gradients is
 read, a step that is not finite is left out, and the statistics of batch norms are copied, so that they can be given back. All threads, wall time, the C
 library keeping memory.
 """
@@ -397,13 +397,15 @@ def checked(rounds: int) -> dict[str, dict[str, float]]:
     """Measure training steps of a ResNet, of LSTM layers and of small networks beside those that torch checks."""
     found = {}
     sizes = [Scaling(width=width, batch=128, depth=3, steps=1).recipe for width in (128, 256, 512, 1024)]
+    recipe = Recipe(in_size=2048, out_size=2048, num_batches=1, epochs=1)
     large: list[tuple[Workload, Way]] = [(one, checked_model(one)) for one in (Resnet(steps=1), Lstm(steps=1))]
+    large.append((recipe, checked_recipe(recipe)))
     small: list[tuple[Workload, Way]] = [(one, checked_recipe(one)) for one in sizes]
     with keep_memory():
         for workload, way in large + small:
             ways = {"torch-autocast": built(workload, "torch-autocast"), "checked": way}
             ways |= {name: built(workload, name) for name in ("prepare", "prepare-master")}
-            turns = 10 * rounds if isinstance(workload, Recipe) else rounds
+            turns = 10 * rounds if workload in sizes else rounds
             found[f"checked {type(workload).__name__} {workload.label}"] = medians(ways, turns, time.perf_counter)
     return found
 
