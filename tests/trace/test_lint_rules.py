@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 from collections.abc import Callable
 from typing import get_args
 
@@ -39,6 +41,19 @@ EDGES: list[tuple[str, Callable[[], Tensor], Callable[[], Tensor]]] = [
         lambda: torch.tensor([150.0, 2.0]).half() ** 2,
         lambda: 2.0 ** torch.arange(4, dtype=FP16),
     ),
+    ("ids-in-16-bit", lambda: torch.tensor([257]).to(BF16).long(), lambda: torch.tensor([256]).to(BF16).long()),
+    (
+        "ids-in-16-bit",
+        lambda: torch.tensor([[2049.0, 0.3]]).half()[:, 0].float().int(),
+        lambda: torch.tensor([[2048.0, 0.3]]).half()[:, 0].float().int(),
+    ),
+    # a bin that was computed in 16 bit is no id that came in, and what is not 0 stays it
+    (
+        "ids-in-16-bit",
+        lambda: torch.tensor([2049, 5]).half().short(),
+        lambda: (torch.rand(9).half() * 1e4).floor().long(),
+    ),
+    ("integers-in-16-bit", lambda: torch.tensor([2049]).half().bool(), lambda: torch.tensor([2050]).half().bool()),
     ("integers-in-16-bit", lambda: torch.tensor([2049.0]).half(), lambda: torch.tensor([2049.5]).half()),
     (
         "integers-in-16-bit",
@@ -126,6 +141,19 @@ def test_what_was_not_lost_is_told_by_lint_alone() -> None:
             run()
         told[of_risks] = [x.rule for x in t.record.lints]
     assert told == {False: [], True: ["backward-in-region", "loss-in-16-bit", "no-loss-scale"]}
+
+
+@pytest.mark.parametrize("largest", [3000, 3300])
+def test_ids_that_come_back_as_others_are_a_fault_whether_they_are_still_in_range(largest: int) -> None:
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(largest, 4)
+    with diagnose.trace() as t, contextlib.suppress(IndexError):
+        ids = torch.arange(2990, 3000).to(BF16)  # FAULT
+        table(ids.long()).square().sum().backward()
+    (found,) = t.report.findings
+    assert t.report.answer == "faulty" and (found.verdict, found.op) == ("ids-in-16-bit", "to")
+    assert "2990 came back as 2992" in found.why
+    assert found.frame is not None and "# FAULT" in linecache.getline(found.frame.file, found.frame.line)
 
 
 def test_an_unscaled_loss_is_told_where_a_gradient_was_flushed() -> None:

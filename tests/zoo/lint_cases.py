@@ -57,6 +57,17 @@ def positions_cast_by_hand(dtype: torch.dtype) -> Run:
     return scaled_step(model, dtype, loss)
 
 
+def ids_cast_with_the_batch(dtype: torch.dtype) -> Run:
+    table, head = nn.Embedding(5000, 8), nn.Linear(9, 1)
+    batch = {"user": torch.arange(4001, 4033), "price": torch.rand(32, 1)}
+
+    def loss() -> Tensor:
+        user, price = (column.to(dtype) for column in batch.values())  # FAULT
+        return head(torch.cat([table(user.long()), price.float()], dim=1)).float().square().mean()
+
+    return scaled_step(nn.ModuleList([table, head]), dtype, loss)
+
+
 def positions_made_in_16_bit(dtype: torch.dtype) -> Run:
     model, x = nn.Linear(8, 8), torch.randn(1, 3000, 8)
 
@@ -345,6 +356,7 @@ LINTS = [
     LintCase(build=rotary_phases, module="1", verdict="integers-in-16-bit", dtypes=BOTH, names=("4095",)),
     LintCase(build=positions_cast_by_hand, verdict="integers-in-16-bit", dtypes=BOTH, names=("2999",)),
     LintCase(build=positions_made_in_16_bit, verdict="integers-in-16-bit", dtypes=BOTH),
+    LintCase(build=ids_cast_with_the_batch, verdict="ids-in-16-bit", dtypes=BOTH, names=("came back as",)),
     LintCase(build=eps_that_rounds_to_zero, module="body", verdict="constant-lost", names=("1e-08 is 0 in fp16",)),
     LintCase(build=clamp_that_rounds_to_zero, module="body", verdict="constant-lost", names=("1e-12 is 0 in fp16",)),
     LintCase(build=mask_beyond_the_format, module="body", verdict="constant-lost", names=("-1e+09 is inf in fp16",)),

@@ -17,6 +17,7 @@ from .frames import argument_of, is_called_from
 from .measure import amax, numbers, rerun_wide
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
+from .reference_path import ReferencePath
 from .verdict import number
 
 _TAKES_CONSTANT = frozenset({
@@ -65,7 +66,13 @@ class LintWatch:
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
         """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
         is_told = has_flushed or self.of_risks
-        return tuple(x for x in self._found.values() if is_told or x.rule != "no-loss-scale")
+        of_ids = {x.site.frame for x in self._found.values() if x.rule == "ids-in-16-bit"}
+        return tuple(
+            x
+            for x in self._found.values()
+            if (is_told or x.rule != "no-loss-scale")
+            and not (x.rule == "integers-in-16-bit" and x.site.frame in of_ids)
+        )
 
     def add(self, rule: LintRule, site: Site, dtype: torch.dtype, what: str, value: float, kernel: str = "") -> None:
         """Note a broken rule, once for each line and op."""
@@ -76,10 +83,12 @@ class LintWatch:
                 rule=rule, site=site, kernel=kernel, dtype=dtype_name(dtype), what=what, value=value
             )
 
-    def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
-        """Take in one op, given what tensors are called. Syncs: yes, at the ops it judges."""
+    def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str], reference: ReferencePath) -> None:
+        """Take in one op, given what tensors are called and would hold without rounding. Syncs: yes, at the ops it judges."""
         if call.facts.name == "mul" and not site.root and not self._has_scaler:
             self._has_scaler = is_called_from(_SCALER)
+        if call.facts.name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
+            self._ids(call, reference)
         low = _low(call.out)
         if low is None:
             return
@@ -111,6 +120,17 @@ class LintWatch:
         # one number below 0 is what a mask adds to scores
         if moved.numel() and not (float(moved.max()) < 0 and bool((moved == moved[0]).all())):
             self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel)
+
+    def _ids(self, call: Call, reference: ReferencePath) -> None:
+        """Look at numbers that become whole ones: whether a cast rounded them when they were whole before."""
+        read = call.original(call.inputs[0][1])
+        were, cast = reference.get(read), reference.cast_behind(read)
+        if were is None or cast is None:
+            return
+        moved = (were == were.round()) & (were != read)
+        if bool(moved.any()):
+            what = f"{number(float(were[moved][0]))} came back as {number(float(read[moved][0]))}"
+            self.add("ids-in-16-bit", cast, reference.low, what, float(moved.sum()), call.facts.kernel)
 
     def _constant(self, call: Call, site: Site, low: Tensor) -> None:
         name = call.facts.name
@@ -228,6 +248,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     "integers-in-16-bit": lambda x: (
         f"whole numbers up to {number(x.value)} are {'added up in' if x.what == 'cumsum' else 'cast to'} {x.dtype}, which is exact up to {number(exact_integers(parse_dtype(x.dtype)))}: neighbours become equal.",
         "compute positions and phases in fp32: with torch.autocast(..., enabled=False) and x.float().",
+    ),
+    "ids-in-16-bit": lambda x: (
+        f"whole numbers are cast to {x.dtype}, which is exact up to {number(exact_integers(parse_dtype(x.dtype)))}, and read as whole numbers again: {x.what}.",
+        "keep ids whole (int64) up to the op that reads them, as embedding does, and cast only what is computed with.",
     ),
     "constant-lost": _constant,
     "squares-near-overflow": lambda x: (

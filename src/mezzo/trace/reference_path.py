@@ -99,6 +99,7 @@ class ReferencePath:
 
     Attributes:
         inside: the last ops of the module that runs, and where they ran.
+        low: the 16-bit format that was met last; fp16 before.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ class ReferencePath:
         self._makers: StorageNotes[MadeBy] = StorageNotes()
         self._written: StorageNotes[bool] = StorageNotes()
         self._absorbed: dict[Site, frozenset[int]] = {}
-        self._low = torch.float16
+        self.low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
         self.inside: deque[tuple[Site, Call]] = deque(maxlen=64)
@@ -121,6 +122,11 @@ class ReferencePath:
         """Take note of what a 16-bit tensor was made of, and where. Syncs: no."""
         self._wide.put(tensor, wide)
         self._makers.note(tensor, MadeBy(site))
+
+    def cast_behind(self, tensor: Tensor) -> Site | None:
+        """Return where the program cast what a tensor holds to 16 bit; None where an op computed it. Syncs: no."""
+        maker = self._makers.get(tensor)
+        return maker.site if maker is not None and maker.site.op == "to" else None
 
     def behind(self, tensors: Iterable[Tensor]) -> Flush | None:
         """Return the zero that 16 bit made and that one of these tensors came through. Syncs: no."""
@@ -160,7 +166,7 @@ class ReferencePath:
             return None
         known = self._wide.known(call)
         low = next((t.dtype for t in (*call.out, *(t for _, t in call.inputs)) if t.dtype in LOW_DTYPES), None)
-        self._low = low or self._low
+        self.low = low or self.low
         wide = run_in_fp32(call, known) if known or low is not None else None
         if wide is None:
             self._forget(call)
@@ -198,7 +204,7 @@ class ReferencePath:
         if not is_here and inherited is not None:
             is_new = is_product(call.func) and site not in inherited.carried
             return replace(inherited, carried=(*inherited.carried, site)) if is_new else inherited
-        dtype = tensor.dtype if tensor.dtype in LOW_DTYPES else self._low
+        dtype = tensor.dtype if tensor.dtype in LOW_DTYPES else self.low
         makers = () if is_here else self._behind_zeros(call, lost, wide)
         return Flush(
             site=site,
