@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ContextDecorator
+from contextlib import _GeneratorContextManager
 from operator import attrgetter
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -525,7 +525,7 @@ next_node_number: Callable[[], int] = _get_sequence_nr
 """The number autograd gives its next node; a backward op is placed by it."""
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 without_autocast = torch._C._DisableAutocast
-without_dispatch_modes: Callable[[], ContextDecorator] = _disable_current_modes
+without_dispatch_modes: Callable[[], _GeneratorContextManager[Any]] = _disable_current_modes
 """No mode sees an op. Without it kernels are tried on tensors without memory, and count as failing from then on."""
 
 

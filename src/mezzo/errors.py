@@ -138,6 +138,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
 
 
+def kind_of(value: object) -> str:
+    """Return what something is, in words for an error: the class of an object, or that it is a class itself."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the closing clause of a message about an unknown word.
 

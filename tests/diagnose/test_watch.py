@@ -211,7 +211,7 @@ def test_recompute_is_not_counted_twice() -> None:
 @pytest.mark.parametrize("options", [{"every": 0}, {"width": 0}])
 def test_options_out_of_range(options: dict[str, int]) -> None:
     _, amp = make("fp32")
-    with pytest.raises(ConfigError, match="both must be at least 1"):
+    with pytest.raises(ConfigError, match="give whole numbers of at least 1"):
         diagnose.watch(amp, **options)
 
 

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -322,3 +323,26 @@ def test_healthy_training_of_the_zoo_is_silent_in_mezzo_regions(monkeypatch: pyt
     with diagnose.trace() as t:
         run()
     assert t.report.findings == ()
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_a_mode_of_the_programs_own_sees_its_ops_and_none_of_the_tools(is_outside: bool) -> None:
+    """A counter of operations, around the trace or inside it, on a step whose loss is multiplied and divided by numbers and overflows."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def step() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = model(torch.full((2, 8), 0.5)) / 3.0
+        (y.float().log().sum() * 4.0).backward(retain_graph=True)
+        (torch.rsqrt(y * 0.0).sum() * 1024.0).backward()
+
+    with FlopCounterMode(display=False) as counted:
+        step()
+    alone = counted.get_total_flops()
+    with FlopCounterMode(display=False) if is_outside else nullcontext() as around, diagnose.trace() as t:
+        with nullcontext() if is_outside else FlopCounterMode(display=False) as inside:
+            step()
+    assert (around or inside).get_total_flops() == alone
+    assert t.report.answer == "faulty" and t.report.faults[0].op == "rsqrt"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..policy import PolicyLike, as_policy
 from ..report import Block, Document, Heading, Pairs, Report
-from ..trace import LintWarning, Trace, explain_lint, line_pairs, preserve_state, short_line
-from .trial import bind_copy, device_of, loss_of, scale_of
+from ..trace import LintWarning, Trace, check_model, explain_lint, line_pairs, preserve_state, short_line
+from .trial import bind_copy, check_trial, device_of, loss_of, scale_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +76,12 @@ def lint(
 
     Raises:
         PolicyError: the policy does not fit the model.
+        ConfigError: no model, batch or loss.
 
     Writes: nothing. Syncs: yes.
     """
+    check_model("lint", model)
+    check_trial("lint", batch, loss_fn)
     chosen = None if policy is None else as_policy(policy)
     with preserve_state(model), bind_copy(model, chosen) as runnable:
         trace = Trace(runnable, of_risks=True)

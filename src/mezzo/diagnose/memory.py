@@ -20,8 +20,9 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..optim import MasterWeights, adopt, wrapped_optimizer
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Chart, Document, Note, Pairs, Report, Series, Table
+from ..step.prepare import optimizers_of
 from ..trace import preserve_state
-from .trial import LossFn, bind_copy, device_of, loss_of
+from .trial import LossFn, bind_copy, check_trial, device_of, loss_of
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer state", "weight casts", "activations"]
 _PROBE = 1024
@@ -239,8 +240,8 @@ def memory(
         Bytes by kind; `per_parameter` and `peak_bytes` sum up.
 
     Raises:
-        PolicyError, MasterError: as `mezzo.prepare` would.
-        ConfigError: an optimizer that cannot be tried on a small parameter.
+        PolicyError, MasterError, StepError: as `mezzo.prepare` would.
+        ConfigError: an optimizer that cannot be tried on a small parameter, or no batch or loss.
 
     Writes: nothing. Syncs: no.
 
@@ -248,7 +249,8 @@ def memory(
     >>> memory(model, torch.optim.AdamW(model.parameters()), "fp32").per_parameter
     16.0
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    optimizers = optimizers_of("memory", model, optimizer)
+    check_trial("memory", batch, loss_fn)
     chosen = as_policy(policy).resolve(device_of(model))
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     # a copy stands for each: what `prepare` would step, while the given one stays as it was

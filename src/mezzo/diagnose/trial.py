@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from ..errors import ConfigError, kind_of
+from ..formats import describe
 from ..policy import Policy
 from ..step.prepare import prepare
 from ..trace import tensors_in
@@ -31,13 +35,59 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_trial(call: str, batch: object, loss_fn: object) -> None:
+    """Refuse a batch that is a loader and a loss that cannot be called as `loss_fn(model, batch)`. Host only.
+
+    Raises:
+        ConfigError: one of them.
+    """
+    if isinstance(batch, DataLoader):
+        raise ConfigError(f"{call} was given DataLoader for batch; give one batch: next(iter(loader)).")
+    if loss_fn is None:
+        return
+    given = f"{call} was given {getattr(loss_fn, '__name__', kind_of(loss_fn))} for loss_fn"
+    if not callable(loss_fn) or isinstance(loss_fn, Policy):
+        raise ConfigError(
+            f"{given}; it takes a function of (model, batch) that returns the loss. A policy is given by its name: policy=..."
+        )
+    home = getattr(loss_fn, "__module__", None) or ""
+    if home.startswith("torch.nn.") or type(loss_fn).__module__.startswith("torch.nn."):
+        raise ConfigError(
+            f"{given}, which takes outputs and targets. Write lambda model, batch: loss_fn(model(batch[0]), batch[1])."
+        )
+    if not _takes_two(loss_fn):
+        raise ConfigError(f"{given}, which takes other arguments than (model, batch). Write lambda model, batch: ...")
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except ValueError:  # one of C, which does not say
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     """Return the loss: `loss_fn`'s, else the sum of the mean squares of every floating output, in fp32.
+
+    Raises:
+        ConfigError: what `loss_fn` returns is no tensor of one number.
 
     Syncs: as the model does.
     """
     if loss_fn is not None:
-        return loss_fn(model, batch)
+        loss: object = loss_fn(model, batch)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss
+        got, hint = (describe(loss), " Write .mean() or .sum().") if isinstance(loss, Tensor) else (kind_of(loss), "")
+        raise ConfigError(f"loss_fn returned {got} instead of the loss, a tensor of one number.{hint}")
     outputs = [t for _, t in tensors_in(call(model, batch), "output") if t.is_floating_point()]
     return torch.stack([t.float().square().mean() for t in outputs]).sum() if outputs else torch.zeros(())
 

@@ -28,7 +28,7 @@ from ..binding import (
     with_missing_kernels,
 )
 from ..binding.bind import bind
-from ..errors import PolicyError, StepError, StepTypeError, did_you_mean
+from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of
 from ..optim import adopt, parameters
 from ..policy import CacheName, PolicyLike, as_policy
 from .capture import P, R
@@ -130,7 +130,7 @@ def prepare(
     >>> bool(amp.step())
     True
     """
-    wrapped = _optimizers(model, optimizer)
+    wrapped = optimizers_of("prepare", model, optimizer)
     _check_word("skip", skip, get_args(Skip))
     _check_word("cache", cache, get_args(CacheName))
     inner, given = innermost(model), [_inner_optimizer(one) for one in wrapped]
@@ -164,8 +164,8 @@ def prepare(
     return stepper
 
 
-def _optimizers(model: object, optimizer: object) -> list[Optimizer]:
-    """Return what was given as optimizers, after a look at the kinds of both.
+def optimizers_of(call: str, model: object, optimizer: object) -> list[Optimizer]:
+    """Return what a call was given as optimizers, after a look at the kinds of both.
 
     Raises:
         StepError: the model is none, or one of the optimizers.
@@ -173,7 +173,7 @@ def _optimizers(model: object, optimizer: object) -> list[Optimizer]:
     if not isinstance(model, nn.Module):
         hint = " The model comes first." if isinstance(model, Optimizer) else ""
         raise StepError(
-            f"prepare(model, optimizer, policy) takes an nn.Module as its model, and got {_kind(model)}.{hint}"
+            f"{call}(model, optimizer, policy) takes an nn.Module as its model, and got {kind_of(model)}.{hint}"
         )
     if optimizer is None:
         return []
@@ -181,12 +181,12 @@ def _optimizers(model: object, optimizer: object) -> list[Optimizer]:
     for one in optimizer if isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping) else [optimizer]:
         if not isinstance(one, Optimizer):
             raise StepError(
-                f"prepare(model, optimizer, policy) takes an optimizer that was made, or a list of them, and got {_kind(one)}. "
+                f"{call}(model, optimizer, policy) takes an optimizer that was made, or a list of them, and got {kind_of(one)}. "
                 "Write torch.optim.AdamW(model.parameters(), lr=...), or None for inference."
             )
         if one in optimizers:
             raise StepError(
-                f"prepare was given the same {type(one).__name__} twice, and would take each step twice. Leave one out."
+                f"{call} was given the same {type(one).__name__} twice, and would take each step twice. Leave one out."
             )
         optimizers.append(one)
     return optimizers
@@ -195,10 +195,6 @@ def _optimizers(model: object, optimizer: object) -> list[Optimizer]:
 def _check_word(name: str, word: object, known: Sequence[str]) -> None:
     if word not in known:
         raise StepError(f"prepare({name}={word!r}): unknown.{did_you_mean(str(word), known)}")
-
-
-def _kind(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _inner_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -21,6 +21,7 @@ from .lint_rules import explain_lint as explain_lint
 from .measure import exponent_fields as exponent_fields
 from .measure import spaced as spaced
 from .modules import Place as Place
+from .modules import check_model as check_model
 from .modules import tensors_in as tensors_in
 from .ops import Call as Call
 from .ops import flops_of as flops_of

@@ -129,10 +129,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             raise
         if facts.name.startswith("amp_"):
             self._on_scaler(facts.name)
-        else:
+            return out
+        with self.alone():
             self._judge(call, site)
             self._reads.see(call, out)
-            self._factored = (call, site) if facts.name in FACTORS else self._factored
+        self._factored = (call, site) if facts.name in FACTORS else self._factored
         return out
 
     def before_parts(self, func: OpOverload[Any, Any], args: tuple[Any, ...]) -> None:
@@ -223,11 +224,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._counts.note(call.out[0], call.facts.name != "to" or not call.inputs)
         self.lines.see(site, call.out, tops)
         self.lints.see(call, site, self.context.name_of, self.reference)
-        if site.phase == "optimizer":
-            self.updates.see(call)
-        elif site.phase == "forward":
-            self.updates.see_chain(call, site)
-            self.updates.see_by_hand(call, site, self.context.name_of)
+        self.updates.see(call, site, self.context.name_of)
         if self._has_scaled_grads and not site.root and site.phase == "forward":
             self.lints.clip(site, self.context.loss_scale)
 

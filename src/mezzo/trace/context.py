@@ -20,10 +20,12 @@ from .._torch import (
     DispatchMode,
     OpOverload,
     autograd_node,
+    dispatch_modes,
     is_compiler_loaded,
     next_node_number,
     node_number,
     storage_id,
+    without_dispatch_modes,
 )
 from ..formats import LOW_DTYPES
 from .frames import Owner, caller, locate
@@ -289,7 +291,6 @@ class OpMode(DispatchMode):
     def __init__(self, context: TraceContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.context = context
-        self._is_aside = False
 
     def __torch_dispatch__(
         self,
@@ -300,7 +301,7 @@ class OpMode(DispatchMode):
     ) -> Any:
         """Hand one op to `run_op`, or run it unseen if it is the tool's own."""
         kwargs = kwargs or {}
-        if self._is_aside or any(has_no_values(cls) for cls in types):
+        if any(has_no_values(cls) for cls in types):
             return func(*args, **kwargs)
         if any(takes_itself_apart(cls) for cls in types):
             self.before_parts(func, args)
@@ -317,12 +318,12 @@ class OpMode(DispatchMode):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Let ops of the tool itself pass unseen."""
-        was, self._is_aside = self._is_aside, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._is_aside = was
+        with self.alone(), torch.no_grad():
+            yield
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Keep ops of the tool itself from every mode: those of the program count its own."""
+        return without_dispatch_modes() if dispatch_modes() else nullcontext()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -348,6 +349,7 @@ def _factor(loss: Tensor) -> float:
         value = getattr(node, saved, None)
         if node.next_functions[i][0] is None and isinstance(value, Tensor) and value.numel() == 1:
             # a distributed one is read by its part; a whole number has none
-            own = plain(value)
-            return max(float(value if own is None else own), 1.0)
+            with without_dispatch_modes():  # which get a plain number in place of what autograd saved of one
+                own = plain(value)
+                return max(float(value if own is None else own), 1.0)
     return 1.0

@@ -162,8 +162,16 @@ class UpdateWatch:
                 if p.dtype in LOW_DTYPES and p.grad is not None:
                     self._before[id(p)] = p.detach().clone()
 
-    def see(self, call: Call) -> None:
-        """Take in one op of the step: which weights would it have changed in fp32? Syncs: no."""
+    def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
+        """Take in one op, given what tensors are called. Syncs: where it adds to 16 bit in a forward or by hand."""
+        if site.phase == "optimizer":
+            self._see_step(call)
+        elif site.phase == "forward":
+            self._see_chain(call, site)
+            self._see_by_hand(call, site, name_of)
+
+    def _see_step(self, call: Call) -> None:
+        """Take in one op of the step: which weights would it have changed in fp32?"""
         if not call.facts.writes or not any(id(t) in self._before for t in call.out):
             return
         wide = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float32)
@@ -175,8 +183,8 @@ class UpdateWatch:
                 meant = want != before.float()
                 self._intended[id(tensor)] = self._intended.get(id(tensor), torch.zeros_like(meant)) | meant
 
-    def see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
-        """Take in an op outside of modules and optimizers. Syncs: where it adds to 16 bit that no gradient goes through."""
+    def _see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
+        """Take in an op outside of modules and optimizers, which adds to 16 bit that no gradient goes through."""
         is_addition = (
             not site.root and bool(call.facts.writes) and call.facts.name.removeprefix("foreach_") in _ADDITIONS
         )
@@ -198,11 +206,8 @@ class UpdateWatch:
                 self.lost.append(LostUpdate(name=name, dtype=dtype_name(tensor.dtype), optimizer="the program", intended=intended,
                                             lost=lost, site=site))  # fmt: skip
 
-    def see_chain(self, call: Call, site: Site) -> None:
-        """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it.
-
-        Syncs: where 16-bit tensors that lead to gradients are added.
-        """
+    def _see_chain(self, call: Call, site: Site) -> None:
+        """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it."""
         out = call.out[0] if call.out else None
         if call.facts.name in _HANDED_ON and out is not None:
             chains = [chain for _, t in call.inputs if t.shape == out.shape and (chain := self._chains.get(t))]

@@ -15,6 +15,22 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import storage_id, unwrapped
 from ..binding import innermost, record
+from ..errors import ConfigError, kind_of
+
+
+def check_model(call: str, model: object) -> None:
+    """Refuse what is no model. Host only.
+
+    Raises:
+        ConfigError: it is none; a stepper has one.
+    """
+    if not isinstance(model, nn.Module):
+        own = (
+            f", which is amp.model for amp = {type(model).__name__}"
+            if isinstance(getattr(model, "model", None), nn.Module)
+            else ""
+        )
+        raise ConfigError(f"{call} was given {kind_of(model)} for model; give the nn.Module{own}.")
 
 
 def tensors_in(value: object, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from .evidence import PendingOutputs, leaves_behind
 from .findings import find, is_mostly_flushed
 from .idle_steps import IdleSteps
 from .measure import amax, is_finite, rms, tensor_facts
-from .modules import Place, tensors_in
+from .modules import Place, check_model, tensors_in
 from .ops import plain
 from .records import FlushedGradient, Size, TraceRecord
 from .trace_report import TraceReport
@@ -344,6 +344,7 @@ def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
         The context. Its `report` can be read inside and after the block.
 
     Raises:
+        ConfigError: the model is none.
         RegionError: the context is entered a second time.
 
     Writes: nothing that outlives the block.
@@ -355,4 +356,6 @@ def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
     >>> t.report.findings[0].verdict, t.report.findings[0].why
     ('inherited', 'input [0] of Linear already holds 2 NaN when addmm first reads it.')
     """
+    if model is not None:
+        check_model("trace", model)
     return Trace(model, step=step)

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from ...errors import ConfigError
 from ...formats import dtype_name
 from ...policy import Policy, PolicyLike, as_policy
-from ...trace import preserve_state, run_eagerly
-from ..trial import LossFn, bind_copy, device_of, loss_of, scale_of
+from ...trace import check_model, preserve_state, run_eagerly
+from ..trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
 from .agreement import Agreement, GradientError, ModuleError, OpError, StepFidelity
 from .compare_report import CompareReport
 from .comparing_mode import ComparingMode, OpKey
@@ -193,11 +193,13 @@ def compare(
 
     Raises:
         PolicyError: the policy does not fit the model.
-        ConfigError: the policy runs everything in fp32, so there is nothing to compare.
+        ConfigError: no model, batch or loss; or the policy runs everything in fp32, so there is nothing to compare.
 
     Writes: nothing. Syncs: at every op.
     Source: signal-to-error ratio in dB, as in the analysis of fixed-point filters (Oppenheim and Schafer, chapter 6).
     """
+    check_model("compare", model)
+    check_trial("compare", batch, loss_fn)
     asked = as_policy(policy)
     chosen = asked.resolve(device_of(model))
     if not chosen.is_low:

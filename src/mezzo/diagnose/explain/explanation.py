@@ -14,9 +14,9 @@ from torch import nn
 from ...formats import dtype_name, native_support
 from ...policy import Policy, PolicyLike, as_policy
 from ...report import Document, Note, Pairs, Report, Table
-from ...trace import TraceContext, preserve_state
+from ...trace import TraceContext, check_model, preserve_state
 from ..memory import size
-from ..trial import LossFn, bind_copy, device_of, loss_of, scale_of
+from ..trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
 from .op_counter import ALIGNMENT, Counts, OpCounter
 
 _LOW = ("fp16", "bf16")
@@ -241,9 +241,12 @@ def explain(
 
     Raises:
         PolicyError: the policy does not fit the model.
+        ConfigError: no model, batch or loss.
 
     Writes: nothing. Syncs: yes.
     """
+    check_model("explain", model)
+    check_trial("explain", batch, loss_fn)
     device = device_of(model)
     chosen = as_policy(policy).resolve(device)
     compute = chosen.compute or torch.float32

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ... import random_state
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError, DataError, kind_of
 from ...files import FileImage, flush_to_disk
 from ...random_state import RandomState
 from ...step import Stepper, StepResult
-from ..trial import LossFn
+from ..trial import LossFn, is_count
 from . import step_data
 from .second_run import SecondRun
 
@@ -325,10 +325,12 @@ def record(
             f"record was given twice_every={twice_every} {'and a' if loss_fn else 'without'} loss_fn; to run steps twice it takes both: "
             "how many steps lie between them, and loss_fn(model, batch), which computes what is given to amp.backward."
         )
-    if not isinstance(amp, Stepper) or every < 1:
+    if not isinstance(amp, Stepper) or not is_count(every):
         raise ConfigError(
-            f"record was asked to keep {type(amp).__name__} with every={every}; give what mezzo.prepare returned, and at least 1."
+            f"record was asked to keep {kind_of(amp)} with every={every!r}; give what mezzo.prepare returned, and a whole number of at least 1."
         )
+    if not isinstance(folder, (str, Path)):
+        raise ConfigError(f"record was given {kind_of(folder)} for folder; give a path.")
     path = Path(folder)
     if segments(path):
         raise DataError(f"{str(path)!r} holds another record already; give a new folder, or remove that one.")

@@ -14,7 +14,7 @@ from ..._torch import is_compiled
 from ...errors import ConfigError, listed
 from ...formats import widened
 from ...trace import plain, preserve_state, tensors_in
-from ..trial import LossFn, call
+from ..trial import LossFn, call, check_trial
 from .compiled_nodes import wrong_nodes
 from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
 from .observed_run import OpRun, Run, observe, relative_error
@@ -219,6 +219,7 @@ def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None
     >>> report.finding.op, report.finding.what
     ('layer_norm', 'eps is 1e-05 in a and 0.001 in b')
     """
+    check_trial("mismatch", batch, loss_fn)
     one, two = _callable(a, "a"), _callable(b, "b")
     with random_state.kept():
         ours = _observe(one, batch, loss_fn, {})

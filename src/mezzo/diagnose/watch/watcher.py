@@ -16,6 +16,7 @@ from ...formats import LOW_DTYPES, dtype_name
 from ...optim import keeps_masters, parameters
 from ...step import Stepper, StepResult
 from ...trace import plain, spaced, tensors_in
+from ..trial import is_count
 from .samples import SampledRows, SampledStep, is_taken
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
@@ -322,8 +323,8 @@ def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Wa
     >>> len(w.report.steps), w.report.skipped
     (1, 0)
     """
-    if every < 1 or width < 1:
-        raise ConfigError(f"watch was asked for every={every}, width={width}; both must be at least 1.")
+    if not (is_count(every) and is_count(width)):
+        raise ConfigError(f"watch was asked for every={every!r}, width={width!r}; give whole numbers of at least 1.")
     if isinstance(run, Stepper):
         return Watch(run.model, run, every, width)
     if isinstance(run, nn.Module):

@@ -1,0 +1,129 @@
+"""What a diagnosis is given is looked at before anything runs, and refused in one sentence that says what to write."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import mezzo
+from mezzo import diagnose
+from mezzo.errors import ConfigError, StepError
+
+BATCH = torch.ones(4, 8)
+LOADER = DataLoader([0, 1])
+RUNS: dict[str, Callable[..., Any]] = {
+    "compare": functools.partial(diagnose.compare, policy="bf16", tries=0),
+    "explain": functools.partial(diagnose.explain, policy="bf16", budget_s=0.0),
+    "lint": functools.partial(diagnose.lint, policy="bf16"),
+    "memory": lambda model, batch, loss_fn=None: diagnose.memory(model, None, "bf16", batch=batch, loss_fn=loss_fn),
+}
+LOSSES: list[tuple[Any, str]] = [
+    ("bf16", "str for loss_fn; it takes a function of (model, batch) that returns the loss. A policy is given by its name: policy=..."),
+    (torch.bfloat16, "policy=..."),
+    (mezzo.Policy(), "Policy for loss_fn"),
+    (nn.MSELoss(), "MSELoss for loss_fn, which takes outputs and targets. Write lambda model, batch: loss_fn(model(batch[0]), batch[1])"),
+    (F.mse_loss, "mse_loss for loss_fn, which takes outputs and targets"),
+    (lambda out: out.sum(), "<lambda> for loss_fn, which takes other arguments than (model, batch)"),
+    (lambda model, batch: None, "loss_fn returned NoneType instead of the loss, a tensor of one number."),
+    (lambda model, batch: 1.5, "loss_fn returned float instead"),
+    (lambda model, batch: (model(batch).sum(), 1), "loss_fn returned tuple instead"),
+    (lambda model, batch: model(batch), "instead of the loss, a tensor of one number. Write .mean() or .sum()."),
+]  # fmt: skip
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(8, 2)
+
+
+@pytest.mark.parametrize("call", RUNS)
+@pytest.mark.parametrize(("loss_fn", "said"), LOSSES)
+def test_a_loss_that_is_none_is_told_what_to_write(call: str, loss_fn: Any, said: str) -> None:
+    given = model()
+    before = {name: value.clone() for name, value in given.state_dict().items()}
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        RUNS[call](given, BATCH, loss_fn=loss_fn)
+    assert str(caught.value).count("\n") == 0
+    assert all(torch.equal(value, before[name]) for name, value in given.state_dict().items())
+    assert type(given) is nn.Linear and all(p.grad is None for p in given.parameters())
+
+
+@pytest.mark.parametrize("call", RUNS)
+def test_a_loader_is_no_batch(call: str) -> None:
+    with pytest.raises(ConfigError, match=r"DataLoader for batch.*next\(iter\(loader\)\)"):
+        RUNS[call](model(), LOADER)
+
+
+@pytest.mark.parametrize("call", [*RUNS, "trace"])
+@pytest.mark.parametrize("given", ["resnet", nn.Linear, lambda x: x, torch.optim.SGD(model().parameters(), lr=0.1)])
+def test_what_is_no_model_is_refused(call: str, given: Any) -> None:
+    run = (lambda model, batch: diagnose.trace(model)) if call == "trace" else RUNS[call]
+    with pytest.raises((ConfigError, StepError), match=r"nn\.Module"):
+        run(given, BATCH)
+
+
+@pytest.mark.parametrize("call", ["compare", "explain", "lint", "trace"])
+def test_a_stepper_is_told_of_its_model(call: str) -> None:
+    run = (lambda model, batch: diagnose.trace(model)) if call == "trace" else RUNS[call]
+    given = model()
+    amp = mezzo.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1), "bf16")
+    with pytest.raises(ConfigError, match=rf"{call} was given Stepper for model.*amp\.model"):
+        run(amp, BATCH)
+
+
+def test_two_runs_are_held_to_a_loss_of_both() -> None:
+    with pytest.raises(ConfigError, match="mismatch was given str for loss_fn"):
+        diagnose.mismatch(model(), model(), BATCH, "mse")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="mismatch was given DataLoader for batch"):
+        diagnose.mismatch(model(), model(), LOADER)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", BATCH, [BATCH], torch.optim.SGD])
+def test_memory_takes_optimizers(optimizer: Any) -> None:
+    with pytest.raises(StepError, match=r"memory\(model, optimizer, policy\) takes an optimizer that was made"):
+        diagnose.memory(model(), optimizer)
+
+
+@pytest.mark.parametrize("every", ["2", 1.5, 0, None])
+def test_numbers_of_steps_are_whole(every: Any, tmp_path: Path) -> None:
+    given = model()
+    amp = mezzo.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1), "bf16")
+    with pytest.raises(ConfigError, match=r"watch was asked for every=.*whole numbers of at least 1"):
+        diagnose.watch(amp, every=every)
+    with pytest.raises(ConfigError, match=r"record was asked .*every="):
+        diagnose.record(amp, tmp_path / "run", every=every)
+
+
+@pytest.mark.parametrize("folder", [None, 3])
+def test_a_record_needs_a_folder(folder: Any) -> None:
+    given = model()
+    amp = mezzo.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1), "bf16")
+    with pytest.raises(ConfigError, match="for folder; give a path"):
+        diagnose.record(amp, folder)
+
+
+def test_what_is_sound_runs() -> None:
+    """A loss by keyword, with more arguments than asked for, as a method and as an object; a batch of several."""
+
+    class Loss:
+        def __call__(self, model: nn.Module, batch: Tensor, weight: float = 1.0) -> Tensor:
+            return model(batch).sum().reshape(1) * weight
+
+    for loss_fn in (
+        Loss(),
+        Loss().__call__,
+        functools.partial(Loss(), weight=2.0),
+        lambda *given: given[0](given[1]).sum(),
+    ):
+        for run in RUNS.values():
+            run(model(), BATCH, loss_fn=loss_fn)
+    assert diagnose.lint(nn.Bilinear(8, 8, 2), (BATCH, BATCH), lambda model, batch: model(*batch).sum()).is_healthy
