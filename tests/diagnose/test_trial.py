@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import mezzo
 from mezzo import diagnose
-from mezzo.errors import ConfigError, StepError
+from mezzo.errors import ConfigError, RegionError, StepError
 
 BATCH = torch.ones(4, 8)
 LOADER = DataLoader([0, 1])
@@ -109,6 +109,46 @@ def test_a_record_needs_a_folder(folder: Any) -> None:
     amp = mezzo.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1), "bf16")
     with pytest.raises(ConfigError, match="for folder; give a path"):
         diagnose.record(amp, folder)
+
+
+def test_a_replay_is_told_what_builds_its_run(tmp_path: Path) -> None:
+    def build(loss_fn: Any = lambda model, batch: model(batch).sum()) -> Any:
+        given = model()
+        return given, torch.optim.SGD(given.parameters(), lr=0.1), loss_fn
+
+    given, optimizer, loss_fn = build()
+    amp = mezzo.prepare(given, optimizer, "bf16")
+    with diagnose.record(amp, tmp_path / "run") as recorder:
+        for batch in recorder.batches([BATCH, BATCH]):
+            amp.backward(loss_fn(given, batch))
+            amp.step()
+            amp.zero_grad()
+    found = diagnose.replay(tmp_path / "run", 1, build)
+    assert found.first_different is None and found.compared > 0
+    wrong: list[tuple[Any, str]] = [
+        (given, "Linear for build; give a function that returns"),
+        ("model.py", "str for build"),
+        (lambda: given, "a build that returns Linear"),
+        (lambda: build()[:2], "a build that returns tuple"),
+        (lambda: build(None), "a build that returns tuple"),
+        (lambda: build(nn.MSELoss()), "MSELoss for loss_fn, which takes outputs and targets"),
+    ]
+    for other, said in wrong:
+        with pytest.raises(ConfigError, match=f"replay was given {re.escape(said)}"):
+            diagnose.replay(tmp_path / "run", 1, other)
+    with pytest.raises(ConfigError, match="replay was given Linear for folder"):
+        diagnose.replay(given, 1, build)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, "amp", model(), BATCH])
+def test_a_monitor_takes_a_stepper(given: Any) -> None:
+    with pytest.raises(ConfigError, match="monitor was given"):
+        mezzo.monitor(given)
+
+
+def test_a_region_takes_no_tensor_for_its_device() -> None:
+    with pytest.raises(RegionError, match="not a Tensor"):
+        mezzo.autocast(BATCH)  # type: ignore[arg-type]
 
 
 def test_what_is_sound_runs() -> None:

@@ -57,7 +57,7 @@ def device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
         return _read_device_types(device_type)
     hint = (
         " torch.cuda.amp takes `enabled` first: that is mezzo.cuda.amp.autocast."
-        if device_type in (True, False)
+        if isinstance(device_type, int)
         else ""
     )
     raise RegionTypeError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, kind_of
 from ..formats import LOW_DTYPES, widest
 from ..kernels import local
 from ..step import Stepper, StepResult
@@ -141,7 +141,7 @@ def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
         The monitor, to be closed or used as a context.
 
     Raises:
-        ConfigError: `every` below 1, a tracker of another kind, or a library that is not installed.
+        ConfigError: no stepper, `every` below 1, a tracker of another kind, or a library that is not installed.
 
     Writes: the trackers; the observers of the stepper until it is closed. Syncs: in steps that are reported.
 
@@ -153,8 +153,12 @@ def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
     ...     _ = amp.step()
     1 0.0
     """
-    if every < 1:
-        raise ConfigError(f"monitor was asked for every={every}, which reports nothing. Write 1 or more.")
+    if not isinstance(amp, Stepper):
+        raise ConfigError(f"monitor was given {kind_of(amp)}; it takes what mezzo.prepare returned.")
+    if not isinstance(every, int) or every < 1:
+        raise ConfigError(
+            f"monitor was asked for every={every!r}, which reports nothing. Write a whole number of 1 or more."
+        )
     own = ExitStack()
     targets = list(to) if isinstance(to, (list, tuple)) else [_default() if to is None else to]
     return Monitor(amp, every, [_writer(target, own) for target in targets], own)

@@ -17,7 +17,7 @@ from ...errors import ConfigError, DataError, kind_of
 from ...files import FileImage, flush_to_disk
 from ...random_state import RandomState
 from ...step import Stepper, StepResult
-from ..trial import LossFn, is_count
+from ..trial import LossFn, check_trial, is_count
 from . import step_data
 from .second_run import SecondRun
 
@@ -292,6 +292,17 @@ def outcome(result: StepResult, losses: list[Tensor]) -> dict[str, Any]:
     }
 
 
+def folder_of(call: str, folder: object) -> Path:
+    """Return the folder that a call was given.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    if not isinstance(folder, (str, Path)):
+        raise ConfigError(f"{call} was given {kind_of(folder)} for folder; give a path.")
+    return Path(folder)
+
+
 def record(
     amp: Stepper, folder: str | Path, *, every: int = 100, twice_every: int = 0, loss_fn: LossFn | None = None
 ) -> Recorder:
@@ -329,9 +340,8 @@ def record(
         raise ConfigError(
             f"record was asked to keep {kind_of(amp)} with every={every!r}; give what mezzo.prepare returned, and a whole number of at least 1."
         )
-    if not isinstance(folder, (str, Path)):
-        raise ConfigError(f"record was given {kind_of(folder)} for folder; give a path.")
-    path = Path(folder)
+    check_trial("record", None, loss_fn)
+    path = folder_of("record", folder)
     if segments(path):
         raise DataError(f"{str(path)!r} holds another record already; give a new folder, or remove that one.")
     path.mkdir(parents=True, exist_ok=True)

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ... import random_state
-from ...errors import DataError, StoppedRun
+from ...errors import ConfigError, DataError, StoppedRun, kind_of
 from ...policy import PolicyLike, as_policy
 from ...random_state import RandomState
 from ...report import Document, Pairs, Report
 from ...step.prepare import prepare
+from ..trial import check_trial
 from . import step_data
-from .recorder import BATCH, FORMAT, RESULTS, START, batch_file, outcome, segments, step_file
+from .recorder import BATCH, FORMAT, RESULTS, START, batch_file, folder_of, outcome, segments, step_file
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -154,6 +155,17 @@ def _bits(value: Tensor) -> list[int]:
     return value.detach().float().reshape(-1).view(torch.int32).tolist()
 
 
+def _built(build: Callable[[], Parts]) -> Parts:
+    wanted = "a function that returns (model, optimizer, loss_fn), not prepared"
+    if not callable(build) or isinstance(build, nn.Module):
+        raise ConfigError(f"replay was given {kind_of(build)} for build; give {wanted}.")
+    parts: object = build()
+    if not isinstance(parts, (tuple, list)) or len(parts) != 3 or parts[2] is None:
+        raise ConfigError(f"replay was given a build that returns {kind_of(parts)}; give {wanted}.")
+    check_trial("replay", None, parts[2])
+    return parts[0], parts[1], parts[2]
+
+
 def replay(
     folder: str | Path,
     step: int,
@@ -179,17 +191,19 @@ def replay(
         What came of the step, and whether it and those before it came out as recorded.
 
     Raises:
+        ConfigError: no folder, or `build` returns something else.
         DataError: the record does not hold the step, or cannot be read.
         PolicyError, CheckpointError: policy or model do not fit what was recorded.
 
     Writes: the models that `build` made; random state comes back. Syncs: yes.
     """
-    first, path = _segment(Path(folder), step)
+    kept = folder_of("replay", folder)
+    first, path = _segment(kept, step)
     start = step_data.read(path / START, partial(torch.load, weights_only=True))
     if not isinstance(start, dict) or start.get("format") != FORMAT:
         raise DataError(f"{str(path / START)!r} is no snapshot of a record of this version.")
     with random_state.kept():
-        run = _Run(build(), start["policy"], Path(folder))
+        run = _Run(_built(build), start["policy"], kept)
         run.amp.load_state_dict(start["run"])
         different, compared = None, 0
         for before in range(first, step):
@@ -197,7 +211,7 @@ def replay(
             compared += differs is not None
             different = before if differs and different is None else different
         if policy is not None:
-            state, run = run.amp.state_dict(), _Run(build(), policy, Path(folder))
+            state, run = run.amp.state_dict(), _Run(_built(build), policy, kept)
             run.amp.load_state_dict(state)
         with around(run.amp.model):
             found, error = run.take(step)
