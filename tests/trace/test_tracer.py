@@ -8,16 +8,19 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.trace.installed import installed
 from tests.zoo import faulty_arguments, faulty_forward, healthy
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import mezzo
 import mezzo.diagnose as diagnose
 from mezzo.errors import RegionError
+from mezzo.trace.frames import source_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -346,3 +349,19 @@ def test_a_mode_of_the_programs_own_sees_its_ops_and_none_of_the_tools(is_outsid
             step()
     assert (around or inside).get_total_flops() == alone
     assert t.report.answer == "faulty" and t.report.faults[0].op == "rsqrt"
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_a_function_mode_of_the_programs_own_that_passes_an_op_on_did_not_call_it(is_outside: bool) -> None:
+    class Passing(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            return func(*args, **kwargs or {})
+
+    with Passing() if is_outside else nullcontext(), diagnose.trace() as t:
+        with nullcontext() if is_outside else Passing():
+            x = torch.zeros(3, requires_grad=True)
+            x.log().sum().backward()  # the sick line
+    frame = t.report.faults[0].frame
+    assert frame is not None and source_line(frame).endswith("# the sick line")

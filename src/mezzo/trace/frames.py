@@ -36,6 +36,7 @@ _STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _ENGINE = Path(torch.autograd.graph.__file__).name, "_engine_run_backward"
 _FETCH = "torch/utils/data/_utils/fetch.py"
 _CHECKPOINT = torch.utils.checkpoint.__file__
+_RELAYS = ("__torch_function__", "__torch_dispatch__")
 
 
 @cache
@@ -71,7 +72,8 @@ class Location:
     """Where the running op was called from.
 
     Attributes:
-        user: nearest frame of the user's code; inside backward only what backward itself called.
+        user: nearest frame of the user's code; inside backward only what backward itself called. A mode or tensor
+            class of the user's that passes an op on is not what called it, unless nothing else did.
         library: nearest frame of an installed package when that is nearer than `user`.
         is_recompute: the op is part of a checkpoint's second forward.
     """
@@ -92,13 +94,15 @@ def locate(in_backward: bool) -> Location:
     Returns:
         The nearest frames of the user's code and of a library.
     """
-    user = library = None
+    user = library = relay = None
     is_recompute = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         kind = owner(filename)
-        if kind is Owner.USER:
+        if kind is Owner.USER and frame.f_code.co_name in _RELAYS:
+            relay = relay or _frame(frame)
+        elif kind is Owner.USER:
             user = user or _frame(frame)
         elif kind is Owner.LIBRARY:
             library = library or (None if user else _frame(frame))
@@ -109,7 +113,7 @@ def locate(in_backward: bool) -> Location:
         if user and not in_backward:
             break
         frame = frame.f_back
-    return Location(user, library, is_recompute)
+    return Location(user or relay, library, is_recompute)
 
 
 def is_called_from(ending: str) -> bool:
