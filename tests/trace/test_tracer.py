@@ -6,21 +6,17 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.trace.installed import installed
 from tests.zoo import faulty_arguments, faulty_forward, healthy
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import mezzo
 import mezzo.diagnose as diagnose
 from mezzo.errors import RegionError
-from mezzo.trace.frames import source_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -326,42 +322,3 @@ def test_healthy_training_of_the_zoo_is_silent_in_mezzo_regions(monkeypatch: pyt
     with diagnose.trace() as t:
         run()
     assert t.report.findings == ()
-
-
-@pytest.mark.parametrize("is_outside", [True, False])
-def test_a_mode_of_the_programs_own_sees_its_ops_and_none_of_the_tools(is_outside: bool) -> None:
-    """A counter of operations, around the trace or inside it, on a step whose loss is multiplied and divided by numbers and overflows."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def step() -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
-        with torch.autocast("cpu", dtype=torch.float16):
-            y = model(torch.full((2, 8), 0.5)) / 3.0
-        (y.float().log().sum() * 4.0).backward(retain_graph=True)
-        (torch.rsqrt(y * 0.0).sum() * 1024.0).backward()
-
-    with FlopCounterMode(display=False) as counted:
-        step()
-    alone = counted.get_total_flops()
-    with FlopCounterMode(display=False) if is_outside else nullcontext() as around, diagnose.trace() as t:
-        with nullcontext() if is_outside else FlopCounterMode(display=False) as inside:
-            step()
-    assert (around or inside).get_total_flops() == alone
-    assert t.report.answer == "faulty" and t.report.faults[0].op == "rsqrt"
-
-
-@pytest.mark.parametrize("is_outside", [True, False])
-def test_a_function_mode_of_the_programs_own_that_passes_an_op_on_did_not_call_it(is_outside: bool) -> None:
-    class Passing(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            return func(*args, **kwargs or {})
-
-    with Passing() if is_outside else nullcontext(), diagnose.trace() as t:
-        with nullcontext() if is_outside else Passing():
-            x = torch.zeros(3, requires_grad=True)
-            x.log().sum().backward()  # the sick line
-    frame = t.report.faults[0].frame
-    assert frame is not None and source_line(frame).endswith("# the sick line")

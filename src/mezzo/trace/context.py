@@ -6,7 +6,7 @@ import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from traceback import walk_stack
@@ -273,9 +273,30 @@ HOOKED = ".*when there are global hooks on modules"
 """What a compiled model warns of while modules are followed."""
 
 
-def run_eagerly() -> AbstractContextManager[object]:
-    """Have compiled models run eagerly, so that their ops are seen one by one; the compiler is not imported for it."""
-    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext()
+@contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Have compiled code run eagerly, so that its ops are seen one by one; the compiler is not imported for it.
+
+    Writes: torch's stance, or `torch.compile` until it is called, inside of which a stance cannot be taken.
+    """
+    compile, on = torch.compile, ExitStack()
+
+    def compile_then_run_eagerly(*args: Any, **kwargs: Any) -> Any:
+        made = compile(*args, **kwargs)
+        if torch.compile is compile_then_run_eagerly:
+            torch.compile = compile
+            on.enter_context(torch.compiler.set_stance("force_eager"))
+        return made
+
+    with on:
+        if is_compiler_loaded():
+            on.enter_context(torch.compiler.set_stance("force_eager"))
+        else:
+            torch.compile = compile_then_run_eagerly
+        try:
+            yield
+        finally:
+            torch.compile = compile
 
 
 class OpMode(DispatchMode):

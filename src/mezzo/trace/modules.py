@@ -6,6 +6,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from threading import current_thread, get_ident
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import storage_id, unwrapped
+from .._torch import dispatch_modes, storage_id, unwrapped
 from ..binding import innermost, record
 from ..errors import ConfigError, kind_of
 
@@ -102,6 +103,11 @@ class ModuleStack:
             module relative to the outermost one that is called.
         on_root: called with each outermost module before it runs.
         on_output: called with (module, place, output) after each module's forward.
+
+    Attributes:
+        roots: the outermost modules that were met.
+        inputs: tensors that the one that runs was given, by what they are called.
+        elsewhere: names of other threads that ran modules with gradients on.
     """
 
     def __init__(
@@ -117,11 +123,13 @@ class ModuleStack:
         self._parameters: dict[int, tuple[Tensor, str]] = {}
         self.roots: list[nn.Module] = []
         self.inputs: list[tuple[str, Tensor]] = []
+        self.elsewhere: set[str] = set()
         if model is not None:
             self._learn(model)
 
     def install(self) -> None:
-        """Start to follow modules. Writes: torch's global module hooks."""
+        """Start to follow modules in this thread. Writes: torch's global module hooks."""
+        self._thread = get_ident()
         self._handles = [
             module_hooks.register_module_forward_pre_hook(self._before),
             module_hooks.register_module_forward_hook(self._after, with_kwargs=False, always_call=True),
@@ -157,7 +165,16 @@ class ModuleStack:
         root, name = self._names.get(id(module), (above.root, f"{above.module}.<{cls}>".lstrip(".")))
         return Place(root, name, (*above.classes, cls))
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread runs, in which no mode is on: hooks are called there, and no op is seen."""
+        return get_ident() != self._thread and not dispatch_modes()
+
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.is_elsewhere:
+            if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+                self.elsewhere.add(current_thread().name)
+            return
         place = self._place_of(module)
         if not self._stack:
             self.inputs = [
@@ -167,7 +184,7 @@ class ModuleStack:
         self._stack.append((module, place))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        while self._stack:
+        while self._stack and not self.is_elsewhere:
             top, place = self._stack.pop()
             if top is module:
                 self._on_output(module, place, output)

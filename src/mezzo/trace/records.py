@@ -361,9 +361,7 @@ class TraceRecord:
 
     Attributes:
         model: class name of the traced model, or of the first one seen.
-        events: in order.
-        sinks: in order.
-        sizes: in order.
+        events, sinks, sizes: in order.
         lost: lost updates.
         lints: lint rules that the code broke.
         lines: magnitudes by line.
@@ -377,6 +375,7 @@ class TraceRecord:
         taken: the steps in which one was.
         skipped: those that a loss scaler left out.
         ended: the error that ended the program; empty if there was none.
+        elsewhere: names of other threads that trained modules, unseen.
     """
 
     model: str
@@ -398,3 +397,4 @@ class TraceRecord:
     taken: frozenset[int] = frozenset()
     skipped: int = 0
     ended: str = ""
+    elsewhere: tuple[str, ...] = ()

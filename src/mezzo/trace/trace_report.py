@@ -60,6 +60,8 @@ class TraceReport(Report):
             return "no op of torch ran in this process"
         if r.ended:
             return f"the program ended by itself with {r.ended}"
+        if outside := _outside(r):
+            return outside
         if not r.backwards and (r.forwards or not r.inferences):
             return "nothing went backward"
         if r.skipped > _HALVINGS and not r.updates:
@@ -109,6 +111,15 @@ class TraceReport(Report):
             return f"{word}: no inf or NaN reached a loss, gradient, weight, buffer, output or the host in {self.seen}.{scale}"
         first = self.faults[0]
         return f"Faulty: {first.verdict} in {first.op}, {first.phase}, module {first.path}{f' at {first.frame}' if first.frame else ''}."
+
+
+def _outside(r: TraceRecord) -> str:
+    """Say what happened where the trace does not look; empty if nothing did."""
+    if r.elsewhere:
+        threads = f"thread{'s' * (len(r.elsewhere) > 1)} {listed(r.elsewhere)}"
+        return f"modules were trained in the {threads}, whose ops were not seen: write `with mezzo.diagnose.trace(model)` there"
+    unknown = next((s for s in r.sinks if not s.causes), None)
+    return f"inf or NaN reached {unknown.kind} {unknown.name} from where no op was seen" if unknown is not None else ""
 
 
 def _count(n: int, what: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import autograd_node, dispatch_modes, function_modes, is_compiler_loaded
+from .._torch import autograd_node, dispatch_modes, function_modes
 from ..errors import RegionError
 from ..formats import dtype_name
 from .collector import Collector
@@ -69,7 +69,7 @@ class Trace:
         self._pending = PendingOutputs()
         self._flushed: dict[tuple[int, str], FlushedGradient] = {}
         self._contexts = ExitStack()
-        self._is_eager = self._was_loss_seen = False
+        self._was_loss_seen = False
         self._forwards = self._inferences = self._backwards = self._updates = 0
         self._ended = ""
         self._idle = IdleSteps()
@@ -96,7 +96,7 @@ class Trace:
             self._follow(*self._model.parameters())
         self._contexts.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=HOOKED)
-        self._run_eagerly()
+        self._contexts.enter_context(run_eagerly())
         self._contexts.enter_context(self._context.names)
         self._contexts.enter_context(self._collector)
         return self
@@ -117,12 +117,6 @@ class Trace:
             self._collector.reach(sink)
         self._collector.settle_reads(has_failed=has_failed)
         self._idle.tell(self._collector.lints, self._context.modules.parameters())
-
-    def _run_eagerly(self) -> None:
-        """Have compiled models run eagerly, so that their ops are seen one by one; the compiler is not imported for it."""
-        if not self._is_eager and is_compiler_loaded():
-            self._is_eager = True
-            self._contexts.enter_context(run_eagerly())
 
     @property
     def is_on_top(self) -> bool:
@@ -150,6 +144,7 @@ class Trace:
             taken=frozenset(self._taken),
             skipped=self._collector.skipped,
             ended=self._ended,
+            elsewhere=tuple(sorted(self._context.modules.elsewhere)),
             steps=self._context.step + 1,
             rank=self._context.rank,
             torch=torch.__version__,
@@ -193,7 +188,6 @@ class Trace:
             self._on_sink()
 
     def _on_root(self, module: nn.Module) -> None:
-        self._run_eagerly()
         if autograd_node() is None:
             self._settle_step()
             self._was_loss_seen = False
