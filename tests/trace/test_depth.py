@@ -77,6 +77,11 @@ def test_a_chain_that_begins_at_zero_grew_from_nothing() -> None:
     assert trends(stack(sizes)) == [] and trends(stack(sizes[::-1], kind="gradient")) == []
 
 
+def test_parts_side_by_side_of_which_one_got_nothing_are_no_depth() -> None:
+    sizes = [0.0, *(2.0**-13 * 3**n for n in range(LAYERS - 1))]  # experts, by how often they were chosen
+    assert trends(stack(sizes, kind="gradient")) == []
+
+
 def test_chains_keep_classes_patterns_and_first_calls_apart() -> None:
     linear = stack([1.0] * 8)
     tanh = [size(f"layers.{i}", 2.0, cls="Tanh") for i in range(8)]

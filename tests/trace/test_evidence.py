@@ -104,6 +104,28 @@ def drops(bad_step: int) -> None:
         optimizer.step()
 
 
+class Actor(nn.Module):
+    """Logits of which a buffer forbids one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.register_buffer("forbidden", torch.tensor([0.0, -torch.inf, 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.forbidden
+
+
+def test_logits_that_a_buffer_forbids_may_leave_a_model() -> None:
+    def run() -> None:
+        actor = Actor()
+        with torch.no_grad():
+            chosen = torch.distributions.Categorical(logits=actor(torch.randn(8, 4))).sample()
+        nn.functional.cross_entropy(actor(torch.randn(8, 4)), chosen).backward()
+
+    assert report_of(run).answer == "healthy"
+
+
 @pytest.mark.parametrize("bad_step", [0, 1, 3])
 def test_an_output_that_nobody_differentiates_is_a_fault(bad_step: int) -> None:
     [found] = report_of(lambda: drops(bad_step)).findings

@@ -50,6 +50,26 @@ def test_a_matrix_that_only_16_bit_leaves_without_a_factor_is_underflow_and_the_
     assert steps(f"bf16, {found.fix.edit}").answer == "healthy"
 
 
+def nearly_singular() -> Tensor:
+    """A kernel of two points that nearly meet: its fp32 values have a Cholesky factor in fp64, and none in fp32."""
+    for seed in range(100):
+        points = torch.rand(6, 2, generator=torch.Generator().manual_seed(seed))
+        points[-1] = points[0] + 1e-4
+        kernel = (-((points[:, None] - points) / 0.2).square().sum(-1) / 2).exp()
+        if torch.linalg.cholesky_ex(kernel).info and not torch.linalg.cholesky_ex(kernel.double()).info:
+            return kernel
+    raise AssertionError("no such kernel")
+
+
+def test_a_matrix_that_is_singular_to_the_rounding_of_fp32_does_not_overflow() -> None:
+    kernel = nearly_singular()
+    with diagnose.trace() as t, pytest.raises(torch.linalg.LinAlgError):
+        torch.linalg.cholesky(kernel.requires_grad_()).sum().backward()
+    [found] = t.report.findings
+    assert (found.verdict, found.op) == ("singularity", "linalg_cholesky")
+    assert "no factors in fp32" in found.why and "identity" in found.fix.advice
+
+
 SINGULAR = {
     "linalg_cholesky": lambda a: torch.linalg.cholesky(a - 2 * a.abs().amax() * torch.eye(3)),
     "linalg_inv": lambda a: torch.linalg.inv(torch.cat([a[:2], a[:1]])),

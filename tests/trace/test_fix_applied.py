@@ -258,15 +258,19 @@ def test_an_argument_far_below_0_is_not_called_a_cancellation() -> None:
     assert "difference" not in advice_of(lambda x: (x - 7).log())[0]
 
 
-def test_an_infinite_rate_is_told_as_the_optimizers() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"foreach": True}])
+def test_an_infinite_rate_is_told_as_the_optimizers(
+    kind: type[torch.optim.Optimizer], options: dict[str, bool]
+) -> None:
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=float("inf"))
+    optimizer = kind(model.parameters(), lr=float("inf"), **options)
     with diagnose.trace() as t:
         model(torch.randn(3, 4)).square().mean().backward()
         optimizer.step()
     found = t.report.findings[0]
     assert (found.verdict, found.phase) == ("inherited", "optimizer")
-    assert "the number -inf" in found.why and "learning rate" in found.fix.advice
+    assert "inf, which reaches the weights" in found.why and "learning rate" in found.fix.advice
 
 
 def test_an_infinity_in_the_data_is_no_mask() -> None:

@@ -66,6 +66,35 @@ def test_a_part_of_a_prepared_model_that_is_called_by_itself_is_named_as_rules_n
     amp.release()
 
 
+def test_a_part_that_is_called_by_itself_has_its_name_in_the_model_that_holds_it() -> None:
+    net = Net()
+    system = nn.Sequential(net, nn.Linear(3, 3))
+    with followed(None) as (stack, places, _):
+        net.layers[1](torch.ones(1, 3))
+        assert stack.parameter_name(net.layers[1].weight) == "0.layers.1.weight"
+    assert (places[0].root, places[0].module) == ("Sequential", "0.layers.1")
+    del system
+
+
+@pytest.mark.parametrize("around", [nn.ModuleList, lambda parts: nn.ModuleDict({"net": parts[0]}), nn.Sequential])
+def test_what_holds_a_model_alone_is_no_model_of_its_own(around: Any) -> None:
+    net = Net()
+    held = around([net]) if around is not nn.Sequential else nn.Sequential(net)
+    with followed(None) as (_, places, _):
+        net(torch.ones(1, 3))
+    assert (places[-1].root, places[-1].module) == ("Net", "")
+    del held
+
+
+def test_a_part_that_ran_before_is_renamed_by_the_model_that_calls_it() -> None:
+    net = Net()
+    with followed(None) as (_, places, _):
+        net(torch.ones(1, 3))
+        whole = nn.Sequential(net, nn.Linear(3, 3))
+        whole(torch.ones(1, 3))
+    assert [p.module for p in places] == ["layers.0", "layers.1", "", "0.layers.0", "0.layers.1", "0", "1", ""]
+
+
 def test_modules_are_placed_below_the_outermost_one() -> None:
     net = Net()
     with followed(None) as (stack, places, roots):

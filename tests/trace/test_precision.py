@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,92 @@ def test_gradients_of_many_shapes_are_clipped_at_once() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
             optimizer.step()
     assert t.report.findings[0].verdict == "lost-update" and t.record.updates == 2
+
+
+@pytest.mark.parametrize(
+    ("factors", "answer"),
+    [
+        ([1.0, 1e-9, 1.0, 1.0], "healthy"),
+        ([1.0, 1e-9, 1e-9, 1e-9], "faulty"),
+        ([1e-9], "faulty"),
+        ([1.0, 1e-9], "healthy"),
+    ],
+)
+def test_gradients_that_flush_in_one_step_of_many_are_no_fault(factors: list[float], answer: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with diagnose.trace(model) as t:
+        for factor in factors:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=FP16):
+                y = model(torch.randn(16, 64))
+            (y.float().square().mean() * 256 * factor).backward()
+            optimizer.step()
+    assert t.report.answer == answer
+
+
+class OwnSgd(torch.optim.Optimizer):
+    """Gradient descent of 16-bit weights; a way of keeping what they cannot hold."""
+
+    def __init__(self, params: Iterable[Tensor], way: str) -> None:
+        super().__init__(params, {"lr": 1e-5})
+        self.way = way
+        weights = [p for g in self.param_groups for p in g["params"]]
+        self.flat = torch.cat([p.detach().float().flatten() for p in weights])
+        self.masters = [
+            x.view_as(p) for x, p in zip(self.flat.split([p.numel() for p in weights]), weights, strict=True)
+        ]
+        self.remainders = [torch.zeros_like(p) for p in weights]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        weights = [p for g in self.param_groups for p in g["params"]]
+        updates = [-1e-5 * p.grad for p in weights]
+        match self.way:
+            case "masters":
+                torch._foreach_add_(self.masters, updates)
+                for p, master in zip(weights, self.masters, strict=True):
+                    p.copy_(master)
+            case "masters, all at once":
+                torch._foreach_add_(self.masters, updates)
+                torch._foreach_copy_(weights, self.masters)
+            case "compensated":  # Kahan 1965
+                for p, update, remainder in zip(weights, updates, self.remainders, strict=True):
+                    remainder.add_(update)
+                    before = p.clone()
+                    p.add_(remainder)
+                    remainder.add_(before.sub_(p))
+            case "widened for a moment":
+                for p, update in zip(weights, updates, strict=True):
+                    p.copy_(p.float() + update)
+            case "added":
+                torch._foreach_add_(weights, updates)
+            case "gradients cleared in the step":
+                for p in weights:
+                    p.add_(p.grad, alpha=-1e-5)
+                    p.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("way", "is_lost"),
+    [
+        ("masters", False),
+        ("masters, all at once", False),
+        ("compensated", False),
+        ("widened for a moment", True),
+        ("added", True),
+        ("gradients cleared in the step", True),
+    ],
+)
+def test_updates_that_live_on_beside_a_weight_are_not_lost(way: str, is_lost: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(BF16)
+    optimizer = OwnSgd(model.parameters(), way)
+    with diagnose.trace(model) as t:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8, dtype=BF16)).float().square().mean().backward()
+            optimizer.step()
+    assert [f.verdict for f in t.report.findings][:1] == ["lost-update"] * is_lost
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

@@ -114,8 +114,10 @@ def trends(sizes: Iterable[Size]) -> list[Trend]:
         while len(values) > LAYERS and values[-1] == 0:
             values.pop()
         logs = [_log(v) for v in values]
-        # what begins at 0 grew from nothing: its parts stand side by side, as experts do
-        if values[0] and abs(logs[-1] - logs[0]) >= BINADES and _is_steady(logs):
+        # parts that stand side by side, as experts do, begin at 0 or come to it at once
+        seen = logs[: len(values) - (values[-1] == 0)]
+        is_deep = values[0] and abs(seen[-1] - seen[0]) >= BINADES / 2 and abs(logs[-1] - logs[0]) >= BINADES
+        if is_deep and _is_steady(logs):
             found.append(Trend(kind=chain[0].kind, pattern=pattern, cls=cls, sizes=tuple(values), step=step))
     return sorted(found, key=lambda t: (t.step, -abs(t.binades)))
 
@@ -135,10 +137,10 @@ def grew_into(event: Event, sizes: Iterable[Size]) -> Trend | None:
             continue
         finite = []
         for s in chain:
-            if s.nonfinite:
-                break
+            if s.nonfinite or f"{event.site.module}.".startswith(f"{s.name}."):
+                break  # its own layer may take the overflow in, as relu does with -inf
             finite.append(s)
-        if not LAYERS - 1 <= len(finite) < len(chain) or not _is_on_the_way(event, pattern, chain[len(finite)]):
+        if len(finite) < LAYERS - 1 or not _ends(event, pattern, chain[len(finite) :]):
             continue
         logs = [_log(s.amax) for s in finite]
         slope = (logs[-1] - logs[0]) / (len(logs) - 1)
@@ -179,6 +181,16 @@ def grew_over_steps(sizes: Iterable[Size], step: int) -> str:
         if grows:
             return f"{kind}s of {name} grow from step to step: {', '.join(f'{v:.3g}' for v in values[-_TOLD:])}."
     return ""
+
+
+def _ends(event: Event, pattern: str, rest: list[Size]) -> bool:
+    """Say whether an event ends a chain: in the layer behind its finite ones, which a program that was ended has not left."""
+    if rest:
+        return _is_on_the_way(event, pattern, rest[0])
+    parts = event.site.module.split(".")
+    return any(
+        (pattern, int(part)) in _patterns(".".join(parts[: n + 1])) for n, part in enumerate(parts) if part.isdecimal()
+    )
 
 
 def _is_on_the_way(event: Event, pattern: str, bad: Size) -> bool:

@@ -14,6 +14,8 @@ from .lint_rules import LintWarning, explain_lint
 from .records import Event, Flush, FlushedGradient, Frame, Lint, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
 from .verdict import Verdict, number, verdict_of
 
+LASTING = 3
+"""Steps in a row from which flushed gradients are a fault: one alone does training no harm."""
 FLUSHED_SHARE = 0.3
 """Above this share of a step's gradients lost to fp16, or with a whole parameter's, a step is not what fp32 would take."""
 _LAYERS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "linear", "convolution", "layer_norm", "batch_norm"})
@@ -144,10 +146,10 @@ def _first_alike(events: tuple[Event, ...], event: Event) -> Event:
 def _roots(events: list[Event], sink: Sink) -> list[Event]:
     """Return the root causes of a sink, out of all it descends from."""
     sources = [e for e in events if e.kind == "source"]
-    if sink.kind == "read":
-        # a value made outside, such as the best loss so far, may be asked for
-        events = [e for e in events if not (e.kind == "leaf" and _is_mask(e))]
     is_asked = sink.kind in ("output", "read", "exit")
+    if is_asked and not sink.is_loss:
+        # a value made outside, such as the best loss so far, may be asked for, and logits may be -inf
+        events = [e for e in events if not (e.kind == "leaf" and _is_mask(e))]
     # the sum over nothing is -inf, as a lattice's states that cannot be reached are
     mixed = [e for e in events if e.kind == "mixed" and (not is_asked or any(t.nan for t in e.outputs))]
     has_full_rows = any(e.full_rows for e in mixed)
@@ -157,13 +159,17 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     if sources or leaves:
         return sorted([*sources, *leaves], key=lambda e: e.index)
     if mixed:
-        # a mask is added or chosen from; what a layer reads was meant to be a number
-        written = [e for e in constants if e.index in mixed[0].parents and mixed[0].site.op in _LAYERS]
+        written = [e for e in constants if e.index in mixed[0].parents and _is_meant_finite(e, mixed[0])]
         return written if written and not mixed[0].full_rows else mixed[:1]
     # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not
     if not is_asked:
         return constants
     return [e for e in constants if sink.is_loss and any(t.nan for t in e.outputs)]
+
+
+def _is_meant_finite(written: Event, mixed: Event) -> bool:
+    """Say whether an infinity that was written was meant to be a number: a mask is added or chosen from, no layer reads it, no optimizer."""
+    return mixed.site.op in _LAYERS or written.site.phase == "optimizer"
 
 
 def _is_multiplied(mixed: Event) -> bool:
@@ -242,7 +248,7 @@ def _of_flushed(record: TraceRecord, is_faulty: bool) -> list[Finding]:
     steps: dict[int, list[FlushedGradient]] = {}
     for g in record.flushed:
         steps.setdefault(g.step, []).append(g)
-    bad = [step for step, found in steps.items() if is_mostly_flushed(found)]
+    bad = _lasting([step for step, found in steps.items() if is_mostly_flushed(found)], list(steps))
     if is_faulty or not bad or any(t.verdict == "vanishing" for t in trends(record.sizes)):
         return []
     found = steps[bad[0]]
@@ -268,6 +274,13 @@ def _of_flushed(record: TraceRecord, is_faulty: bool) -> list[Finding]:
             steps=tuple(bad),
         )
     ]
+
+
+def _lasting(bad: list[int], steps: list[int]) -> list[int]:
+    """Return the steps that follow each other among some: as many as last, or all there were; none if one alone was bad."""
+    count = min(LASTING, len(steps))
+    runs = [steps[i : i + count] for i in range(len(steps) - count + 1)]
+    return sorted({step for run in runs if set(run) <= set(bad) for step in run})
 
 
 def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._torch import storage_id
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
 from .frames import Owner, caller
 from .measure import amax, rerun_wide
@@ -147,20 +148,23 @@ class UpdateWatch:
         self._chains: StorageNotes[tuple[object, int]] = StorageNotes()
         self._before: dict[int, Tensor] = {}
         self._intended: dict[int, Tensor] = {}
+        self._gradients: set[int] = set()
+        self._added: StorageNotes[set[int]] = StorageNotes()
+        self._keepers: StorageNotes[set[int]] = StorageNotes()
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep copies of the 16-bit weights an optimizer is about to update.
 
         mezzo's own optimizers are left out: they keep what the weight cannot hold.
         """
-        self._before.clear()
-        self._intended.clear()
+        self._clear()
         if type(optimizer).__module__.startswith("mezzo."):
             return
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.dtype in LOW_DTYPES and p.grad is not None:
                     self._before[id(p)] = p.detach().clone()
+                    self._gradients.add(storage_id(p.grad))
 
     def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in one op, given what tensors are called. Syncs: where it adds to 16 bit in a forward or by hand."""
@@ -172,8 +176,14 @@ class UpdateWatch:
 
     def _see_step(self, call: Call) -> None:
         """Take in one op of the step: which weights would it have changed in fp32?"""
-        if not call.facts.writes or not any(id(t) in self._before for t in call.out):
+        if not call.facts.writes or not self._before:
             return
+        for tensor in call.out:
+            self._note_keeper(tensor, self._added.get(tensor))
+        weights = {id(t) for t in call.out} & self._before.keys()
+        if not weights:
+            return
+        self._see_sources(call, weights)
         wide = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float32)
         if wide is None or len(wide) != len(call.out):
             return
@@ -182,6 +192,29 @@ class UpdateWatch:
             if before is not None:
                 meant = want != before.float()
                 self._intended[id(tensor)] = self._intended.get(id(tensor), torch.zeros_like(meant)) | meant
+
+    def _see_sources(self, call: Call, weights: set[int]) -> None:
+        """Note what weights are changed by, as it may hold what they cannot.
+
+        A copy of something wider is rounded from a master. What is added to a weight and written again after that is the
+        remainder of a compensated sum, if it is no gradient that the step clears.
+        """
+        is_copy = call.facts.name.removeprefix("foreach_") == "copy"
+        for source in (t for _, t in call.inputs if call.original(t) is t and storage_id(t) not in self._gradients):
+            if not is_copy:
+                self._added.note(source, weights)
+            elif source.dtype not in LOW_DTYPES:
+                self._note_keeper(source, weights)
+
+    def _note_keeper(self, tensor: Tensor, weights: set[int] | None) -> None:
+        if weights is not None:
+            self._keepers.note(tensor, weights | (self._keepers.get(tensor) or set()))
+
+    def _clear(self) -> None:
+        self._before.clear()
+        self._intended.clear()
+        self._gradients.clear()
+        self._added, self._keepers = StorageNotes(), StorageNotes()
 
     def _see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in an op outside of modules and optimizers, which adds to 16 bit that no gradient goes through."""
@@ -237,11 +270,12 @@ class UpdateWatch:
         return times if at == place else None
 
     def end(self, optimizer: torch.optim.Optimizer, names: dict[int, str], site: Site) -> None:
-        """Count what was lost in the step that ended. Syncs: yes."""
+        """Count what was lost in the step that ended, and lives on nowhere. Syncs: yes."""
+        kept = set().union(*self._keepers.live())
         for group in optimizer.param_groups:
             for p in group["params"]:
                 meant = self._intended.get(id(p))
-                if meant is None or not bool(meant.any()):
+                if meant is None or id(p) in kept or not bool(meant.any()):
                     continue
                 self.lost.append(
                     LostUpdate(
@@ -253,5 +287,4 @@ class UpdateWatch:
                         site=site,
                     )
                 )
-        self._before.clear()
-        self._intended.clear()
+        self._clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -95,6 +96,27 @@ def _prepared_around(module: nn.Module) -> nn.Module:
     return root if any(part is module for part in root.modules()) else module
 
 
+def _around(module: nn.Module) -> nn.Module:
+    """Return the outermost living module that a module is a part of beside others; the module where there is none. Host only."""
+    living = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    outermost = module
+    while True:
+        holders = [
+            one for one in living
+            if any(part is module for part in one.__dict__.get("_modules", {}).values()) and one is not module
+        ]  # fmt: skip
+        if not holders:
+            return outermost
+        module = max(holders, key=_count)
+        is_model = type(module) not in (nn.ModuleList, nn.ModuleDict) and _count(module) > _count(outermost) + 1
+        outermost = module if is_model else outermost
+
+
+def _count(module: nn.Module) -> int:
+    """Return how many modules and parameters a module holds, itself counted. Host only."""
+    return sum(1 for _ in module.modules()) + sum(1 for _ in module.parameters())
+
+
 class ModuleStack:
     """The modules whose forward is running, kept by torch's two global forward hooks while installed.
 
@@ -117,6 +139,8 @@ class ModuleStack:
         on_output: Callable[[nn.Module, Place, Any], None],
     ) -> None:
         self._names: dict[int, tuple[str, str]] = {}
+        self._alone: set[type] = set()
+        self._model = model
         self._on_root, self._on_output = on_root, on_output
         self._stack: list[tuple[nn.Module, Place]] = []
         self._handles: list[RemovableHandle] = []
@@ -150,20 +174,32 @@ class ModuleStack:
 
     def _learn(self, root: nn.Module) -> None:
         """Name a root's modules. The root is held, so that ids stay its own."""
-        self.roots.append(root)
         cls = type(getattr(root, "_orig_mod", root)).__name__
-        for name, module in root.named_modules():
-            self._names.setdefault(id(module), (cls, _readable(name)))
+        parts = dict(root.named_modules())
+        inner = [one for one in parts.values() if one is not self._model and any(one is known for known in self.roots)]
+        renamed = {id(part) for one in inner for part in one.modules()}
+        for name, module in parts.items():
+            if id(module) in renamed or id(module) not in self._names:
+                self._names[id(module)] = cls, _readable(name)
+        self.roots.append(root)
         for name, parameter in root.named_parameters():
             self._parameters.setdefault(id(parameter), (parameter, _readable(name)))
 
     def _place_of(self, module: nn.Module) -> Place:
-        above = self.place
+        above, cls = self.place, type(module).__name__
         if id(module) not in self._names and not self._stack:
-            self._learn(_prepared_around(module))
-        cls = type(module).__name__
+            self._learn(self._model_of(module))
         root, name = self._names.get(id(module), (above.root, f"{above.module}.<{cls}>".lstrip(".")))
         return Place(root, name, (*above.classes, cls))
+
+    def _model_of(self, module: nn.Module) -> nn.Module:
+        """Return what a module that is called by itself is a part of; the module where it is a part of nothing."""
+        root = _prepared_around(module)
+        if root is module and type(module) not in self._alone:
+            root = _around(module)
+            if root is module and _count(module) == 1:  # a loss may be made anew in each step
+                self._alone.add(type(module))
+        return root
 
     @property
     def is_elsewhere(self) -> bool:

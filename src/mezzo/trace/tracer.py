@@ -19,7 +19,7 @@ from ..formats import dtype_name
 from .collector import Collector
 from .context import HOOKED, TraceContext, run_eagerly
 from .evidence import PendingOutputs, leaves_behind
-from .findings import find, is_mostly_flushed
+from .findings import LASTING, find, is_mostly_flushed
 from .idle_steps import IdleSteps
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, check_model, tensors_in
@@ -185,7 +185,8 @@ class Trace:
         now = [g for (step, _), g in self._flushed.items() if step == self._context.step]
         if self._context.step not in self._judged_steps and is_mostly_flushed(now):
             self._judged_steps.add(self._context.step)
-            self._on_sink()
+            if all(self._context.step - n in self._judged_steps for n in range(LASTING)):
+                self._on_sink()
 
     def _on_root(self, module: nn.Module) -> None:
         if autograd_node() is None:

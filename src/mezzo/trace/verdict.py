@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
+from .ops import FACTORS
 from .records import Event, Wide
 
 Verdict = Literal[
@@ -54,6 +55,10 @@ def verdict_of(event: Event) -> tuple[Verdict, str]:
     finite = next((w for w in event.wide if w.is_finite), None)
     if finite is None:
         return _never_finite(event)
+    if event.site.op in FACTORS and event.outputs[0].dtype not in LOW_NAMES:
+        return "singularity", (
+            f"the matrix has no factors in {event.outputs[0].dtype}, to whose rounding it is singular; in {finite.dtype} it has."
+        )
     halvings = _halvings(event, finite)
     if halvings is not None:
         scale = event.loss_scale / 2**halvings
