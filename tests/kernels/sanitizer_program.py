@@ -38,6 +38,8 @@ from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.layer_norm import cpu as norm_cpu
 from mezzo.kernels.ops.layer_norm import reference as norm_reference
 from mezzo.kernels.ops.linear import cpu as linear_cpu
+from mezzo.kernels.ops.lstm import cpu as lstm_cpu
+from mezzo.kernels.ops.lstm import reference as lstm_reference
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
 from mezzo.kernels.ops.sgd import reference as sgd_reference
@@ -324,6 +326,34 @@ def check_attention(seed: int, products: int) -> None:
     OUTCOMES["attended"] += 1
 
 
+def check_lstm(seed: int) -> None:
+    """Take an LSTM forward and back, its operands at the ends of their memory, and look at it."""
+    rng = random.Random(seed)
+    steps, batch, inputs, units = (
+        rng.choice(one) for one in ([1, 2, 5], [1, 3, 8, 13], [1, 7, 32, 65], [1, 16, 17, 64, 70])
+    )
+    count, is_reversed = 4 * units, rng.random() < 0.5
+    shapes = [(steps, batch, inputs), (batch, units), (batch, units), (count, inputs), (count, units)]
+    shapes += [(count,)] * (2 * (rng.random() < 0.7))
+    given = [(0.3 * torch.randn(shape)).bfloat16() for shape in shapes]
+    grads = [at_the_end(torch.randn(shape).bfloat16()) for shape in [(steps, batch, units), *shapes[1:3]]]
+    y, last, cells, gates = lstm_cpu.forward([at_the_end(one) for one in given], is_reversed, True)
+    assert gates is not None
+    sums, first = lstm_cpu.backward(grads, given, y, cells, gates, is_reversed)
+    wide = [one.double() for one in given]
+    found = [sums.flatten(0, 1).t().double() @ wide[0].flatten(0, 1), first]
+    with torch.no_grad():
+        wide_grads, asked = [one.double() for one in grads], [n in (2, 3) for n in range(len(wide))]
+        wanted = lstm_reference.gradients(wide_grads, wide, is_reversed, asked)
+    x = wide[0].flip(0) if is_reversed else wide[0]
+    out, _, c = torch.lstm(x, (wide[1][None], wide[2][None]), wide[3:], len(wide) > 5, 1, 0.0, True, False, False)
+    assert close(y, out.flip(0) if is_reversed else out, 0.01) and close(last, c[0], 0.01), f"seed {seed}"
+    assert all(
+        close(one, true, 0.03) for one, true in zip(found, (wanted[3], wanted[2]), strict=True) if true is not None
+    )
+    OUTCOMES["remembered"] += 1
+
+
 def main(calls: int) -> None:
     """Make many calls; those that fail are made smaller by hypothesis, down to a seed."""
     root = Tensor.sqrt
@@ -341,6 +371,8 @@ def main(calls: int) -> None:
         check_norm(seed)
         if products:
             check_attention(seed, 1 + seed % products)
+        if lstm_cpu.products():
+            check_lstm(seed)
     print(
         f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}",
         flush=True,

@@ -18,7 +18,7 @@ from ..errors import PolicyError
 from ..policy import FP32_RULES, CacheName, Policy, Rule
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import hand_written_gelu, hand_written_rms_norm
-from .module_rules import FUSED, Precision, run_unfused
+from .module_rules import FUSED, Precision, run_lstm, run_unfused
 
 _WRITTEN = (RECORD, "forward")
 
@@ -122,7 +122,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         )
     before, forward = record(module), module.__dict__.pop("forward", None)
     inner = (_own_forward(before) if forward is None else _Own(forward)) or _in_place_of_forward(module, binding, own)
-    attends = binding.watches_attention and own is None and around not in FP32_RULES and _is_innermost_attention(module)
+    attends = binding.has_own_ops and own is None and around not in FP32_RULES and _is_innermost_attention(module)
     module.__dict__[RECORD] = Bound(
         binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
     )
@@ -143,6 +143,8 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
     """Return what runs in place of the forward of a module's class, if anything does."""
     if isinstance(module, FUSED):
         return run_unfused
+    if isinstance(module, nn.LSTM) and binding.has_own_ops and own is None:
+        return run_lstm
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None
     return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)

@@ -62,10 +62,10 @@ class Binding:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
         self._regions: dict[torch.dtype | None, autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
-        self.watches_attention = self._watches_attention()
+        self.has_own_ops = self._has_own_ops()
 
-    def _watches_attention(self) -> bool:
-        """Whether attention runs mezzo's way."""
+    def _has_own_ops(self) -> bool:
+        """Whether attention and LSTMs run mezzo's way."""
         if not (self.fuses and has_own_attention(self.device_type)):
             return False
         return self.policy.why_engine("cpu", self.cache).engine == "dispatcher"

@@ -40,6 +40,9 @@ from .ops.layer_norm import rms_norm as rms_norm
 from .ops.layer_norm import takes_rms_norm as takes_rms_norm
 from .ops.linear import reads_faster as reads_faster
 from .ops.linear import small_linear as small_linear
+from .ops.lstm import is_large_lstm as is_large_lstm
+from .ops.lstm import lstm as lstm
+from .ops.lstm import takes_lstm as takes_lstm
 from .ops.rounding import mix as mix
 from .ops.rounding import random_bits as random_bits
 from .ops.rounding import random_key as random_key

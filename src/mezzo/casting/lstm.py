@@ -1,0 +1,39 @@
+"""LSTMs on a CPU, by the kernel that trains them faster than torch's in bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .._torch import function_modes
+from ..kernels import lstm, takes_lstm
+from .attention import AttentionMode
+
+
+class LstmMode(TorchFunctionMode):
+    """Have `torch.lstm` in a region on the CPU run as it is fastest in bf16, where a backward pass may follow.
+
+    What mezzo's kernel is not for, packed sequences and projections among them, is left to torch and the region.
+
+    Syncs: no.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run LSTMs their own way, leave the rest alone."""
+        if func is torch.lstm and _is_low_and_unwatched() and _is_whole(args) and takes_lstm(*args):
+            return lstm(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_low_and_unwatched() -> bool:
+    is_low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    return is_low and all(isinstance(mode, AttentionMode) for mode in function_modes())
+
+
+def _is_whole(args: tuple[Any, ...]) -> bool:
+    """Whether arguments of `torch.lstm` are those for a tensor, not for a packed sequence."""
+    return len(args) == 9 and isinstance(args[1], tuple)

@@ -1,0 +1,169 @@
+"""Layers of LSTMs in bf16 on the CPU, forward and backward, by a kernel of mezzo's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...._torch import dispatch_modes, is_batched_gradient, is_unwatched
+from ....formats import LOW_DTYPES
+from ... import registry
+from ...dtensor import PLAIN
+from . import reference
+
+SMALLEST = 2_300_000
+"""Products of a layer's gate from which it is faster than torch's, for each of its rows and for 16 more, since weights are cast and packed
+whatever their number: 1.06 times at 64 rows of 128 units, 0.93 at 256 of 64 (EPYC, one thread)."""
+_CASTABLE = (torch.float32, *LOW_DTYPES)
+
+
+def is_large_lstm(rows: int, inputs: int, units: int) -> bool:
+    """Whether a layer is of a size from which `lstm` is faster than torch's.
+
+    Args:
+        rows: of its input, T times B.
+        inputs: width of a row.
+        units: of a direction.
+
+    Host only.
+    """
+    return (rows + 16) * units * (inputs + units) >= SMALLEST
+
+
+def takes_lstm(
+    input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> bool:  # fmt: skip
+    """Whether `lstm` takes these operands, trains them faster than torch, and is seen by nobody.
+
+    Args:
+        input: any tensor; the arguments are those of `torch.lstm`.
+        hx: first h and c.
+        params: of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh.
+        has_biases: whether `params` has any.
+        num_layers: one above the other.
+        dropout: between layers.
+        train: whether there is any dropout; a backward pass may follow although gradients are off.
+        bidirectional: each layer has a second direction.
+        batch_first: the input is [B, T, D], not [T, B, D].
+
+    Host only.
+    """
+    given = (input, *hx, *params)
+    if not (is_unwatched() and len(hx) == 2 and all([_is_plain(one) for one in given])):
+        return False
+    if not (input.dim() == hx[0].dim() == 3 and input.numel() > 0 < hx[0].numel()):
+        return False
+    directions, units, batch = 1 + bidirectional, hx[0].shape[-1], input.shape[0 if batch_first else 1]
+    shapes: list[tuple[int, ...]] = [(num_layers * directions, batch, units)] * 2
+    for layer in range(num_layers):
+        inputs = directions * units if layer else input.shape[2]
+        shapes += directions * [(4 * units, inputs), (4 * units, units), *[(4 * units,)] * (2 * has_biases)]
+    return (
+        [one.shape for one in given[1:]] == shapes  # another number of weights: projections
+        and (train or _may_be_differentiated(given))
+        and 2 * batch >= torch.get_num_threads()  # they share out the batch
+        and _kernel().products() > 0
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_strided = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+    return is_strided and tensor.dtype in _CASTABLE
+
+
+def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any([one.requires_grad for one in tensors])
+
+
+def _kernel() -> ModuleType:
+    return registry.choose("lstm", torch.device("cpu"), torch.bfloat16).module
+
+
+def lstm(
+    input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return output and last h and c of an LSTM for which `takes_lstm` says yes: all that torch.autocast to bf16 returns.
+
+    Args:
+        input: [T, B, D], fp32, bf16 or fp16, or [B, T, D]; the arguments are those of `takes_lstm`.
+        hx: first h and c, [layers times directions, B, H] each.
+        params: of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh.
+        has_biases: whether `params` has any.
+        num_layers: one above the other.
+        dropout: between layers; drawn as torch draws it.
+        train: whether there is any dropout.
+        bidirectional: each layer has a second direction.
+        batch_first: the input is [B, T, D].
+
+    Returns:
+        [T, B, directions times H], or [B, T, ...], and two like `hx`, bf16.
+
+    Syncs: no.
+    """
+    keeps = _may_be_differentiated((input, *hx, *params))
+    x = (input.transpose(0, 1) if batch_first else input).to(torch.bfloat16)
+    first_h, first_c = (one.to(torch.bfloat16).unbind(0) for one in hx)
+    directions, count = 1 + bidirectional, 2 + 2 * has_biases
+    last: list[tuple[Tensor, Tensor]] = []
+    for layer in range(num_layers):
+        outs = []
+        for n in range(layer * directions, (layer + 1) * directions):
+            weights = [one.to(torch.bfloat16) for one in params[n * count : (n + 1) * count]]
+            y, *ends = _Layer.apply(n % directions == 1, keeps, x, first_h[n], first_c[n], *weights)  # type: ignore[no-untyped-call]  # torch's own
+            outs.append(y)
+            last.append((ends[0], ends[1]))
+        x = torch.cat(outs, -1) if bidirectional else outs[0]
+        if dropout and train and layer + 1 < num_layers:
+            x = torch.dropout(x, dropout, True)
+    h_n, c_n = (torch.stack(ends) for ends in zip(*last, strict=True))
+    return x.transpose(0, 1) if batch_first else x, h_n, c_n
+
+
+class _Layer(torch.autograd.Function):
+    """One direction of one layer; torch's own where somebody watches ops, or differentiates twice."""
+
+    @staticmethod
+    def forward(ctx: Any, is_reversed: bool, keeps: bool, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, last_c, cells, gates = _kernel().forward(operands, is_reversed, keeps)
+        ctx.set_materialize_grads(False)
+        if keeps:
+            ctx.save_for_backward(y, cells, gates, *operands)
+            ctx.is_reversed = is_reversed
+        return y, y[0 if is_reversed else -1].clone(), last_c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        y, cells, gates, *operands = ctx.saved_tensors
+        wanted, there = ctx.needs_input_grad[2:], [grad for grad in grads if grad is not None]
+        if not there:
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled() or dispatch_modes() or any(map(is_batched_gradient, there)):
+            return (None, None, *reference.gradients(grads, operands, ctx.is_reversed, wanted))
+        d_sums, d_c = _kernel().backward(grads, operands, y, cells, gates, ctx.is_reversed)
+        return (None, None, *_gradients(d_sums, d_c, operands, y, ctx.is_reversed, wanted))
+
+
+def _gradients(
+    d_sums: Tensor, d_c: Tensor, operands: Sequence[Tensor], y: Tensor, is_reversed: bool, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of a layer's operands from those of the sums that its gates are made of."""
+    x, h, _, w_ih, w_hh, *_ = operands
+    rows = d_sums.flatten(0, 1)
+    before = [y[1:], h[None]] if is_reversed else [h[None], y[:-1]]
+    found: list[Tensor | None] = [
+        (rows @ w_ih).view_as(x) if wanted[0] else None,
+        d_sums[-1 if is_reversed else 0] @ w_hh if wanted[1] else None,
+        d_c if wanted[2] else None,
+        rows.t() @ x.flatten(0, 1) if wanted[3] else None,
+        rows.t() @ torch.cat(before).flatten(0, 1) if wanted[4] else None,
+    ]
+    if any(wanted[5:]):
+        sums = rows.sum(0, dtype=torch.float32).to(torch.bfloat16)
+        found += [sums.clone() if want else None for want in wanted[5:]]
+    return found + [None] * (len(operands) - len(found))

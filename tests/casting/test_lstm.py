@@ -1,0 +1,270 @@
+"""LSTMs inside prepared models on the CPU: trained by mezzo's kernel, torch's own where that must not be seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.test_lstm import needs_kernel
+from tests.step.step_models import Dtypes
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.kernels.ops.lstm import cpu
+
+BF16 = torch.bfloat16
+pytestmark = needs_kernel
+
+
+class Model(nn.Module):
+    """An LSTM in front of a linear layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(12, 20, **options), nn.Linear(20 * (1 + options.get("bidirectional", False)), 3)
+
+    def run(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(x)[0]
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.run(x))
+        return out
+
+
+class First(nn.Module):
+    def forward(self, results: tuple[Tensor, Any]) -> Tensor:
+        return results[0]
+
+
+class Checkpointed(Model):
+    reentrant = False
+
+    def run(self, x: Tensor) -> Tensor:
+        return checkpoint(super().run, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Calls:
+    """Counts how often the kernel goes forward and back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts = {"forward": 0, "backward": 0}
+        for name in self.counts:
+            monkeypatch.setattr(cpu, name, self.counted(name, getattr(cpu, name)))
+
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.counts[name] += 1
+            return function(*args)
+
+        return call
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self.counts.values()) == other
+
+    __hash__ = None  # type: ignore[assignment]  # counts change
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr("mezzo.kernels.ops.lstm.SMALLEST", 0)
+    return Calls(monkeypatch)
+
+
+def prepared(model: nn.Module, policy: str = "bf16") -> nn.Module:
+    return mezzo.prepare(model, None, policy).model
+
+
+def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Result and gradients of one backward pass."""
+    out = model(x)
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_alike(found: list[Tensor], wanted: list[Tensor], tolerance: float = 0.02) -> None:
+    for own, their in zip(found, wanted, strict=True):
+        assert own.dtype is their.dtype and own.shape == their.shape
+        assert float((own.float() - their.float()).norm()) <= tolerance * float(their.float().norm())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "batch first": {"batch_first": True}, "two layers, both directions": {"num_layers": 2, "bidirectional": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_prepared_model_is_trained_by_it_as_torch_autocast_trains(name: str, policy: str, calls: Calls) -> None:
+    model, x = Model(**OPTIONS[name]), torch.randn(6, 8, 12)
+    with torch.autocast("cpu", BF16):
+        wanted = trained(copy.deepcopy(model), x)
+    assert calls == (0, 0)
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    found = trained(amp.model, x)
+    assert_alike([found[0].to(BF16), *(one.float() for one in found[1:])], wanted)
+    count = model.lstm.num_layers * (1 + model.lstm.bidirectional)
+    assert calls == (count, count)
+
+
+def test_results_lie_and_are_stored_as_torchs(calls: Calls) -> None:
+    model, x, seen = Model(num_layers=2, batch_first=True), torch.randn(8, 6, 12), []
+    model.lstm.register_forward_hook(lambda module, given, out: seen.append((out[0], *out[1])))
+    with torch.autocast("cpu", BF16):
+        model(x)
+    prepared(model)(x)
+    for their, own in zip(*seen, strict=True):
+        assert (own.shape, own.dtype, own.stride()) == (their.shape, their.dtype, their.stride())
+    seen[1][0].mul_(2)  # as torch's it may be written
+    assert calls.counts["forward"] == 2
+
+
+def test_what_is_given_without_a_batch_is_taken_too(calls: Calls) -> None:
+    model, x = Model(), torch.randn(6, 12)
+    with torch.autocast("cpu", BF16):
+        wanted = trained(copy.deepcopy(model), x)
+    assert_alike([one.float() for one in trained(prepared(model), x)], [one.float() for one in wanted])
+    assert calls == (1, 1)
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
+def test_a_checkpoint_computes_the_same_again(kind: type[Checkpointed], calls: Calls) -> None:
+    plain, x = Model(), torch.randn(6, 8, 12, requires_grad=True)
+    model = kind()
+    model.load_state_dict(plain.state_dict())
+    wanted = trained(prepared(plain), x)
+    assert calls == (1, 1)
+    found = trained(prepared(model), x)
+    assert all(map(torch.equal, found, wanted))
+    assert calls == (3, 2)
+
+
+def test_gradients_of_two_passes_add_up(calls: Calls) -> None:
+    model, x = prepared(Model()), torch.randn(6, 8, 12)
+    once, twice = trained(model, x), trained(model, x)
+    for one, two in zip(once[1:], twice[1:], strict=True):
+        torch.testing.assert_close(two, 2 * one)
+    assert calls == (2, 2)
+
+
+def test_a_copy_is_trained_by_it_too(calls: Calls) -> None:
+    model, x = prepared(Model()), torch.randn(6, 8, 12)
+    assert all(map(torch.equal, trained(copy.deepcopy(model), x), trained(model, x)))
+    assert calls == (2, 2)
+
+
+def test_frozen_weights_have_no_gradient(calls: Calls) -> None:
+    model, x = Model(), torch.randn(6, 8, 12, requires_grad=True)
+    model.lstm.weight_hh_l0.requires_grad_(False)
+    model.lstm.bias_ih_l0.requires_grad_(False)
+    trained(prepared(model), x)
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert missing == ["lstm.weight_hh_l0", "lstm.bias_ih_l0"] and x.grad is not None
+    assert calls == (1, 1)
+
+
+def test_what_it_is_not_for_is_torchs(calls: Calls) -> None:
+    x = torch.randn(6, 8, 12)
+    for policy in (
+        "fp16",
+        "bf16, modules=none",
+        "fp32",
+        "bf16, ops=mezzo",
+        "bf16, module:LSTM=fp32",
+        "bf16, module:Model=fp32",
+    ):
+        trained(prepared(Model(), policy), x)
+    packed = pack_padded_sequence(x, torch.tensor([6, 5, 5, 4, 3, 2, 1, 1]))
+    out = prepared(nn.LSTM(12, 20))(packed)[0]
+    assert isinstance(out, PackedSequence)
+    with pytest.warns(UserWarning, match="projections"):
+        prepared(nn.LSTM(12, 20, proj_size=7))(x)
+    with torch.no_grad():
+        prepared(Model()).eval()(x)
+    prepared(nn.GRU(12, 20))(x)
+    assert calls == (0, 0)
+
+
+@pytest.mark.parametrize(("rows", "is_taken"), [(30, False), (80, True)])
+def test_small_ones_are_torchs(rows: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    trained(prepared(nn.Sequential(nn.LSTM(128, 128), First())), torch.randn(2, rows // 2, 128))
+    assert calls == (is_taken, is_taken)
+
+
+class Kernels(Dtypes):
+    OPS = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+
+
+def test_who_watches_ops_sees_torchs(calls: Calls) -> None:
+    model, x = prepared(Model()), torch.randn(6, 8, 12)
+    with Kernels() as kernels:
+        trained(model, x)
+    assert [name for name, _ in kernels.seen] == ["mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"]
+    with mezzo.diagnose.trace(model):
+        trained(model, x)
+    assert calls == (0, 0)
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_functions_sees_torchs(calls: Calls) -> None:
+    model, x = prepared(Model()), torch.randn(6, 8, 12)
+    with Functions() as functions:
+        trained(model, x)
+    assert torch.lstm in functions.seen
+    assert calls == (0, 0)
+
+
+def test_one_inside_an_attention_is_taken(calls: Calls) -> None:
+    class LstmAttention(Model):
+        pass
+
+    trained(prepared(LstmAttention()), torch.randn(60, 8, 12))
+    assert calls == (1, 1)
+
+
+def test_functional_gradients_are_torchs(calls: Calls) -> None:
+    model, x = prepared(Model()), torch.randn(6, 8, 12)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        out: Tensor = torch.func.functional_call(model, params, (x,))
+        return out.float().square().sum()
+
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    found = torch.func.grad(loss)(params)
+    assert calls == (0, 0)
+    wanted = trained(model, x)[1:]
+    assert_alike(list(found.values()), wanted, 0.05)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # at every break of a graph
+def test_a_compiled_model_gives_the_same(calls: Calls) -> None:
+    plain, x = Model(), torch.randn(6, 8, 12)
+    wanted = trained(prepared(copy.deepcopy(plain)), x)
+    model = prepared(plain)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x).float().square().sum().backward()
+    assert_alike([p.grad for p in model.parameters() if p.grad is not None], wanted[1:], 0.05)

@@ -1,0 +1,315 @@
+"""LSTM layers on the CPU: the compiled kernel against fp64 and torch's own, and what it must not take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.step.step_models import Dtypes
+from torch import Tensor, nn
+
+from mezzo.errors import OperandError
+from mezzo.kernels import lstm, registry, takes_lstm
+from mezzo.kernels.ops.lstm import cpu, reference
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+HAS_KERNEL = registry.choose("lstm", CPU, BF16).backend == "cpu" and cpu.products() > 0
+needs_kernel = pytest.mark.skipif(not HAS_KERNEL, reason="the processor multiplies no pairs of bf16, or no compiler")
+
+Results = list[Tensor]
+Lstm = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def layers(inputs: int, units: int, **options: Any) -> nn.LSTM:
+    return nn.LSTM(inputs, units, **options).to(BF16)
+
+
+def arguments(model: nn.LSTM) -> tuple[Any, ...]:
+    return model.bias, model.num_layers, model.dropout, model.training, model.bidirectional, model.batch_first
+
+
+def operands(model: nn.LSTM, steps: int, batch: int) -> list[Tensor]:
+    """Input, first h and first c."""
+    state = (model.num_layers * (1 + model.bidirectional), batch, model.hidden_size)
+    shape = (batch, steps, model.input_size) if model.batch_first else (steps, batch, model.input_size)
+    return [torch.randn(shape).to(BF16), *[torch.randn(state).to(BF16) for _ in range(2)]]
+
+
+def results(run: Lstm, given: Sequence[Tensor], model: nn.LSTM, grads: Sequence[Tensor | None]) -> Results:
+    """What an LSTM returns, and the gradients of all its operands."""
+    x, h, c = leaves = [one.detach().requires_grad_() for one in given]
+    weights = [one.detach().requires_grad_() for one in model.parameters()]
+    outs = run(x, (h, c), weights, *arguments(model))
+    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None]
+    found = torch.autograd.grad([out for out, _ in pairs], [*leaves, *weights], [grad for _, grad in pairs])
+    return [*(out.detach() for out in outs), *found]
+
+
+def drawn_grads(model: nn.LSTM, given: Sequence[Tensor]) -> list[Tensor]:
+    width = model.hidden_size * (1 + model.bidirectional)
+    return [torch.randn(*given[0].shape[:2], width).to(BF16), *[torch.randn_like(one) for one in given[1:]]]
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other).norm())
+
+
+SHAPES = [(5, 1, 8, 8), (7, 3, 100, 100), (4, 33, 20, 513), (6, 2, 513, 17), (1, 4, 3, 1), (12, 13, 64, 48)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "no bias": {"bias": False}, "batch first": {"batch_first": True},
+    "three layers": {"num_layers": 3}, "both directions": {"bidirectional": True},
+    "all": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+}  # fmt: skip
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients_are_no_farther_from_fp64_than_torchs(shape: tuple[int, ...], name: str) -> None:
+    steps, batch, inputs, units = shape
+    model = layers(inputs, units, **OPTIONS[name])
+    given = operands(model, steps, batch)
+    grads = drawn_grads(model, given)
+    wide = [[one.double() for one in group] for group in (given, grads)]
+    true = results(torch.lstm, wide[0], copy.deepcopy(model).double(), wide[1])
+    ours, theirs = results(lstm, given, model, grads), results(torch.lstm, given, model, grads)
+    for own, their, want in zip(ours, theirs, true, strict=True):
+        assert (own.shape, own.dtype) == (their.shape, their.dtype)
+        rounding = 2**-7 * float(want.norm()) / want.numel() ** 0.5  # of a few elements either may be the lucky one
+        assert distance(own, want) <= 1.1 * distance(their, want) + rounding
+
+
+@needs_kernel
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_gradients_of_one_result_alone(which: int) -> None:
+    model = layers(24, 40, num_layers=2)
+    given = operands(model, 6, 5)
+    grads = [grad if n == which else None for n, grad in enumerate(drawn_grads(model, given))]
+    wide = [[one if one is None else one.double() for one in group] for group in (given, grads)]
+    true = results(torch.lstm, wide[0], copy.deepcopy(model).double(), wide[1])  # type: ignore[arg-type]  # none of the operands is None
+    for own, want in zip(results(lstm, given, model, grads), true, strict=True):
+        assert distance(own, want) <= 0.03 * float(want.norm())
+
+
+@needs_kernel
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers(20, 70)
+    given = operands(model, 5, 29)
+    grads = drawn_grads(model, given)
+    once = results(lstm, given, model, grads)
+    for threads in (1, 3, 50):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert all(map(torch.equal, once, results(lstm, given, model, grads)))
+
+
+def in_a_wider_one(x: Tensor) -> Tensor:
+    return torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+
+
+LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "in a wider one": in_a_wider_one,
+    "columns apart": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "batch first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("layout", LAID)
+def test_however_operands_lie_the_results_are_the_same(layout: str) -> None:
+    model = layers(18, 20)
+    given = operands(model, 6, 5)
+    grads = drawn_grads(model, given)
+    others = [[LAID[layout](one) for one in group] for group in (given, grads)]
+    for one, other in zip(results(lstm, given, model, grads), results(lstm, others[0], model, others[1]), strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_kernel
+def test_gradients_that_are_one_number_for_all() -> None:
+    model = layers(18, 20)
+    given = operands(model, 6, 5)
+    one = torch.ones((), dtype=BF16)
+    grads = [one.expand(grad.shape) for grad in drawn_grads(model, given)]
+    alike = zip(
+        results(lstm, given, model, grads), results(lstm, given, model, [g.contiguous() for g in grads]), strict=True
+    )
+    assert all(torch.equal(a, b) for a, b in alike)
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e36])
+def test_gates_that_are_open_or_shut(size: float) -> None:
+    model = layers(16, 16)
+    given = operands(model, 4, 3)
+    given[0] *= size
+    want = torch.lstm(
+        given[0].double(),
+        [one.double() for one in given[1:]],
+        [p.double() for p in model.parameters()],
+        *arguments(model),
+    )
+    for own, true in zip(lstm(given[0], given[1:], list(model.parameters()), *arguments(model)), want, strict=True):
+        assert own.isfinite().all()
+        torch.testing.assert_close(own.double(), true, rtol=2**-7, atol=2**-7)
+
+
+@needs_kernel
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_and_inf_stay_in_their_row_of_the_batch(value: float) -> None:
+    model = layers(17, 20)
+    given = operands(model, 6, 8)
+    given[0][2, 3, 16] = value
+    y = lstm(given[0], given[1:], list(model.parameters()), *arguments(model))[0]
+    others = [row for row in range(8) if row != 3]
+    assert y[:, others].isfinite().all() and y[:2].isfinite().all()
+    assert bool(y[2:, 3].isnan().all()) is (value != value)
+
+
+@needs_kernel
+def test_dropout_is_drawn_as_torch_draws_it() -> None:
+    model = layers(16, 32, num_layers=3, dropout=0.5)
+    given = operands(model, 6, 4)
+    found = []
+    for run in (lstm, torch.lstm):
+        torch.manual_seed(7)
+        found.append(run(given[0], given[1:], list(model.parameters()), *arguments(model))[0])
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+
+
+@needs_kernel
+def test_a_second_derivative_is_torchs() -> None:
+    model = layers(8, 12, bidirectional=True)
+    given = operands(model, 4, 3)
+
+    def penalty(run: Lstm) -> tuple[Tensor, ...]:
+        leaves = [one.detach().requires_grad_() for one in given]
+        out = run(leaves[0], leaves[1:], list(model.parameters()), *arguments(model))[0]
+        first = torch.autograd.grad(out.float().square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum((one.float().square().sum() for one in first), torch.zeros(())), leaves)
+
+    for own, their in zip(penalty(lstm), penalty(torch.lstm), strict=True):
+        torch.testing.assert_close(own, their, rtol=0.03, atol=0.03 * float(their.abs().max()))
+
+
+@needs_kernel
+def test_batched_gradients_are_those_of_one_after_the_other() -> None:
+    model = layers(8, 12)
+    given = operands(model, 4, 3)
+    x = given[0].requires_grad_()
+    y = lstm(x, given[1:], list(model.parameters()), *arguments(model))[0]
+    grads = torch.randn(2, *y.shape).to(BF16)
+    (found,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    for one, grad in zip(found, grads, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(y, x, grad, retain_graph=True)[0], rtol=0.05, atol=0.05)
+
+
+REFUSED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "one step without a batch": lambda g: {"input": g["input"][0]},
+    "nothing": lambda g: {"input": g["input"][:0]},
+    "fp64": lambda g: {"input": g["input"].double()},
+    "another width": lambda g: {"input": g["input"][..., 1:]},
+    "another batch": lambda g: {"input": g["input"][:, 1:]},
+    "a state of one layer": lambda g: {"hx": [one[:1] for one in g["hx"]]},
+    "a weight too few": lambda g: {"params": g["params"][:-1]},
+    "projections": lambda g: {"params": [*g["params"], torch.zeros(2, 12)]},
+    "numbers instead of biases": lambda g: {"has_biases": False},
+    "weights elsewhere": lambda g: {"params": [one.to("meta") for one in g["params"]]},
+    "a sparse input": lambda g: {"input": g["input"].to_sparse()},
+    "no gradient to come": lambda g: {"params": [one.detach() for one in g["params"]], "train": False},
+}  # fmt: skip
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
+    model = layers(8, 12, num_layers=2)
+    x, *state = operands(model, 4, 300)
+    names = ("has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
+    good = dict(zip(names, arguments(model), strict=True)) | {
+        "input": x,
+        "hx": state,
+        "params": list(model.parameters()),
+    }
+    assert takes_lstm(**good)
+    assert not takes_lstm(**{**good, **REFUSED[name](good)})
+
+
+@needs_kernel
+def test_more_threads_than_rows_to_share_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers(8, 12)
+    x, *state = operands(model, 4, 3)
+    taken = []
+    for threads in (6, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        taken.append(takes_lstm(x, state, list(model.parameters()), *arguments(model)))
+    assert taken == [True, False]
+
+
+@needs_kernel
+def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers(8, 12)
+    x, *state = operands(model, 4, 300)
+    monkeypatch.setattr("mezzo.kernels.ops.lstm._kernel", lambda: reference)
+    assert not takes_lstm(x, state, list(model.parameters()), *arguments(model))
+
+
+class BackwardKernels(Dtypes):
+    OPS = ("mkldnn_rnn_layer_backward",)
+
+
+@needs_kernel
+def test_who_watches_ops_sees_torchs() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, seen = layers(8, 12), []
+    x, *state = operands(model, 4, 300)
+    given = (state, list(model.parameters()), *arguments(model))
+    y = lstm(x, *given)[0]
+    with FlopCounterMode(display=False):
+        seen.append(takes_lstm(x, *given))
+        with BackwardKernels() as kernels:
+            y.sum().backward()  # type: ignore[no-untyped-call]
+    torch.func.vmap(lambda row: seen.append(takes_lstm(row, *given)) or row)(x[None])
+    assert not any(seen)
+    assert [dtype for _, dtype in kernels.seen] == [BF16]
+
+
+@needs_kernel
+def test_hooks_that_give_back_something_else_are_refused_before_anything_is_read() -> None:
+    model = layers(8, 12)
+    x, *state = operands(model, 4, 3)
+    for wrong in (lambda t: t[:1], lambda t: t.double(), lambda t: t.to("meta")):
+        with torch.autograd.graph.saved_tensors_hooks(wrong, lambda t: t):
+            loss = lstm(x, state, list(model.parameters()), *arguments(model))[0].sum()
+        with pytest.raises(OperandError, match="gradients of LSTM layers cannot be computed: its"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+@needs_kernel
+def test_what_waits_for_backward_takes_twelve_bytes_an_output_beside_operands() -> None:
+    saved: dict[int, int] = {}
+    model = layers(16, 32)
+    x, *state = operands(model, 4, 6)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = lstm(x, state, list(model.parameters()), *arguments(model))[0]
+    given = sum(one.nbytes for one in (y, x, *state, *model.parameters()))
+    assert sum(saved.values()) == given + 12 * y.numel()
+
+
+@needs_kernel
+def test_a_result_that_is_written_before_backward_is_an_error() -> None:
+    model = layers(8, 12)
+    x, *state = operands(model, 4, 3)
+    y = lstm(x, state, list(model.parameters()), *arguments(model))[0]
+    loss = y.sum()
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
