@@ -43,17 +43,20 @@ def _operands(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | 
     if torch.compiler.is_compiling() or num_function_modes() or not isinstance(x, Tensor):
         return None
     is_low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-    is_plain = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    if not (is_low and is_plain and tuple(module.dilation) == (1, 1)):
+    if not (is_low and module.groups == 1 and module.padding_mode == "zeros" and module.dilation == (1, 1)):
         return None
     weight, bias = module.weight, module.bias
     given = (x, weight) if bias is None else (x, weight, bias)
-    if not all([one.dtype in _CASTABLE for one in given]):
+    if not (all([one.dtype in _CASTABLE for one in given]) and _is_pair(module.stride) and _is_pair(module.padding)):
         return None
-    if not has_weight_gradient(x, weight, bias, tuple(module.stride), tuple(module.padding)):
+    if not has_weight_gradient(x, weight, bias, module.stride, module.padding):
         return None
     low = [one.to(torch.bfloat16) for one in given]
     return low[0], low[1], low[2] if len(low) == 3 else None
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 _CASTABLE = (torch.float32, *LOW_DTYPES)

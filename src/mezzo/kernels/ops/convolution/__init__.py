@@ -16,7 +16,7 @@ Pair = tuple[int, int]
 
 LARGEST = 32 * 32
 """Pixels of a picture up to which the kernel was found faster; in larger ones laying the pixels out anew takes what it gains."""
-SMALLEST = 2**24
+SMALLEST = 2**25
 """Products from which on it outweighs an autograd function in Python."""
 WASTE = 1.25
 """How many products with 0 may be added, in whole blocks of 8 by 32 channels and in pairs of pictures, to each that is needed."""
@@ -93,25 +93,29 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.options, ctx.has_bias = (stride, padding), bias is not None
+        ctx.options = stride, padding
         return torch.conv2d(input, weight, bias, stride, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        is_seen = torch.is_grad_enabled() or is_batched_gradient(grad) or not is_unwatched()
-        if is_seen or not needs_weight:
-            mask = [needs_input, needs_weight, needs_bias]
-            return (*_torchs(grad, input, weight, *ctx.options, mask), None, None)
+        stride, padding = ctx.options
+        if torch.is_grad_enabled() or is_batched_gradient(grad) or not (is_unwatched() and needs_weight):
+            wanted = [needs_input, needs_weight, needs_bias]
+            return (*_torchs_gradients(grad, input, weight, stride, padding, wanted), None, None)
         grad = grad.contiguous()
-        found = _kernel().weight_gradient(grad, input, weight, *ctx.options, needs_bias)
-        of_input = _torchs(grad, input, weight, *ctx.options, [True, False, False])[0] if needs_input else None
+        found = _kernel().weight_gradient(grad, input, weight, stride, padding, needs_bias)
+        wanted = [needs_input, False, False]
+        of_input = _torchs_gradients(grad, input, weight, stride, padding, wanted)[0] if needs_input else None
         return of_input, *found, None, None
 
 
-def _torchs(grad: Tensor, input: Tensor, weight: Tensor, stride: Pair, padding: Pair, mask: list[bool]) -> list[Tensor | None]:
-    sizes = [weight.shape[0]] if mask[2] else None
-    return torch.ops.aten.convolution_backward(
-        grad, input, weight, sizes, stride, padding, [1, 1], False, [0, 0], 1, mask
+def _torchs_gradients(
+    grad: Tensor, input: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: list[bool]
+) -> list[Tensor | None]:
+    sizes = [weight.shape[0]] if wanted[2] else None
+    found = torch.ops.aten.convolution_backward(
+        grad, input, weight, sizes, stride, padding, [1, 1], False, [0, 0], 1, wanted
     )
+    return list(found)
