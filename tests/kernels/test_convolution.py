@@ -233,6 +233,11 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], dict[str, Any]]] = {
     },
     "a frozen weight": lambda x, w: {"weight": w.detach()},
     "large pictures": lambda x, w: {"input": torch.zeros(8, 64, 64, 64, dtype=BF16)},
+    "many pixels that one tap meets": lambda x, w: {
+        "input": torch.zeros(33, 64, 32, 32, dtype=BF16),
+        "weight": torch.zeros(64, 64, 2, 2, dtype=BF16, requires_grad=True),
+        "stride": (2, 2),
+    },
     "one picture": lambda x, w: {"input": x[:1]},
     "few channels": lambda x, w: {"input": x[:, :3].contiguous(), "weight": w[:, :3].contiguous()},
     "few products": lambda x, w: {"input": x[:2, :, :1, :1].contiguous()},

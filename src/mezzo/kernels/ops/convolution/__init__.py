@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,8 @@ LARGEST = 32 * 32
 """Pixels of a picture up to which the kernel was found faster; in larger ones laying the pixels out anew takes what it gains."""
 SMALLEST = 2**25
 """Products from which on it outweighs an autograd function in Python."""
+MOST_PIXELS = 2**21
+"""Elements of an input up to which it is faster where no tap shares them with another: there the kernel is no larger than the stride."""
 WASTE = 1.25
 """How many products with 0 may be added, in whole blocks of 8 by 32 channels and in pairs of pictures, to each that is needed."""
 
@@ -48,6 +51,7 @@ def has_weight_gradient(input: Tensor, weight: Tensor, bias: Tensor | None, stri
         and 0 < height * width <= LARGEST
         and min(rows, columns) > 0
         and products >= SMALLEST
+        and (math.prod(taps) > math.prod(stride) or input.numel() <= MOST_PIXELS)
         and in_blocks <= WASTE * batch * inside * outside
         and all([_is_plain(one) for one in (input, weight, *([] if bias is None else [bias]))])
         and bool(_kernel().is_faster())
@@ -115,7 +119,7 @@ def _torchs_gradients(
     grad: Tensor, input: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: list[bool]
 ) -> list[Tensor | None]:
     sizes = [weight.shape[0]] if wanted[2] else None
-    found = torch.ops.aten.convolution_backward(
+    found = torch.ops.aten.convolution_backward.default(
         grad, input, weight, sizes, stride, padding, [1, 1], False, [0, 0], 1, wanted
     )
     return list(found)

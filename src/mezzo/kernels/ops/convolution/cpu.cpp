@@ -10,10 +10,11 @@
 #if defined(MEZZO_PAIRS)
 #include <immintrin.h>
 
-constexpr int64_t kPanel = 16;           // channels that lie side by side once packed
-constexpr int64_t kIn = 8, kOut = 32;    // channels of a block of sums: 16 registers
-constexpr int64_t kPixels = 1024;        // of pairs of pictures that are gone through at a time, so that they stay in the near cache
-constexpr int64_t kSums = 256 * 1024;    // bytes of sums that a thread keeps meanwhile
+constexpr int64_t kPanel = 16;         // channels that lie side by side once packed
+constexpr int64_t kIn = 8, kOut = 32;  // channels of a block of sums: 16 registers
+constexpr int64_t kPixels = 1024;      // of pairs of pictures that are gone through at a time, so that they stay in the near cache
+constexpr int64_t kAhead = 8;          // pixels by which operands are called for before they are needed
+constexpr int64_t kSums = 256 * 1024;  // bytes of sums that a thread keeps meanwhile
 
 struct Sizes {
   int64_t batch, in, height, width, out, rows, columns, tap_rows, tap_columns, row_stride, column_stride, row_pad, column_pad;
@@ -145,6 +146,8 @@ ON_PAIRS void add_tap(float* sums, int64_t row, const uint16_t* x, const uint16_
       const uint16_t* from = x + 2 * kPanel * (above * s.width + columns.begin * s.column_stride + tap_column - s.column_pad);
       const uint16_t* with = grad + 2 * kPanel * ((b * s.rows + r) * s.columns + columns.begin);
       for (int64_t c = columns.begin; c < columns.end; c++, from += 2 * kPanel * s.column_stride, with += 2 * kPanel) {
+        for (const uint16_t* soon : {from + kAhead * 2 * kPanel * s.column_stride, with + kAhead * 2 * kPanel, with + s.out_panel() + kAhead * 2 * kPanel})
+          _mm_prefetch((const char*)soon, _MM_HINT_T0);
         const __m512bh left = (__m512bh)_mm512_load_si512(with), right = (__m512bh)_mm512_load_si512(with + s.out_panel());
 #pragma GCC unroll 8
         for (int i = 0; i < kIn; i++) {
