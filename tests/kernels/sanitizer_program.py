@@ -33,6 +33,7 @@ from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import cpu as adamw_cpu
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.attention import cpu as attention_cpu
+from mezzo.kernels.ops.convolution import cpu as convolution_cpu
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.layer_norm import cpu as norm_cpu
@@ -354,6 +355,28 @@ def check_lstm(seed: int) -> None:
     OUTCOMES["remembered"] += 1
 
 
+def check_convolution(seed: int) -> None:
+    """Take gradients of a convolution, their operands at the ends of their memory, and look at them."""
+    rng = random.Random(seed)
+    batch, inside, outside = rng.choice([1, 2, 5]), rng.choice([1, 8, 17, 40]), rng.choice([1, 16, 33, 64])
+    tap_rows, tap_columns = rng.choice([1, 2, 3, 7]), rng.choice([1, 3, 4])
+    height, width = rng.randint(tap_rows, 20), rng.randint(tap_columns, 40)
+    stride, padding = (rng.randint(1, 3), rng.randint(1, 4)), (rng.randint(0, 8), rng.randint(0, 3))
+    x, weight = (
+        torch.randn(shape) for shape in ((batch, inside, height, width), (outside, inside, tap_rows, tap_columns))
+    )
+    x, weight = at_the_end(x.bfloat16()), weight.bfloat16()
+    exact, bias = weight.double().requires_grad_(), torch.zeros(outside, dtype=torch.float64).requires_grad_()
+    out = F.conv2d(x.double(), exact, bias, stride, padding)
+    grad = at_the_end(torch.randn(out.shape).bfloat16())
+    found = convolution_cpu.weight_gradient(grad, x, weight, stride, padding, True)
+    wanted = torch.autograd.grad(out, (exact, bias), grad.double())
+    assert all(one is not None and close(one, true, 0.01) for one, true in zip(found, wanted, strict=True)), (
+        f"seed {seed}"
+    )
+    OUTCOMES["convolved"] += 1
+
+
 def main(calls: int) -> None:
     """Make many calls; those that fail are made smaller by hypothesis, down to a seed."""
     root = Tensor.sqrt
@@ -373,6 +396,8 @@ def main(calls: int) -> None:
             check_attention(seed, 1 + seed % products)
         if lstm_cpu.products():
             check_lstm(seed)
+        if convolution_cpu.is_faster():
+            check_convolution(seed)
     print(
         f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}",
         flush=True,

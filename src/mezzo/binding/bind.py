@@ -16,6 +16,7 @@ from ..casting import is_attention
 from ..distributed import class_names
 from ..errors import PolicyError
 from ..policy import FP32_RULES, CacheName, Policy, Rule
+from .convolution import is_convolution, run_convolution
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import hand_written_gelu, hand_written_rms_norm
 from .module_rules import FUSED, Precision, run_lstm, run_unfused
@@ -147,6 +148,8 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
         return run_lstm
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None
+    if own is None and binding.device_type in (None, "cpu") and is_convolution(module):
+        return run_convolution
     return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)
 
 

@@ -25,6 +25,8 @@ from .operands import span_of as span_of
 from .ops.adamw import AdamWRule as AdamWRule
 from .ops.attention import attention as attention
 from .ops.attention import has_gradients as has_gradients
+from .ops.convolution import convolution as convolution
+from .ops.convolution import has_weight_gradient as has_weight_gradient
 from .ops.decision import CLIP_EPS as CLIP_EPS
 from .ops.decision import decision_slots as decision_slots
 from .ops.decision import num_decided as num_decided

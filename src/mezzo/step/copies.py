@@ -21,7 +21,7 @@ _CHOSEN = {
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is dense and here, of numbers that torch compares; not sparse, nested, quantized or on the meta device. Host only."""
-    is_dense = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
     return is_dense and tensor.dtype in _CHOSEN
 
 

@@ -1,4 +1,4 @@
-// Tiles of a processor that multiplies them (AMX): whether this one does, and how a thread sets its own.
+// Products of bf16 on tiles (AMX) or in pairs (AVX512-BF16): whether this processor has them, and how a thread sets its tiles.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
@@ -31,4 +31,16 @@ inline bool has_tiles() {
 }
 #else
 inline bool has_tiles() { return false; }
+#endif
+
+#if defined(MEZZO_TILES) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MEZZO_PAIRS 1
+#define ON_PAIRS __attribute__((target("avx512bf16")))
+
+inline bool has_pairs() {
+  unsigned a = 0, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
+}
+#else
+inline bool has_pairs() { return false; }
 #endif

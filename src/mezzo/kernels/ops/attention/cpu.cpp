@@ -9,10 +9,7 @@
 #include "formats.h"
 #include "tiles.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(MEZZO_TILES)
-#define MEZZO_PAIRS 1
-#define ON_PAIRS __attribute__((target("avx512bf16")))
-
+#if defined(MEZZO_PAIRS)
 constexpr int64_t kBlock = 64;  // keys, and queries, of a block of scores
 constexpr float kLog2E = 1.44269504f;
 
@@ -330,10 +327,4 @@ extern "C" void mezzo_attention_backward(uint16_t* const* tensors, const float* 
 #endif
 
 // What multiplies here: 2 tiles, 1 pairs of bf16, 0 nothing that this is written for.
-extern "C" int64_t mezzo_attention_products() {
-#if defined(MEZZO_PAIRS)
-  unsigned a = 0, b, c, d;
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5)) return has_tiles() ? 2 : 1;  // AVX512-BF16
-#endif
-  return 0;
-}
+extern "C" int64_t mezzo_attention_products() { return has_pairs() ? 1 + has_tiles() : 0; }

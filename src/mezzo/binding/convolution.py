@@ -1,0 +1,62 @@
+"""Convolutions of a prepared model whose gradients may be computed another way than torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import num_function_modes
+from ..formats import LOW_DTYPES
+from ..kernels import convolution, has_weight_gradient
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a module's forward is that of torch's `Conv2d`. Host only."""
+    original: Any = getattr(type(module), "_mezzo_class", type(module))
+    is_own = isinstance(module, nn.Conv2d) and original.forward is nn.Conv2d.forward
+    return is_own and original._conv_forward is nn.Conv2d._conv_forward
+
+
+def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a `Conv2d`, with gradients by mezzo's kernel where a region casts to bf16 and that is the faster one: the same bits forward.
+
+    Args:
+        module: the module.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        What its own forward gives.
+
+    Syncs: no.
+    """
+    operands = _operands(module, *args) if len(args) == 1 and not kwargs else None
+    if operands is None:
+        return type(module)._mezzo_class.forward(module, *args, **kwargs)
+    return convolution(*operands, module.stride, module.padding)
+
+
+def _operands(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return what a call multiplies, in bf16; None where it is torch's. Syncs: no."""
+    if torch.compiler.is_compiling() or num_function_modes() or not isinstance(x, Tensor):
+        return None
+    is_low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    if not (is_low and module.groups == 1 and module.padding_mode == "zeros" and module.dilation == (1, 1)):
+        return None
+    weight, bias = module.weight, module.bias
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if not (all([one.dtype in _CASTABLE for one in given]) and _is_pair(module.stride) and _is_pair(module.padding)):
+        return None
+    if not has_weight_gradient(x, weight, bias, module.stride, module.padding):
+        return None
+    low = [one.to(torch.bfloat16) for one in given]
+    return low[0], low[1], low[2] if len(low) == 3 else None
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+_CASTABLE = (torch.float32, *LOW_DTYPES)

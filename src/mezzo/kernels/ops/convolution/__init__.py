@@ -1,0 +1,125 @@
+"""Convolutions in bf16 on the CPU: torch's kernels, but for the gradients of weight and bias, which are computed by one of mezzo's."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...._torch import is_batched_gradient, is_unwatched
+from ... import registry
+from ...dtensor import PLAIN
+
+Pair = tuple[int, int]
+
+LARGEST = 32 * 32
+"""Pixels of a picture up to which the kernel was found faster; in larger ones laying the pixels out anew takes what it gains."""
+SMALLEST = 2**25
+"""Products from which on it outweighs an autograd function in Python."""
+MOST_PIXELS = 2**21
+"""Elements of an input up to which it is faster where no tap shares them with another: there the kernel is no larger than the stride."""
+WASTE = 1.25
+"""How many products with 0 may be added, in whole blocks of 8 by 32 channels and in pairs of pictures, to each that is needed."""
+
+
+def has_weight_gradient(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> bool:
+    """Whether `convolution` takes these operands, computes the gradient of the weight faster than torch, and is seen by nobody.
+
+    Args:
+        input: any tensor.
+        weight: of a convolution of one group without dilation.
+        bias: or None.
+        stride: of its outputs.
+        padding: with zeros, on each side.
+
+    Host only.
+    """
+    if not (is_unwatched() and input.dim() == weight.dim() == 4 and torch.is_grad_enabled() and weight.requires_grad):
+        return False
+    (batch, inside, height, width), (outside, _, *taps) = input.shape, weight.shape
+    rows, columns = [
+        (size + 2 * pad - tap) // step + 1
+        for size, pad, tap, step in zip((height, width), padding, taps, stride, strict=True)
+    ]
+    products = batch * rows * columns * weight.numel()
+    in_blocks = _padded(batch, 2) * _padded(inside, 8) * _padded(outside, 32)
+    return (
+        weight.shape[1] == inside
+        and 0 < height * width <= LARGEST
+        and min(rows, columns) > 0
+        and products >= SMALLEST
+        and (math.prod(taps) > math.prod(stride) or input.numel() <= MOST_PIXELS)
+        and in_blocks <= WASTE * batch * inside * outside
+        and all([_is_plain(one) for one in (input, weight, *([] if bias is None else [bias]))])
+        and bool(_kernel().is_faster())
+    )
+
+
+def _padded(size: int, block: int) -> int:
+    return -(-size // block) * block
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in PLAIN and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _kernel() -> ModuleType:
+    return registry.choose("convolution", torch.device("cpu"), torch.bfloat16).module
+
+
+def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """Return the convolution of operands for which `has_weight_gradient` says yes: torch's, to the bit.
+
+    For backward wait input and weight, as with torch's own.
+
+    Args:
+        input: [B, I, H, W], bf16.
+        weight: [O, I, R, C], bf16.
+        bias: [O], bf16, or None.
+        stride: of its outputs.
+        padding: with zeros, on each side.
+
+    Returns:
+        [B, O, rows, columns], bf16.
+
+    Syncs: no.
+    """
+    out: Tensor = _Convolution.apply(input, weight, bias, stride, padding)  # type: ignore[no-untyped-call]  # torch's own
+    return out
+
+
+class _Convolution(torch.autograd.Function):
+    """torch's convolution, with the gradient of its weight by the kernel that runs fastest here; torch's own where somebody watches ops."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.options = stride, padding
+        return torch.conv2d(input, weight, bias, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        stride, padding = ctx.options
+        if torch.is_grad_enabled() or is_batched_gradient(grad) or not (is_unwatched() and needs_weight):
+            wanted = [needs_input, needs_weight, needs_bias]
+            return (*_torchs_gradients(grad, input, weight, stride, padding, wanted), None, None)
+        grad = grad.contiguous()
+        found = _kernel().weight_gradient(grad, input, weight, stride, padding, needs_bias)
+        wanted = [needs_input, False, False]
+        of_input = _torchs_gradients(grad, input, weight, stride, padding, wanted)[0] if needs_input else None
+        return of_input, *found, None, None
+
+
+def _torchs_gradients(
+    grad: Tensor, input: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: list[bool]
+) -> list[Tensor | None]:
+    sizes = [weight.shape[0]] if wanted[2] else None
+    found = torch.ops.aten.convolution_backward.default(
+        grad, input, weight, sizes, stride, padding, [1, 1], False, [0, 0], 1, wanted
+    )
+    return list(found)

@@ -1,0 +1,72 @@
+"""Gradients of a convolution's weight and bias on the CPU, pictures in pairs; `cpu.cpp` computes them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends.cpp.build import library
+from ...operands import batch_of, check_read
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def weight_gradient(
+    grad: Tensor, input: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], has_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of weight and bias.
+
+    Products are summed in fp32 and rounded once; any number of threads gives the same bits.
+
+    Args:
+        grad: of the result, [B, O, rows, columns], bf16.
+        input: [B, I, H, W], bf16.
+        weight: [O, I, R, C], bf16, of which the shape is read.
+        stride: of the result.
+        padding: with zeros, on each side.
+        has_bias: there is one, whose gradient is wanted.
+
+    Returns:
+        [O, I, R, C], bf16; [O], bf16, or None.
+
+    Raises:
+        OperandError: one that is not what it is said to be.
+
+    Syncs: no.
+    """
+    check_read("a convolution", "input", input, (grad.shape[0], weight.shape[1], *input.shape[2:]), torch.bfloat16)
+    sizes = zip(input.shape[2:], padding, weight.shape[2:], stride, strict=True)
+    shape = [(size + 2 * pad - tap) // step + 1 for size, pad, tap, step in sizes]
+    check_read("a convolution", "gradient", grad, (input.shape[0], weight.shape[0], *shape), torch.bfloat16)
+    input, grad = input.contiguous(), grad.contiguous()
+    found = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
+    of_bias = torch.empty(weight.shape[:1], dtype=torch.bfloat16, device="cpu") if has_bias else None
+    threads = torch.get_num_threads()
+    numbers = (ctypes.c_int64 * 13)(*input.shape, *grad.shape[1:], *weight.shape[2:], *stride, *padding)
+    bytes_needed = _function("workspace")(numbers, threads)
+    memory = torch.empty(bytes_needed // 4, dtype=torch.float32, device="cpu")
+    _, addresses, _ = batch_of([found, input, grad, memory, *([] if of_bias is None else [of_bias])])
+    to, x, g, workspace, *bias = addresses
+    _function("gradients")(to, bias[0] if bias else None, x, g, numbers, workspace, threads)
+    return found, of_bias
+
+
+@functools.cache
+def is_faster() -> bool:
+    """Whether it is faster than torch's here: the processor multiplies pairs of bf16, and no tiles. Host only."""
+    return bool(_function("is_faster")())
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    """Return a compiled function, with the types of its arguments."""
+    pointer, count = ctypes.c_void_p, ctypes.c_int32
+    function = getattr(library(SOURCE), f"mezzo_convolution_{name}")
+    function.restype = {"gradients": None, "workspace": ctypes.c_int64, "is_faster": count}[name]
+    function.argtypes = {"gradients": [*[pointer] * 6, count], "workspace": [pointer, count], "is_faster": []}[name]
+    return function
