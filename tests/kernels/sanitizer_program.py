@@ -12,19 +12,23 @@ import os
 import random
 import sys
 from array import array
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernels.test_attention import exact
+from tests.kernels.sanitized_layers import (
+    OUTCOMES,
+    check_attention,
+    check_convolution,
+    check_linear,
+    check_lstm,
+    check_norm,
+)
 from tests.kernels.test_cpu_kernels import same
 from torch import Tensor
 
-from mezzo._torch import flash_attention
 from mezzo.errors import OperandError
 from mezzo.kernels import registry
 from mezzo.kernels.backends.cpp.build import library
@@ -36,11 +40,7 @@ from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
-from mezzo.kernels.ops.layer_norm import cpu as norm_cpu
-from mezzo.kernels.ops.layer_norm import reference as norm_reference
-from mezzo.kernels.ops.linear import cpu as linear_cpu
 from mezzo.kernels.ops.lstm import cpu as lstm_cpu
-from mezzo.kernels.ops.lstm import reference as lstm_reference
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
 from mezzo.kernels.ops.sgd import reference as sgd_reference
@@ -215,9 +215,6 @@ def plain_copy(call: Call) -> Call:
     return Call(call.mode, lists[0], lists[1], {n: contents(held) for n, held in call.moments.items()}, lists[2])
 
 
-OUTCOMES: Counter[str] = Counter()
-
-
 def check(seed: int) -> None:
     """Make one call and look at what it did."""
     call = generated(random.Random(seed))
@@ -257,124 +254,6 @@ def check(seed: int) -> None:
         )
     norm_and_finite([grad for grad in call.grads if grad.is_floating_point()])
     OUTCOMES["stepped"] += 1
-
-
-def check_linear(seed: int) -> None:
-    """Make one product of few rows, its operands at the ends of their memory, and look at it."""
-    rng = random.Random(seed)
-    rows, inner = rng.randint(1, linear_cpu.most_rows()), rng.choice([1, 7, 32, 65, 300])
-    width = rng.choice([1, 3, 33, 64])
-    x, weight, bias = [torch.randn(shape).bfloat16() for shape in ((rows, inner), (width, inner), (width,))]
-    has_bias = rng.random() < 0.5
-    bias *= has_bias
-    found = linear_cpu.linear(x, weight, bias if has_bias else None)
-    wide = F.linear(x.double(), weight.double(), bias.double())
-    sums = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
-    assert bool(((found - wide).abs() <= 2**-8 * wide.abs() + (inner + 1) * 2**-23 * sums).all()), f"seed {seed}"
-    OUTCOMES["multiplied"] += 1
-
-
-def at_the_end(values: Tensor) -> Tensor:
-    """Return a copy whose last element is the last of its memory, which begins where no vector would."""
-    arena = torch.empty(values.numel() + 1, dtype=values.dtype)
-    return arena[1:].view(values.shape).copy_(values)
-
-
-def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
-    return float((found.double() - wanted.double()).norm()) <= tolerance * float(wanted.double().norm()) + 1e-3
-
-
-def check_norm(seed: int) -> None:
-    """Take a norm and its gradients, their operands at the ends of their memory, and look at them."""
-    rng = random.Random(seed)
-    rows, size = rng.choice([1, 2, 63, 64, 65, 200]), rng.choice([1, 3, 32, 63, 64, 65, 300, 1025])
-    low = rng.choice([torch.bfloat16, torch.float16])
-    x = at_the_end(torch.randn(rows, size).to(rng.choice([low, torch.float32])))
-    grad, weight = at_the_end(torch.randn(rows, size).to(low)), at_the_end(torch.randn(size))
-    is_centred = rng.random() < 0.5
-    given = [size], (weight if rng.random() < 0.7 else None), None, 1e-6, is_centred, low
-    found, wanted = (kernel.forward(x, *given) for kernel in (norm_cpu, norm_reference))
-    bias = given[1] if is_centred else None
-    mask = [True, given[1] is not None, bias is not None]
-    with torch.no_grad():
-        rest = [size], found[1], found[2], given[1], bias, mask, 1e-6, is_centred
-        grads, others = (kernel.backward(grad, x, *rest) for kernel in (norm_cpu, norm_reference))
-    pairs = [(found[0], wanted[0]), *zip(grads, others, strict=True)]
-    assert size == 1 or all(one is None or close(one, other, 0.01) for one, other in pairs), f"seed {seed}"
-    OUTCOMES["normalised"] += 1
-
-
-def check_attention(seed: int, products: int) -> None:
-    """Take gradients of attention, their operands at the ends of their memory, and look at them."""
-    rng = random.Random(seed)
-    batch, kv_heads, shared, width = (
-        rng.choice([1, 2]),
-        rng.choice([1, 2]),
-        rng.choice([1, 3]),
-        rng.choice([3, 32, 65, 128]),
-    )
-    queries, keys, is_causal = rng.choice([1, 17, 64, 70]), rng.choice([1, 16, 64, 130]), rng.random() < 0.3
-    of_query, of_key = (batch, kv_heads * shared, queries, width), (batch, kv_heads, keys, width)
-    query, key, value, grad = (at_the_end(torch.randn(s).bfloat16()) for s in (of_query, of_key, of_key, of_query))
-    shapes = [(batch, 1, 1, keys), (1, kv_heads * shared, queries, 1), (queries, keys)]
-    mask = None if is_causal or rng.random() < 0.5 else at_the_end(torch.randn(rng.choice(shapes)).bfloat16())
-    out, logsumexp = flash_attention(query, key, value, 0.0, is_causal, attn_mask=mask)
-    given = at_the_end(out), at_the_end(logsumexp), mask, is_causal, width**-0.5
-    attention_cpu.products = lambda: products
-    found = attention_cpu.backward(grad, query, key, value, *given)
-    wanted = exact([query, key, value], grad, mask, is_causal=is_causal)
-    assert all(close(one, true, 0.03) for one, true in zip(found, wanted, strict=True)), f"seed {seed}"
-    OUTCOMES["attended"] += 1
-
-
-def check_lstm(seed: int) -> None:
-    """Take an LSTM forward and back, its operands at the ends of their memory, and look at it."""
-    rng = random.Random(seed)
-    steps, batch, inputs, units = (
-        rng.choice(one) for one in ([1, 2, 5], [1, 3, 8, 13], [1, 7, 32, 65], [1, 16, 17, 64, 70])
-    )
-    count, is_reversed = 4 * units, rng.random() < 0.5
-    shapes = [(steps, batch, inputs), (batch, units), (batch, units), (count, inputs), (count, units)]
-    shapes += [(count,)] * (2 * (rng.random() < 0.7))
-    given = [(0.3 * torch.randn(shape)).bfloat16() for shape in shapes]
-    grads = [at_the_end(torch.randn(shape).bfloat16()) for shape in [(steps, batch, units), *shapes[1:3]]]
-    y, last, cells, gates = lstm_cpu.forward([at_the_end(one) for one in given], is_reversed, True)
-    assert gates is not None
-    sums, first = lstm_cpu.backward(grads, given, y, cells, gates, is_reversed)
-    wide = [one.double() for one in given]
-    found = [sums.flatten(0, 1).t().double() @ wide[0].flatten(0, 1), first]
-    with torch.no_grad():
-        wide_grads, asked = [one.double() for one in grads], [n in (2, 3) for n in range(len(wide))]
-        wanted = lstm_reference.gradients(wide_grads, wide, is_reversed, asked)
-    x = wide[0].flip(0) if is_reversed else wide[0]
-    out, _, c = torch.lstm(x, (wide[1][None], wide[2][None]), wide[3:], len(wide) > 5, 1, 0.0, True, False, False)
-    assert close(y, out.flip(0) if is_reversed else out, 0.01) and close(last, c[0], 0.01), f"seed {seed}"
-    assert all(
-        close(one, true, 0.03) for one, true in zip(found, (wanted[3], wanted[2]), strict=True) if true is not None
-    )
-    OUTCOMES["remembered"] += 1
-
-
-def check_convolution(seed: int) -> None:
-    """Take gradients of a convolution, their operands at the ends of their memory, and look at them."""
-    rng = random.Random(seed)
-    batch, inside, outside = rng.choice([1, 2, 5]), rng.choice([1, 8, 17, 40]), rng.choice([1, 16, 33, 64])
-    tap_rows, tap_columns = rng.choice([1, 2, 3, 7]), rng.choice([1, 3, 4])
-    height, width = rng.randint(tap_rows, 20), rng.randint(tap_columns, 40)
-    stride, padding = (rng.randint(1, 3), rng.randint(1, 4)), (rng.randint(0, 8), rng.randint(0, 3))
-    x, weight = (
-        torch.randn(shape) for shape in ((batch, inside, height, width), (outside, inside, tap_rows, tap_columns))
-    )
-    x, weight = at_the_end(x.bfloat16()), weight.bfloat16()
-    exact, bias = weight.double().requires_grad_(), torch.zeros(outside, dtype=torch.float64).requires_grad_()
-    out = F.conv2d(x.double(), exact, bias, stride, padding)
-    grad = at_the_end(torch.randn(out.shape).bfloat16())
-    found = convolution_cpu.weight_gradient(grad, x, weight, stride, padding, True)
-    wanted = torch.autograd.grad(out, (exact, bias), grad.double())
-    assert all(one is not None and close(one, true, 0.01) for one, true in zip(found, wanted, strict=True)), (
-        f"seed {seed}"
-    )
-    OUTCOMES["convolved"] += 1
 
 
 def main(calls: int) -> None:
