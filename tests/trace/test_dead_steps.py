@@ -90,9 +90,18 @@ def test_gradients_that_pass_or_are_stopped_on_purpose_are_no_fault(middle: Midd
     assert trained(middle, 40).answer == "healthy"
 
 
-@pytest.mark.parametrize(("steps", "alive_at"), [(31, -1), (50, 0), (50, 49)])
-def test_one_gradient_or_too_few_steps_are_no_evidence(steps: int, alive_at: int) -> None:
-    assert trained(sign, steps, alive_at).answer == "healthy"
+@pytest.mark.parametrize(
+    ("middle", "steps", "alive_at"), [(sign, 31, -1), (dead, 50, 0), (saturated, 50, 0), (sign, 50, 25), (sign, 50, 49)]
+)
+def test_one_gradient_or_too_few_steps_are_no_evidence(middle: Middle, steps: int, alive_at: int) -> None:
+    assert trained(middle, steps, alive_at).answer == "healthy"
+
+
+@pytest.mark.parametrize("middle", [sign, rounded])
+def test_weights_that_are_quantised_after_they_were_trained_are_a_fault(middle: Middle) -> None:
+    [found] = trained(middle, 50, 0).findings
+    assert found.verdict == "zero-gradients"
+    assert "of weight, after the first 1, was exactly 0 in each of 49 backward passes" in found.why
 
 
 def replaced(steps: int, alive_at: int = -1, keeps_one: bool = False) -> TraceReport:

@@ -24,6 +24,8 @@ _FLAT = frozenset({
     "log_sigmoid", "exp", "gelu", "silu", "elu", "grid_sampler_2d", "grid_sampler_3d",
 })  # fmt: skip
 """Ops whose slope is 0 everywhere or far out; a mask or a factor of 0 is written on purpose."""
+_STEPS = frozenset({"sign", "sgn", "round", "floor", "ceil", "trunc", "fix"})
+"""Those whose slope is 0 everywhere: no training ends there, as a margin that is kept by all rows ends in a clamp."""
 _LEAST = {
     "scaled-step": 1,
     "cleared-gradients": 1,
@@ -65,6 +67,7 @@ class IdleSteps:
         self._arrived: dict[int, int] = {}
         self._tops: dict[int, float] = {}
         self._zeroed_at: dict[int, Site | None] = {}
+        self._since: dict[int, tuple[Site, str, int]] = {}
         self._zero: Site | None = None
         self._cleared: tuple[int, Site | None] = (0, None)
         self._events = 0
@@ -99,6 +102,9 @@ class IdleSteps:
         ):  # autograd adds in place, which is one more version; so does what clears, but through .data
             self._is_sum[optimizer] = self._stamp(parameter) == (left[0], left[1] + 1, left[2])
         is_zero = not top and zeroed_at is not None and parameter.dim() > 1
+        first, *_, times = self._since.pop(id(parameter), (zeroed_at, 0))
+        if is_zero and first and zeroed_at and zeroed_at.op in _STEPS:
+            self._since[id(parameter)] = first, name, times + 1
         # a weight of 0 between others of 0 stays one
         if is_zero and zeroed_at and (zeroed_at.op in _FLAT or not amax(parameter)):
             self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
@@ -176,6 +182,10 @@ class IdleSteps:
             is_learnt = rule == "exploding-step" and self._has_fallen_since(self._blown_up[owner])
             if steps >= _LEAST[rule] and owner not in self._alive and not is_learnt:
                 lints.add(rule, site, torch.float32, what, steps)
+        for key, (site, name, times) in self._since.items():  # quantised after it was trained
+            if key in self._alive and times >= _LEAST["zero-gradients"] and 3 * times > self._brought[key]:
+                what = f"{name}, after the first {self._brought[key] - times},"
+                lints.add("zero-gradients", site, torch.float32, what, times)
         self._tell_still(lints)
         self._tell_replaced(lints, named)
         self._tell_diverged(lints)
