@@ -35,6 +35,11 @@ class _BatchStruct(ctypes.Structure):
     )
 
 
+def int64s(numbers: Sequence[int]) -> Any:
+    """Return numbers as C takes an array of them."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
 def address(numbers: array[Any]) -> int:
     """Return where an array lies, which must live until C is done with it."""
     return numbers.buffer_info()[0]

@@ -41,6 +41,17 @@ inline bool has_pairs() {
   unsigned a = 0, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
 }
+
+// 2^x, to 3e-6 of it, for what is not too large to round.
+inline __m512 exp2_of(__m512 x) {
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, whole);
+  __m512 y = _mm512_set1_ps(0.0013333558f);
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0096181291f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0555041087f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.2402265070f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.6931471806f));
+  return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.f)), whole);
+}
 #else
 inline bool has_pairs() { return false; }
 #endif

@@ -194,14 +194,7 @@ inline float dot(const uint16_t* a, const uint16_t* b, int64_t width) {
 
 // 2^x, to 3e-6 of it; 0 from -200 down.
 inline __m512 exp2(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-200.f), x);  // NaN stays: it is the second
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(0.0013333558f);
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0096181291f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0555041087f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.2402265070f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.6931471806f));
-  return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.f)), whole);
+  return exp2_of(_mm512_max_ps(_mm512_set1_ps(-200.f), x));  // NaN stays: it is the second
 }
 
 // Lanes of 16 queries, from `query` on, that see a key.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.cpp.batch import int64s
 from ...backends.cpp.build import library
 from ...operands import batch_of, check_read
 
@@ -56,14 +57,14 @@ def backward(
     rows += [one.transpose(1, 2) for one in grads]
     added = None if mask is None else _by_key(mask, (batch, heads, keys, queries))
     strides = [stride for one in rows for stride in one.stride()[:3]] + list(logsumexp.stride())
-    sizes = _int64s([batch, heads, kv_heads, queries, keys, width])
+    sizes = int64s([batch, heads, kv_heads, queries, keys, width])
     threads = min(torch.get_num_threads(), batch * kv_heads)
     memory = torch.empty(threads * _function("workspace")(sizes) // 4, dtype=torch.float32, device="cpu")
     _, addresses, _ = batch_of([*rows, memory, logsumexp, *([] if added is None else [added])])
     tensors, workspace, sums = addresses[:8], *addresses[8:10]
     _function("backward")(
         (ctypes.c_void_p * 8)(*tensors), sums, None if added is None else addresses[10],
-        _int64s(strides + ([0] * 4 if added is None else list(added.stride()))), sizes, scale, is_causal, products() == 2,
+        int64s(strides + ([0] * 4 if added is None else list(added.stride()))), sizes, scale, is_causal, products() == 2,
         workspace, threads,
     )  # fmt: skip
     return rows[5], rows[6], rows[7]
@@ -73,10 +74,6 @@ def _by_key(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a mask in fp32 as the kernel reads it: [batch, head, key, query], the queries side by side or all one."""
     across = mask.float().reshape((1,) * (4 - mask.dim()) + mask.shape).transpose(-1, -2)
     return across.contiguous().expand(shape)
-
-
-def _int64s(numbers: list[int]) -> Any:
-    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 @functools.cache

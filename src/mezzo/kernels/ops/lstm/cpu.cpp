@@ -8,10 +8,7 @@
 #include "formats.h"
 #include "tiles.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(MEZZO_TILES)
-#define MEZZO_PAIRS 1
-#define ON_PAIRS __attribute__((target("avx512bf16")))
-
+#if defined(MEZZO_PAIRS)
 constexpr int64_t kUnits = 16;  // hidden units of a group: one register for each of the four gates
 constexpr int64_t kRows = 6;    // rows at once: 24 sums in registers
 
@@ -63,14 +60,7 @@ inline __m512 reciprocal(__m512 x) {
 
 // 2^x, to 3e-6 of it, from -120 to 120, where it ends.
 inline __m512 exp2(__m512 x) {
-  x = _mm512_min_ps(_mm512_set1_ps(120.f), _mm512_max_ps(_mm512_set1_ps(-120.f), x));  // NaN stays: it is the second
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(0.0013333558f);
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0096181291f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0555041087f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.2402265070f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.6931471806f));
-  return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.f)), whole);
+  return exp2_of(_mm512_min_ps(_mm512_set1_ps(120.f), _mm512_max_ps(_mm512_set1_ps(-120.f), x)));  // NaN stays: it is the second
 }
 
 inline __m512 sigma(__m512 x) { return reciprocal(_mm512_add_ps(_mm512_set1_ps(1.f), exp2(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f))))); }
@@ -339,11 +329,4 @@ extern "C" void mezzo_lstm_backward(uint16_t* const* tensors, const float* cells
 #endif
 
 // What multiplies here: 1 pairs of bf16, 0 nothing that this is written for, or tiles, which torch's own kernel takes.
-extern "C" int64_t mezzo_lstm_products() {
-#if defined(MEZZO_PAIRS)
-  unsigned a = 0, b, c, d;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5) && !has_tiles();  // AVX512-BF16
-#else
-  return 0;
-#endif
-}
+extern "C" int64_t mezzo_lstm_products() { return has_pairs() && !has_tiles(); }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.cpp.batch import int64s
 from ...backends.cpp.build import library
 from ...operands import batch_of, check_read
 
@@ -42,11 +43,11 @@ def forward(operands: Sequence[Tensor], is_reversed: bool, keeps: bool) -> tuple
     y = torch.empty((steps, batch, units), dtype=torch.bfloat16, device="cpu")
     cells = torch.empty((steps if keeps else 1, batch, groups * GROUP), dtype=torch.float32, device="cpu")
     gates = torch.empty((steps, batch, groups, 4, GROUP), dtype=torch.bfloat16, device="cpu") if keeps else None
-    sizes = _int64s([steps, batch, inputs, units])
+    sizes = int64s([steps, batch, inputs, units])
     memory = _workspace("forward", sizes)
     addresses = _addresses([x, y, *weights, *[None] * (4 - len(weights)), h, c, gates, cells, memory])
     _function("forward")(
-        (ctypes.c_void_p * 9)(*addresses[:9]), addresses[9], _int64s([*x.stride()[:2], *y.stride()[:2]]), sizes, is_reversed,
+        (ctypes.c_void_p * 9)(*addresses[:9]), addresses[9], int64s([*x.stride()[:2], *y.stride()[:2]]), sizes, is_reversed,
         addresses[10], _threads(batch),
     )  # fmt: skip
     last = cells[0 if is_reversed else -1, :, :units]
@@ -83,11 +84,11 @@ def backward(
     d_cells = torch.zeros((batch, cells.shape[-1]), dtype=torch.float32, device="cpu")
     if dc is not None:
         d_cells[:, :units] = dc
-    sizes = _int64s([*operands[0].shape, units])
+    sizes = int64s([*operands[0].shape, units])
     memory = _workspace("backward", sizes)
     addresses = _addresses([dy, dh, w_hh, c, gates, d_sums, cells, d_cells, memory])
     _function("backward")(
-        (ctypes.c_void_p * 6)(*addresses[:6]), *addresses[6:8], _int64s([0, 0] if dy is None else list(dy.stride()[:2])), sizes,
+        (ctypes.c_void_p * 6)(*addresses[:6]), *addresses[6:8], int64s([0, 0] if dy is None else list(dy.stride()[:2])), sizes,
         is_reversed, addresses[8], _threads(batch),
     )  # fmt: skip
     return d_sums, d_cells[:, :units].to(torch.bfloat16)
@@ -122,10 +123,6 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int | None]:
 
 def _threads(batch: int) -> int:
     return min(torch.get_num_threads(), batch)
-
-
-def _int64s(numbers: list[int]) -> Any:
-    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 @functools.cache
