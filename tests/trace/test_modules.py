@@ -76,6 +76,16 @@ def test_a_part_that_is_called_by_itself_has_its_name_in_the_model_that_holds_it
     del system
 
 
+def test_modules_that_hold_each_other_are_named_too() -> None:
+    net = Net()
+    system = nn.Sequential(net, nn.Linear(3, 3))
+    net.layers[0].owner = system
+    with followed(None) as (_, places, _):
+        net.layers[1](torch.ones(1, 3))
+    assert (places[0].root, places[0].module) == ("Net", "layers.1")  # which holds as much as the other does
+    del net.layers[0].owner
+
+
 @pytest.mark.parametrize("around", [nn.ModuleList, lambda parts: nn.ModuleDict({"net": parts[0]}), nn.Sequential])
 def test_what_holds_a_model_alone_is_no_model_of_its_own(around: Any) -> None:
     net = Net()

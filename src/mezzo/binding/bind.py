@@ -144,12 +144,12 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
     """Return what runs in place of the forward of a module's class, if anything does."""
     if isinstance(module, FUSED):
         return run_unfused
-    if isinstance(module, nn.LSTM) and binding.has_own_ops and own is None:
+    if binding.has_own_ops and own is None and isinstance(module, nn.LSTM):
         return run_lstm
+    if binding.has_own_ops and own is None and is_convolution(module):
+        return run_convolution
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None
-    if own is None and binding.device_type in (None, "cpu") and is_convolution(module):
-        return run_convolution
     return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)
 
 

@@ -199,9 +199,9 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch.set_autocast_enabled("cuda", False)
 
 
-def run_lstm(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run_lstm(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of an LSTM, by mezzo's kernel where that trains it faster and nobody looks on."""
-    forward = type(module)._mezzo_class.forward  # type: ignore[attr-defined]  # of every bound class
+    forward = type(module)._mezzo_class.forward
     if (
         torch.compiler.is_compiling()
         or not (module.training or torch.is_grad_enabled())
@@ -212,11 +212,10 @@ def run_lstm(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
 
 
-def _is_large(lstm: nn.Module, input: object = None, *_: object) -> bool:
+def _is_large(lstm: nn.LSTM, input: object = None, *_: object) -> bool:
     """Whether an LSTM is given a tensor of a size from which it pays to see each of its ops."""
-    if not (isinstance(lstm, nn.LSTM) and isinstance(input, Tensor)):
-        return False
-    return is_large_lstm(input.numel() // lstm.input_size, lstm.input_size, lstm.hidden_size)
+    width = lstm.input_size
+    return isinstance(input, Tensor) and is_large_lstm(input.numel() // width, width, lstm.hidden_size)
 
 
 def _low_norm(

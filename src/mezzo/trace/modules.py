@@ -99,11 +99,12 @@ def _prepared_around(module: nn.Module) -> nn.Module:
 def _around(module: nn.Module) -> nn.Module:
     """Return the outermost living module that a module is a part of beside others; the module where there is none. Host only."""
     living = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    outermost = module
+    outermost, seen = module, set[int]()
     while True:
+        seen.add(id(module))  # modules may hold each other
         holders = [
             one for one in living
-            if any(part is module for part in one.__dict__.get("_modules", {}).values()) and one is not module
+            if id(one) not in seen and any(part is module for part in one.__dict__.get("_modules", {}).values())
         ]  # fmt: skip
         if not holders:
             return outermost
@@ -176,8 +177,9 @@ class ModuleStack:
         """Name a root's modules. The root is held, so that ids stay its own."""
         cls = type(getattr(root, "_orig_mod", root)).__name__
         parts = dict(root.named_modules())
-        inner = [one for one in parts.values() if one is not self._model and any(one is known for known in self.roots)]
-        renamed = {id(part) for one in inner for part in one.modules()}
+        ids = {id(part) for part in parts.values()}
+        inner = [known for known in self.roots if known is not self._model and id(known) in ids]
+        renamed = {id(part) for known in inner for part in known.modules()}
         for name, module in parts.items():
             if id(module) in renamed or id(module) not in self._names:
                 self._names[id(module)] = cls, _readable(name)

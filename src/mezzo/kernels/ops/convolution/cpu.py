@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.cpp.batch import int64s
 from ...backends.cpp.build import library
 from ...operands import batch_of, check_read
 
@@ -47,7 +48,7 @@ def weight_gradient(
     found = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
     of_bias = torch.empty(weight.shape[:1], dtype=torch.bfloat16, device="cpu") if has_bias else None
     threads = torch.get_num_threads()
-    numbers = (ctypes.c_int64 * 13)(*input.shape, *grad.shape[1:], *weight.shape[2:], *stride, *padding)
+    numbers = int64s([*input.shape, *grad.shape[1:], *weight.shape[2:], *stride, *padding])
     bytes_needed = _function("workspace")(numbers, threads)
     memory = torch.empty(bytes_needed // 4, dtype=torch.float32, device="cpu")
     _, addresses, _ = batch_of([found, input, grad, memory, *([] if of_bias is None else [of_bias])])
