@@ -16,6 +16,7 @@ from mezzo.kernels.ops.convolution import cpu as convolution_cpu
 from mezzo.kernels.ops.layer_norm import cpu as norm_cpu
 from mezzo.kernels.ops.layer_norm import reference as norm_reference
 from mezzo.kernels.ops.linear import cpu as linear_cpu
+from mezzo.kernels.ops.linear_training import cpu as training_cpu
 from mezzo.kernels.ops.lstm import cpu as lstm_cpu
 from mezzo.kernels.ops.lstm import reference as lstm_reference
 
@@ -45,6 +46,27 @@ def at_the_end(values: Tensor) -> Tensor:
 
 def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return float((found.double() - wanted.double()).norm()) <= tolerance * float(wanted.double().norm()) + 1e-3
+
+
+def check_linear_training(seed: int) -> None:
+    """Take a linear layer and its gradients, their operands at the ends of their memory, and look at them."""
+    rng = random.Random(seed)
+    rows, inner, width = (
+        rng.choice([1, 2, 7, 64, 65, 300]),
+        2 * rng.choice([1, 3, 16, 17, 70]),
+        2 * rng.choice([1, 5, 16, 33]),
+    )
+    dtype = rng.choice([torch.float32, torch.bfloat16])
+    x, grad = [at_the_end(torch.randn(rows, size).bfloat16()) for size in (inner, width)]
+    weight, bias = at_the_end(torch.randn(width, inner).to(dtype)), at_the_end(torch.randn(width).to(dtype))
+    has_bias, needs_input = rng.random() < 0.5, rng.random() < 0.5
+    found = training_cpu.forward(x, weight, bias if has_bias else None)
+    of_input, of_weight, of_bias = training_cpu.backward(grad, x, weight, needs_input, dtype if has_bias else None)
+    wide, low = [one.double() for one in (x, grad)], [one.bfloat16().double() for one in (weight, bias * has_bias)]
+    wanted = [F.linear(wide[0], *low), wide[1] @ low[0], wide[1].t() @ wide[0], wide[1].sum(0)]
+    pairs = zip((found, of_input, of_weight, of_bias), wanted, strict=True)
+    assert all(one is None or close(one, other, 0.01) for one, other in pairs), f"seed {seed}"
+    OUTCOMES["trained"] += 1
 
 
 def check_norm(seed: int) -> None:

@@ -23,6 +23,7 @@ from tests.kernels.sanitized_layers import (
     check_attention,
     check_convolution,
     check_linear,
+    check_linear_training,
     check_lstm,
     check_norm,
 )
@@ -40,6 +41,7 @@ from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
+from mezzo.kernels.ops.linear_training import cpu as training_cpu
 from mezzo.kernels.ops.lstm import cpu as lstm_cpu
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
@@ -277,6 +279,8 @@ def main(calls: int) -> None:
             check_lstm(seed)
         if convolution_cpu.is_faster():
             check_convolution(seed)
+        if training_cpu.is_faster():
+            check_linear_training(seed)
     print(
         f"{sum(OUTCOMES.values())} calls: {dict(OUTCOMES)}, sanitizers: {os.environ.get('MEZZO_CXXFLAGS', 'none')}",
         flush=True,

@@ -14,6 +14,7 @@ import pytest
 
 from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
+from mezzo.kernels.ops.linear_training import cpu as training_cpu
 from mezzo.kernels.ops.lstm import cpu as lstm_cpu
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O1"
@@ -44,7 +45,12 @@ pytestmark = pytest.mark.skipif(not preloaded(), reason="the compiler has no Add
 
 def test_generated_calls_stay_inside_their_operands_and_one_that_does_not_is_seen() -> None:
     done = sanitized("120", "planted")
-    faster = (attention_cpu.products() > 0, lstm_cpu.products() > 0, convolution_cpu.is_faster())
+    faster = (
+        attention_cpu.products() > 0,
+        lstm_cpu.products() > 0,
+        convolution_cpu.is_faster(),
+        training_cpu.is_faster(),
+    )
     calls = 120 + 6 * (2 + sum(faster))
     assert done.stdout.startswith(f"{calls} calls: "), done.stderr[
         -3000:

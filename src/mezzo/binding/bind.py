@@ -19,7 +19,7 @@ from ..policy import FP32_RULES, CacheName, Policy, Rule
 from .convolution import is_convolution, run_convolution
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import hand_written_gelu, hand_written_rms_norm
-from .module_rules import FUSED, Precision, run_lstm, run_unfused
+from .module_rules import FUSED, Precision, is_linear, run_linear, run_lstm, run_unfused
 
 _WRITTEN = (RECORD, "forward")
 
@@ -148,6 +148,8 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
         return run_lstm
     if binding.has_own_ops and own is None and is_convolution(module):
         return run_convolution
+    if binding.has_own_ops and own is None and is_linear(module):
+        return run_linear
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None
     return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)

@@ -65,7 +65,7 @@ class Binding:
         self.has_own_ops = self._has_own_ops()
 
     def _has_own_ops(self) -> bool:
-        """Whether attention, LSTMs and convolutions run mezzo's way."""
+        """Whether attention, LSTMs, convolutions and linear layers run mezzo's way."""
         if not (self.fuses and has_own_attention(self.device_type)):
             return False
         return self.policy.why_engine("cpu", self.cache).engine == "dispatcher"

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters
+from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters, tracing_state
 from ..casting import LstmMode
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels import is_large_lstm, layer_norm, rms_norm, takes_rms_norm
+from ..kernels import is_large_lstm, layer_norm, linear, rms_norm, takes_rms_norm, trains_faster
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
 from .hand_written import HandWrittenRMSNorm
 
@@ -216,6 +216,31 @@ def _is_large(lstm: nn.LSTM, input: object = None, *_: object) -> bool:
     """Whether an LSTM is given a tensor of a size from which it pays to see each of its ops."""
     width = lstm.input_size
     return isinstance(input, Tensor) and is_large_lstm(input.numel() // width, width, lstm.hidden_size)
+
+
+SMALLEST_LINEAR = 2**17
+"""Products of a linear layer from which on it may be mezzo's: below, all ways cost what calling them does."""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module's forward is that of torch's `Linear`. Host only."""
+    original: Any = getattr(type(module), "_mezzo_class", type(module))
+    return isinstance(module, nn.Linear) and original.forward is nn.Linear.forward
+
+
+def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it trains that faster and nobody looks on."""
+    is_traced = torch.compiler.is_compiling() or num_function_modes() or tracing_state() is not None
+    if len(args) == 1 and not (kwargs or is_traced) and isinstance(x := args[0], Tensor):
+        if x.numel() * module.out_features >= SMALLEST_LINEAR and _is_bf16():
+            weight, bias = module.weight, module.bias
+            if trains_faster(x, weight, bias):
+                return linear(x, weight, bias)
+    return type(module)._mezzo_class.forward(module, *args, **kwargs)
+
+
+def _is_bf16() -> bool:
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 def _low_norm(

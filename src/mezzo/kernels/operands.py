@@ -250,24 +250,26 @@ def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layo
 
 
 def batch_of(tensors: Sequence[Tensor]) -> tuple[array[int], array[int], array[int]]:
-    """Return sizes, addresses and formats of dense tensors that are only read.
+    """Return sizes, addresses and formats of dense tensors that are only read; errors as `addresses_of`. Syncs: no."""
+    addresses = array("Q", addresses_of(tensors))
+    return array("q", map(Tensor.numel, tensors)), addresses, array("i", [FORMATS[x.dtype] for x in tensors])
 
-    Raises:
-        OperandError: one whose storage was freed.
 
-    Syncs: no.
-    """
-    addresses = array("Q", map(Tensor.data_ptr, tensors))
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the addresses of dense tensors; one whose storage was freed is an OperandError. Syncs: no."""
+    addresses = [tensor.data_ptr() for tensor in tensors]
     if 0 in addresses:
         for index, tensor in enumerate(tensors):
             if reason := _misplaced(tensor, tensor):
                 raise Operand(f"gradient {index}", "gradient", tensor).refuse(tensor, reason)
-    return array("q", map(Tensor.numel, tensors)), addresses, array("i", [FORMATS[x.dtype] for x in tensors])
+    return addresses
 
 
 def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Refuse with an OperandError a tensor that a kernel of the CPU only reads, unless it is what an op takes it for. Host only."""
-    reason = "" if type(tensor) in PLAIN and tensor.device.type == "cpu" else "and no plain tensor of the CPU"
+    if tensor.shape == shape and tensor.dtype is dtype and is_readable(tensor):
+        return
+    reason = "" if type(tensor) in PLAIN and tensor.is_cpu else "and no plain tensor of the CPU"
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype is not dtype:
         reason = f"not {dtype_name(dtype)}{tuple(shape)}"
     if reason := reason or _misplaced(tensor, tensor):
@@ -275,6 +277,14 @@ def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: 
             f"gradients of {op} cannot be computed: its {name} is {describe(tensor)}, {reason}. "
             "Have hooks on saved tensors give back what they were given."
         )
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a kernel of the CPU may walk a tensor from its address on: plain, without gaps, inside its storage. Host only."""
+    if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
+        return False
+    end = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
+    return end <= tensor.untyped_storage().nbytes()
 
 
 def check_apart(layouts: Iterable[Layout]) -> None:
@@ -302,19 +312,7 @@ def overlaps(spans: Iterable[tuple[int, int, T]]) -> Iterator[tuple[T, T]]:
 
 
 def check_shape(owner: str, name: str, tensor: Tensor, weight: Tensor) -> None:
-    """Refuse an operand that has not its weight's shape.
-
-    Args:
-        owner: what the parameter is called.
-        name: what the operand is called.
-        tensor: the operand.
-        weight: the parameter.
-
-    Raises:
-        OperandError: it has not.
-
-    Host only.
-    """
+    """Refuse with an OperandError an operand `name` of parameter `owner` that has not its weight's shape. Host only."""
     if tensor.shape != weight.shape:
         raise Operand(owner, name, tensor).refuse(weight, "of another shape")
 

@@ -28,6 +28,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "adamw": ("cpu", "triton", "fused", "reference"),
     "sgd": ("cpu", "triton", "fused", "reference"),
     "linear": ("cpu", "reference"),
+    "linear_training": ("cpu", "reference"),
     "attention": ("cpu", "reference"),
     "lstm": ("cpu", "reference"),
     "convolution": ("cpu", "reference"),
@@ -92,7 +93,7 @@ def _said(error: NativeBuildError) -> str:
     if not _warned:
         _warned.append(str(error))
         _log.warning(
-            "optimizer steps, gradient checks, gradients of attention and convolutions, LSTMs, RMS norms and linear layers of few rows on the CPU run in plain torch, not in compiled kernels: %s. %s",
+            "optimizer steps, gradient checks, gradients of attention and convolutions, LSTMs, RMS norms and linear layers on the CPU run in plain torch, not in compiled kernels: %s. %s",
             error,
             error.remedy,
         )
@@ -123,7 +124,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
     While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
 
     Args:
-        op: "gradients", "adamw", "sgd", "linear", "attention", "convolution", "lstm", "decision" or "layer_norm".
+        op: "gradients", "adamw", "sgd", "linear", "linear_training", "attention", "convolution", "lstm", "decision" or "layer_norm".
         device: where the tensors lie.
         dtype: of the weights, or of the gradients for op "gradients".
         backend: "auto", or the one that must run.

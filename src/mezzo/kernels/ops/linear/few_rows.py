@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...._torch import is_unwatched
 from ... import registry
-from ...dtensor import PLAIN
+from ...operands import is_readable
 
 ROWS = 16
 """Rows up to which a weight may take longer to read than to multiply with."""
@@ -40,16 +40,9 @@ def reads_faster(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
         and input.shape[-1] == weight.shape[1]
         and (bias is None or bias.shape == weight.shape[:1])
         and not (torch.is_grad_enabled() and any([one.requires_grad for one in given]))
-        and all([_is_readable(one) for one in given])
+        and all([one.dtype is torch.bfloat16 and is_readable(one) for one in given])
         and input.numel() <= weight.shape[1] * _kernel().most_rows()
     )
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    if type(tensor) not in PLAIN or tensor.dtype is not torch.bfloat16 or not tensor.is_contiguous():
-        return False
-    end = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
-    return tensor.device.type == "cpu" and end <= tensor.untyped_storage().nbytes()
 
 
 def small_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,108 @@
+"""Linear layers in bf16 on the CPU, in training: forward and gradients by a kernel of mezzo's."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...._torch import is_batched_gradient, is_unwatched
+from ... import registry
+from ...operands import check_read, is_readable
+
+MOST_ROWS = 2048
+"""Rows up to which it was found faster: a weight is cast and laid out whatever their number."""
+WASTE = 1.25
+"""How many products with 0 may be added, in whole panels of 32 columns, to each that is needed."""
+LARGEST_LOW = 2**20
+"""Elements up to which it was found faster with weights that are stored in bf16, which nobody has to cast."""
+
+
+def trains_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` takes these operands, trains them faster than torch, and is seen by nobody.
+
+    Args:
+        input: any tensor.
+        weight: of a layer.
+        bias: or None.
+
+    Host only.
+    """
+    if not (is_unwatched() and weight.requires_grad and torch.is_grad_enabled() and weight.dim() == 2 <= input.dim()):
+        return False
+    width, inner = weight.shape
+    if input.shape[-1] != inner or inner % 2 or width % 2 or not 0 < input.numel() <= MOST_ROWS * inner or not width:
+        return False
+    return (
+        _padded(width) * _padded(inner) <= WASTE * weight.numel()
+        and (weight.dtype is torch.float32 or weight.numel() <= LARGEST_LOW)
+        and (bias is None or bias.shape == (width,))
+        and all([_is_takable(one) for one in ((input, weight) if bias is None else (input, weight, bias))])
+        and bool(_kernel().is_faster())
+    )
+
+
+def _padded(size: int) -> int:
+    return -(-size // 32) * 32
+
+
+def _is_takable(tensor: Tensor) -> bool:
+    return (tensor.dtype is torch.float32 or tensor.dtype is torch.bfloat16) and is_readable(tensor)
+
+
+def _kernel() -> ModuleType:
+    return registry.choose("linear_training", torch.device("cpu"), torch.bfloat16).module
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `input @ weight.T + bias` of operands for which `trains_faster` says yes, as torch.autocast gives it.
+
+    For backward wait the input in bf16 and the weight as it is stored: no copy of it.
+
+    Args:
+        input: [..., K], fp32 or bf16.
+        weight: [N, K], fp32 or bf16.
+        bias: [N], fp32 or bf16, or None.
+
+    Returns:
+        [..., N], bf16: sums in fp32, rounded once. Gradients of fp32 weights are sums in fp32 that are not rounded.
+
+    Syncs: no.
+    """
+    low = input.to(torch.bfloat16)
+    out: Tensor = _Linear.apply(low, weight, bias)  # type: ignore[no-untyped-call]  # torch's own
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer by the kernel that runs fastest here; gradients by torch's own ops where somebody watches ops."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.of_bias = None if bias is None else bias.dtype
+        ctx.shapes = input.shape, weight.shape, weight.dtype
+        out: Tensor = _kernel().forward(input, weight, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        if torch.is_grad_enabled() or is_batched_gradient(grad) or not (is_unwatched() and needs_weight):
+            return _torchs_gradients(grad, input, weight)
+        of_input, of_weight, dtype = ctx.shapes
+        check_read("a linear layer", "input", input, of_input, torch.bfloat16)
+        check_read("a linear layer", "weight", weight, of_weight, dtype)
+        operands = grad.contiguous(), input.contiguous(), weight.contiguous()
+        found: tuple[Tensor | None, ...] = _kernel().backward(
+            *operands, needs_input, ctx.of_bias if needs_bias else None
+        )
+        return found
+
+
+def _torchs_gradients(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+    return grad @ weight.to(grad.dtype), rows.t() @ inputs, rows.sum(0)

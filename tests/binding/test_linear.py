@@ -1,0 +1,215 @@
+"""Linear layers of prepared models on the CPU: where they are trained by mezzo's kernel, and where they are torch's to the bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.test_linear_training import needs_pairs
+from tests.tolerance import relative
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.binding import module_rules
+from mezzo.kernels.ops.linear_training import cpu
+
+BF16 = torch.bfloat16
+
+
+class Block(nn.Module):
+    """Two layers; `how` is plain, checkpoint or reentrant."""
+
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = nn.Linear(64, 96, bias=False), nn.Linear(96, 32)
+
+    def main(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(x)))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "plain":
+            return self.main(x)
+        return checkpoint(self.main, x, use_reentrant=self.how == "reentrant")  # type: ignore[no-any-return]
+
+
+class Calls:
+    """Counts the gradients that the kernel computes, for layers of any size."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.run = 0, cpu.backward
+        monkeypatch.setattr(cpu, "backward", self)
+        monkeypatch.setattr(module_rules, "SMALLEST_LINEAR", 0)
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        return self.run(*args)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def prepared(model: nn.Module, policy: str = "bf16") -> nn.Module:
+    return mezzo.prepare(model, None, policy).model
+
+
+def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the output and the gradients of input and weights."""
+    given = x.clone().requires_grad_()
+    out = model(given)
+    out.float().square().mean().backward()
+    assert given.grad is not None
+    return [out.detach(), given.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+def autocast(model: nn.Module, x: Tensor) -> list[Tensor]:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", BF16):
+                return model(x)  # type: ignore[no-any-return]
+
+    return trained(Region(), x)
+
+
+def check_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert float((one.float() - other.float()).norm()) <= 4 * relative(BF16) * float(other.float().norm())
+
+
+@needs_pairs
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant"])
+def test_a_prepared_model_takes_it_inside_a_checkpoint_too(how: str, calls: Calls) -> None:
+    model, x = Block(how), torch.randn(4, 8, 64)
+    theirs = autocast(copy.deepcopy(model), x)
+    ours = trained(prepared(model), x)
+    check_close(ours, theirs)
+    assert [one.dtype for one in ours[1:]] == [one.dtype for one in theirs[1:]]
+    assert calls.count == 2
+
+
+@needs_pairs
+def test_a_copy_and_a_pickle_take_it_along(calls: Calls) -> None:
+    model, x = prepared(Block()), torch.randn(8, 64)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    want = trained(copy.deepcopy(model), x)
+    for other in (model, torch.load(buffer, weights_only=False)):
+        assert all(map(torch.equal, trained(other, x), want))
+    assert calls.count == 6
+
+
+@needs_pairs
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_micro_batches_add_up(policy: str, calls: Calls) -> None:
+    model, x = nn.Linear(64, 32), torch.randn(32, 64)
+    wide_model = copy.deepcopy(model).double()
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    for part in x.split(16):
+        amp.backward(amp.model(part).square().mean() / 2)
+    wide_model(x.double()).square().mean().backward()
+    for p, wide in zip(model.parameters(), wide_model.parameters(), strict=True):
+        assert p.grad is not None
+        assert wide.grad is not None
+        error = float((p.grad.double() - wide.grad).norm())
+        assert error <= 4 * relative(BF16) * float(wide.grad.norm())
+    assert calls.count == 2
+
+
+@needs_pairs
+def test_tied_weights_get_the_gradients_of_both_uses(calls: Calls) -> None:
+    def tied() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        model[2].weight = model[0].weight
+        return model
+
+    x = torch.randn(8, 64)
+    check_close(trained(prepared(tied()), x), autocast(tied(), x))
+    assert calls.count == 2
+
+
+@needs_pairs
+def test_a_gradient_is_kept_as_the_kernel_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, run = [], cpu.backward
+
+    def noted(*args: Any) -> Any:
+        found = run(*args)
+        made.extend([None if one is None else one.data_ptr() for one in found])
+        return found
+
+    monkeypatch.setattr(cpu, "backward", noted)
+    monkeypatch.setattr(module_rules, "SMALLEST_LINEAR", 0)
+    model = nn.Linear(64, 32)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    amp.backward(amp.model(torch.randn(8, 64)).square().mean())
+    assert [None, *[p.grad.data_ptr() for p in model.parameters() if p.grad is not None]] == made
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "a forward of its own": lambda: OwnForward(64, 32),
+    "frozen": lambda: nn.Sequential(nn.Linear(64, 32).requires_grad_(False)),
+    "odd": lambda: nn.Sequential(nn.Linear(64, 31)),
+}
+
+
+@needs_pairs
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_are_torchs_to_the_bit(name: str, calls: Calls) -> None:
+    model, x = OTHERS[name](), torch.randn(8, 64)
+    theirs = autocast(copy.deepcopy(model), x)
+    assert all(map(torch.equal, trained(prepared(model), x), [theirs[0].float(), *theirs[1:]]))
+    assert calls.count == 0
+
+
+@needs_pairs
+def test_a_parametrized_weight_is_trained_as_torch_trains_it(calls: Calls) -> None:
+    model, x = weight_norm(nn.Linear(64, 32)), torch.randn(8, 64)
+    check_close(trained(prepared(copy.deepcopy(model)), x), autocast(model, x))
+
+
+@needs_pairs
+@pytest.mark.parametrize(
+    "policy",
+    ["bf16, modules=none", "fp32", "bf16, module:Linear=fp32", "bf16, module:Linear=bf16", "bf16, op:linear=fp32"],
+)
+def test_policies_that_say_otherwise_leave_it_to_torch(policy: str, calls: Calls) -> None:
+    trained(prepared(nn.Linear(64, 32), policy), torch.randn(8, 64))
+    assert calls.count == 0
+
+
+@needs_pairs
+def test_without_gradients_and_with_named_arguments_it_is_torchs(calls: Calls) -> None:
+    model, x = prepared(nn.Sequential(nn.Linear(64, 32))), torch.randn(8, 64)
+    with torch.no_grad():
+        assert model(x).grad_fn is None
+    model[0](input=x).float().sum().backward()
+    assert calls.count == 0
+
+
+@needs_pairs
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compiled_models_run_torchs(calls: Calls) -> None:
+    model, x = Block(), torch.randn(8, 64)
+    theirs = autocast(copy.deepcopy(model), x)
+    compiled = torch.compile(prepared(model), backend="aot_eager", fullgraph=True)
+    check_close(trained(compiled, x), theirs)
+    assert calls.count == 0
