@@ -370,9 +370,29 @@ def dynamo_graph_break(function: Function) -> Function:
 
     Writes: marks on the function and its code.
     """
+    return function if _TRACES_REGIONS else dynamo_pass_through(function)
+
+
+def dynamo_count_apart(function: Function) -> Function:
+    """Give a function that is made again and again a code of its own: the compiler gives up one that it compiled eight times.
+
+    Writes: the function's code.
+    """
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+def dynamo_pass_through(function: Function) -> Function:
+    """Keep the compiler from compiling a function by itself, but not what it calls; inside a larger one it is traced.
+
+    For what calls the forwards of all models. The compiler gives up a code that it compiled eight times, with all that
+    it calls (`torch._dynamo.config.recompile_limit`), and eight models would use that up. Torch 2.11 traces it nowhere.
+
+    Writes: marks on the function and its code.
+    """
     if not _TRACES_REGIONS:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark torch._dynamo looks for
-        eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALONE)
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALONE)
     return function
 
 

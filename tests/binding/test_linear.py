@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.binding.test_convolution import autocast, prepared, trained
 from tests.kernels.test_linear_training import needs_pairs
 from tests.tolerance import relative
 from torch import Tensor, nn
@@ -56,32 +57,6 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
-
-
-def prepared(model: nn.Module, policy: str = "bf16") -> nn.Module:
-    return mezzo.prepare(model, None, policy).model
-
-
-def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the output and the gradients of input and weights."""
-    given = x.clone().requires_grad_()
-    out = model(given)
-    out.float().square().mean().backward()
-    assert given.grad is not None
-    return [out.detach(), given.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
-
-
-def autocast(model: nn.Module, x: Tensor) -> list[Tensor]:
-    class Region(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", BF16):
-                return model(x)  # type: ignore[no-any-return]
-
-    return trained(Region(), x)
 
 
 def check_close(ours: list[Tensor], theirs: list[Tensor]) -> None:

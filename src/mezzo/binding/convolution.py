@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import num_function_modes
+from ..casting import casts_to_bf16
 from ..formats import LOW_DTYPES
 from ..kernels import convolution, has_weight_gradient
 
@@ -42,8 +43,7 @@ def _operands(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | 
     """Return what a call multiplies, in bf16; None where it is torch's. Syncs: no."""
     if torch.compiler.is_compiling() or num_function_modes() or not isinstance(x, Tensor):
         return None
-    is_low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-    if not (is_low and module.groups == 1 and module.padding_mode == "zeros" and module.dilation == (1, 1)):
+    if not (casts_to_bf16() and module.groups == 1 and module.padding_mode == "zeros" and module.dilation == (1, 1)):
         return None
     weight, bias = module.weight, module.bias
     given = (x, weight) if bias is None else (x, weight, bias)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from .._torch import (
+    dynamo_count_apart,
     dynamo_graph_break,
+    dynamo_pass_through,
     dynamo_skip_frame,
     functorch_level,
     graph_task_id,
@@ -234,7 +236,7 @@ def _is_inside(binding: Binding, traced: bool) -> bool:
     return _here.binding is binding and traced is _here.traced
 
 
-@dynamo_graph_break
+@dynamo_pass_through
 def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     traced = _is_traced()
     if not _is_inside(bound.binding, traced):
@@ -242,7 +244,7 @@ def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tup
     return _run_inside(bound, module, forward, args, kwargs, traced)
 
 
-@dynamo_graph_break
+@dynamo_pass_through
 def _run_inside(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
@@ -274,7 +276,7 @@ def _open(
     return region, args, kwargs, after, None if is_inside else binding.policy.output
 
 
-@dynamo_graph_break
+@dynamo_pass_through
 def _enter(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
@@ -318,6 +320,7 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     @dynamo_graph_break
+    @dynamo_count_apart
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound: Bound | None = self.__dict__.get(RECORD)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters, tracing_state
-from ..casting import LstmMode
+from ..casting import LstmMode, casts_to_bf16
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import is_large_lstm, layer_norm, linear, rms_norm, takes_rms_norm, trains_faster
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
@@ -232,15 +232,11 @@ def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it trains that faster and nobody looks on."""
     is_traced = torch.compiler.is_compiling() or num_function_modes() or tracing_state() is not None
     if len(args) == 1 and not (kwargs or is_traced) and isinstance(x := args[0], Tensor):
-        if x.numel() * module.out_features >= SMALLEST_LINEAR and _is_bf16():
+        if x.numel() * module.out_features >= SMALLEST_LINEAR and casts_to_bf16():
             weight, bias = module.weight, module.bias
             if trains_faster(x, weight, bias):
                 return linear(x, weight, bias)
     return type(module)._mezzo_class.forward(module, *args, **kwargs)
-
-
-def _is_bf16() -> bool:
-    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 def _low_norm(

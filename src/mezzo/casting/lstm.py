@@ -29,9 +29,13 @@ class LstmMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def casts_to_bf16() -> bool:
+    """Whether a region that casts to bf16 on the CPU is here. Host only."""
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
 def _is_low_and_unwatched() -> bool:
-    is_low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-    return is_low and all(isinstance(mode, AttentionMode) for mode in function_modes())
+    return casts_to_bf16() and all(isinstance(mode, AttentionMode) for mode in function_modes())
 
 
 def _is_whole(args: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...._torch import is_batched_gradient, is_unwatched
 from ... import registry
-from ...dtensor import PLAIN
+from ...operands import is_readable
 
 Pair = tuple[int, int]
 
@@ -53,17 +53,13 @@ def has_weight_gradient(input: Tensor, weight: Tensor, bias: Tensor | None, stri
         and products >= SMALLEST
         and (math.prod(taps) > math.prod(stride) or input.numel() <= MOST_PIXELS)
         and in_blocks <= WASTE * batch * inside * outside
-        and all([_is_plain(one) for one in (input, weight, *([] if bias is None else [bias]))])
+        and all([is_readable(one) for one in (input, weight, *([] if bias is None else [bias]))])
         and bool(_kernel().is_faster())
     )
 
 
 def _padded(size: int, block: int) -> int:
     return -(-size // block) * block
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _kernel() -> ModuleType:

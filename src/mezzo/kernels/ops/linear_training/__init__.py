@@ -96,6 +96,7 @@ class _Linear(torch.autograd.Function):
         of_input, of_weight, dtype = ctx.shapes
         check_read("a linear layer", "input", input, of_input, torch.bfloat16)
         check_read("a linear layer", "weight", weight, of_weight, dtype)
+        check_read("a linear layer", "gradient", grad, (*of_input[:-1], of_weight[0]), torch.bfloat16)
         operands = grad.contiguous(), input.contiguous(), weight.contiguous()
         found: tuple[Tensor | None, ...] = _kernel().backward(
             *operands, needs_input, ctx.of_bias if needs_bias else None
