@@ -56,7 +56,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 SHAPES = [  # rows, K and N
     (128, 128, 128), (128, 512, 512), (1, 2, 2), (1, 64, 32), (7, 34, 66), (9, 100, 10), (64, 784, 300), (3, 5, 48, 160), (2000, 96, 64),
-    (600, 520, 40), (33, 30, 1030),
+    (600, 520, 40), (33, 30, 1030), (8, 300, 2100), (32, 130, 700), (31, 66, 258),
 ]  # fmt: skip
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 
@@ -144,9 +144,10 @@ def test_a_gradient_of_the_input_alone_is_torchs() -> None:
 
 @needs_pairs
 @DTYPES
-def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = operands((130, 70, 200), dtype)
-    grad = torch.randn(130, 200).to(BF16)
+@pytest.mark.parametrize("shape", [(130, 70, 200), (20, 70, 2100)], ids=str)
+def test_threads_change_no_bit(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands(shape, dtype)
+    grad = torch.randn(shape[0], shape[-1]).to(BF16)
 
     def found() -> list[Tensor]:
         out = linear(*given)
@@ -176,19 +177,20 @@ def test_however_the_gradient_lies_it_is_the_same(layout: str) -> None:
 @needs_pairs
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["x", "weight", "gradient"])
-def test_inf_and_nan_arrive_where_they_belong(where: str, value: float) -> None:
-    given = operands((40, 34, 50))
+@pytest.mark.parametrize("rows", [40, 10])
+def test_inf_and_nan_arrive_where_they_belong(rows: int, where: str, value: float) -> None:
+    given = operands((rows, 34, 50))
     x, weight, _ = given
-    grad = torch.randn(40, 50).to(BF16)
+    grad, row = torch.randn(rows, 50).to(BF16), rows - 7
     with torch.no_grad():
-        {"x": x, "weight": weight, "gradient": grad}[where][33, 5] = value
+        {"x": x, "weight": weight, "gradient": grad}[where][row, 5] = value
     out = linear(*given)
     of_x, of_weight, of_bias = gradients(out, given, grad)
-    not_met = {"x": (out[:33], of_weight[:, :5], of_bias), "weight": (out[:, :33], of_x[:, :5], of_weight, of_bias)}
-    met = {"x": (out[33], of_weight[:, 5]), "weight": (out[:, 33], of_x[:, 5])}
+    not_met = {"x": (out[:row], of_weight[:, :5], of_bias), "weight": (out[:, :row], of_x[:, :5], of_weight, of_bias)}
+    met = {"x": (out[row], of_weight[:, 5]), "weight": (out[:, row], of_x[:, 5])}
     not_met["gradient"], met["gradient"] = (
-        (out, of_x[:33], of_weight[:5], of_bias[:5]),
-        (of_x[33], of_weight[5], of_bias[5]),
+        (out, of_x[:row], of_weight[:5], of_bias[:5]),
+        (of_x[row], of_weight[5], of_bias[5]),
     )
     assert all(one.isfinite().all() for one in not_met[where])
     assert not any(one.isfinite().any() for one in met[where])
@@ -252,7 +254,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
     "many rows": lambda x, w, b: (torch.zeros(2049, 64, dtype=BF16), w, b),
     "much waste": lambda x, w, b: (torch.zeros(2048, 64, dtype=BF16), w.detach()[:2].clone().requires_grad_(), b.detach()[:2]),
     "a large weight of bf16": lambda x, w, b: (
-        torch.zeros(8, 1026, dtype=BF16), torch.zeros(1024, 1026, dtype=BF16, requires_grad=True), None
+        torch.zeros(64, 1026, dtype=BF16), torch.zeros(1024, 1026, dtype=BF16, requires_grad=True), None
     ),
 }  # fmt: skip
 
@@ -266,6 +268,12 @@ def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     assert not trains_faster(*REFUSED[name](x.detach(), weight, bias))
     with torch.no_grad():
         assert not trains_faster(x, weight, bias)
+
+
+@needs_pairs
+def test_few_rows_are_taken_by_a_large_weight_of_bf16_too() -> None:
+    weight = torch.zeros(1024, 1026, dtype=BF16, requires_grad=True)
+    assert trains_faster(torch.zeros(door.FEW_ROWS, 1026, dtype=BF16), weight, None)
 
 
 @needs_pairs

@@ -1,29 +1,36 @@
 // Linear layers in bf16: y = x w' + b, and their gradients dx = g w, dw = g' x and db, the sum of g's rows. One operand of each product is
 // laid out in panels of 32 columns of the result, in pairs along the sum, as the instruction takes them (AVX512-BF16), and cast on the way; of
-// the other, pairs of 8 rows are broadcast. Sums are fp32, in one order for any number of threads, rounded once, or not at all where a
-// gradient is fp32. A thread reads and writes the same rows of w and dw in all of them, those that it updates too where an optimizer shares
+// the other, pairs of 8 rows are broadcast. Where rows are few, w is not worth it, and is read as it lies. Sums are fp32, in one order for any
+// number of threads, rounded once, or not at all where a gradient is fp32. A thread reads and writes the same rows of w and dw in all of them, those that it updates too where an optimizer shares
 // them out in order: rows that two processors write in turn go back and forth between their caches.
 
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 #include "formats.h"
 #include "pairs.h"
 
 #if defined(MEZZO_PAIRS)
 constexpr int64_t kPanel = 32;     // columns of sums: two registers
-constexpr int64_t kRows = 8;       // rows of sums at once: 16 registers
-constexpr int64_t kChunk = 128;    // pairs of rows of both operands of dw that stay in the nearest cache
 constexpr int64_t kBlock = 64;     // rows that a thread multiplies with one panel after the other
 constexpr int64_t kPanels = 8;     // that it does so with, if they take no more than
 constexpr int64_t kNear = 131072;  // elements
+constexpr int64_t kFew = 32;       // rows for which w is read as it lies
+constexpr int64_t kSide = 64;      // rows of w that are read side by side for their sum
+constexpr int64_t kAhead = 128;    // elements of them that are called for before they are read
 
 // [rows][columns], side by side, fp32 or bf16.
 struct Matrix {
   const void* data;
   int32_t format;
   int64_t rows, columns;
+
+  // Calls `take` with the data, as what they are.
+  template <class Take> void typed(const Take& take) const {
+    format == kFp32 ? take(static_cast<const float*>(data)) : take(static_cast<const uint16_t*>(data));
+  }
 };
 
 inline int64_t panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
@@ -88,24 +95,20 @@ template <class T> ON_PAIRS void pack_columns(uint16_t* to, int64_t size, const 
   }
 }
 
-void pack_rows(uint16_t* to, const Matrix& m, int64_t first) {
-  if (m.format == kFp32)
-    pack_rows(to, static_cast<const float*>(m.data), m, first);
-  else
-    pack_rows(to, static_cast<const uint16_t*>(m.data), m, first);
-}
-
-void pack_columns(uint16_t* to, int64_t size, const Matrix& m, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  if (m.format == kFp32)
-    pack_columns(to, size, static_cast<const float*>(m.data), m, first, last, begin, end);
-  else
-    pack_columns(to, size, static_cast<const uint16_t*>(m.data), m, first, last, begin, end);
-}
-
 // All columns, to panels `size` apart. To be called by all threads, each of which reads a share of the rows.
 void pack_all_columns(uint16_t* to, int64_t size, const Matrix& m, int32_t threads) {
 #pragma omp for schedule(static)
-  for (int64_t share = 0; share < threads; share++) pack_columns(to, size, m, 0, m.columns, pairs(m.rows) * share / threads, pairs(m.rows) * (share + 1) / threads);
+  for (int64_t share = 0; share < threads; share++)
+    m.typed([&](auto* from) { pack_columns(to, size, from, m, 0, m.columns, pairs(m.rows) * share / threads, pairs(m.rows) * (share + 1) / threads); });
+}
+
+// Calls `take` with numbers of rows for which there is code, and those before them.
+template <class Take> inline void by_rows(int64_t rows, const Take& take) {
+  int64_t done = 0;
+  for (; rows - done >= 8; done += 8) take(std::integral_constant<int, 8>(), done);
+  if (rows - done >= 4) take(std::integral_constant<int, 4>(), done), done += 4;
+  if (rows - done >= 2) take(std::integral_constant<int, 2>(), done), done += 2;
+  if (rows - done >= 1) take(std::integral_constant<int, 1>(), done);
 }
 
 // The operand of which pairs are broadcast: for the sums' rows, and for each step of the sum, so many elements apart.
@@ -114,54 +117,68 @@ struct Broadcast {
   int64_t row, pair;
 };
 
-// sums [R][32] = or += the products of R rows with a panel.
-template <int R> ON_PAIRS inline void add_products(float* sums, bool is_first, const Broadcast& a, const uint16_t* panel, int64_t pairs) {
+// Where up to 32 columns of a result are written, in rows so many elements apart, after a bias of 32 was added.
+struct Result {
+  void* data;
+  int32_t format;
+  int64_t at, row;
+  const float* bias;
+  int64_t columns;
+};
+
+// The sums of R rows of 32 columns, in registers.
+template <int R> struct Sums {
   __m512 sum[R][2];
+
+  void clear() {
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; n++) sum[r][n] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * kPanel + 16 * n);
-  const uint16_t* from = a.data;
-  for (int64_t p = 0; p < pairs; p++, from += a.pair, panel += 2 * kPanel) {
-    const __m512bh left = (__m512bh)_mm512_load_si512(panel), right = (__m512bh)_mm512_load_si512(panel + kPanel);
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  }
+  void load(const float* from, int64_t row) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sum[r][0] = _mm512_load_ps(from + r * row), sum[r][1] = _mm512_load_ps(from + r * row + 16);
+  }
+  void store(float* to, int64_t row) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) _mm512_store_ps(to + r * row, sum[r][0]), _mm512_store_ps(to + r * row + 16, sum[r][1]);
+  }
+  // Adds the products of a pair of each row with pairs of the columns.
+  ON_PAIRS inline __attribute__((always_inline)) void add(const uint16_t* a, int64_t row, __m512i left, __m512i right) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t pair;
-      std::memcpy(&pair, from + r * a.row, 4);
+      std::memcpy(&pair, a + r * row, 4);
       const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, left);
-      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, right);
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, (__m512bh)left);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, (__m512bh)right);
     }
   }
+  ON_PAIRS inline __attribute__((always_inline)) void write(const Result& to) const {
+    const __mmask32 there = first_words(to.columns);
+    const __m512 bias[2] = {_mm512_load_ps(to.bias), _mm512_load_ps(to.bias + 16)};
+    int64_t at = to.at;
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; n++) _mm512_store_ps(sums + r * kPanel + 16 * n, sum[r][n]);
-}
-
-// As add_products, for any number of rows.
-ON_PAIRS void add_rows(float* sums, bool is_first, Broadcast a, const uint16_t* panel, int64_t pairs, int64_t rows) {
-  auto next = [&](int64_t done) { rows -= done, sums += done * kPanel, a.data += done * a.row; };
-  for (; rows >= 8; next(8)) add_products<8>(sums, is_first, a, panel, pairs);
-  if (rows >= 4) add_products<4>(sums, is_first, a, panel, pairs), next(4);
-  if (rows >= 2) add_products<2>(sums, is_first, a, panel, pairs), next(2);
-  if (rows >= 1) add_products<1>(sums, is_first, a, panel, pairs);
-}
+    for (int r = 0; r < R; r++, at += to.row) {
+      const __m512 low = _mm512_add_ps(sum[r][0], bias[0]), high = _mm512_add_ps(sum[r][1], bias[1]);
+      if (to.format == kFp32) {
+        _mm512_mask_storeu_ps(static_cast<float*>(to.data) + at, __mmask16(there), low);
+        _mm512_mask_storeu_ps(static_cast<float*>(to.data) + at + 16, __mmask16(there >> 16), high);
+      } else {
+        _mm512_mask_storeu_epi16(static_cast<uint16_t*>(to.data) + at, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+      }
+    }
+  }
+};
 
 constexpr float kNothing alignas(64)[kPanel] = {};
 
-// Writes sums [rows][32], and a bias, as rows that are `row` elements apart, of up to 32 columns.
-ON_PAIRS void write(void* to, int32_t format, int64_t at, int64_t row, const float* sums, const float* bias, int64_t rows, int64_t columns) {
-  const __mmask32 there = first_words(columns);
-  for (int64_t r = 0; r < rows; r++, at += row, sums += kPanel) {
-    const __m512 low = _mm512_add_ps(_mm512_load_ps(sums), _mm512_load_ps(bias)), high = _mm512_add_ps(_mm512_load_ps(sums + 16), _mm512_load_ps(bias + 16));
-    if (format == kFp32) {
-      _mm512_mask_storeu_ps(static_cast<float*>(to) + at, __mmask16(there), low);
-      _mm512_mask_storeu_ps(static_cast<float*>(to) + at + 16, __mmask16(there >> 16), high);
-    } else {
-      _mm512_mask_storeu_epi16(static_cast<uint16_t*>(to) + at, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
-  }
+// R rows of the products with a panel.
+template <int R> ON_PAIRS void multiply_panel(const Result& to, const Broadcast& a, const uint16_t* panel, int64_t pairs) {
+  Sums<R> sums;
+  sums.clear();
+  const uint16_t* from = a.data;
+  for (int64_t p = 0; p < pairs; p++, from += a.pair, panel += 2 * kPanel) sums.add(from, a.row, _mm512_load_si512(panel), _mm512_load_si512(panel + kPanel));
+  sums.write(to);
 }
 
 // Into how many parts the work on a panel is cut, so that all threads have some.
@@ -197,28 +214,131 @@ void multiply(const Product& p, int64_t begin_panel, int64_t end_panel, int64_t 
   const int64_t size = panel_size(p.inner);
   uint16_t* own = p.packed ? nullptr : scratch((end_panel - begin_panel) * size);
   const uint16_t* packed = p.packed ? p.packed + begin_panel * size : own;
-  alignas(64) float bias[kPanels * kPanel], sums[kBlock * kPanel];
+  alignas(64) float bias[kPanels * kPanel];
   for (int64_t n = begin_panel; n < end_panel; n++) {
-    if (own) pack_rows(own + (n - begin_panel) * size, p.w, n * kPanel);
+    if (own) p.w.typed([&](auto* from) { pack_rows(own + (n - begin_panel) * size, from, p.w, n * kPanel); });
     read_bias(bias + (n - begin_panel) * kPanel, p, n * kPanel);
   }
-  for (int64_t row = begin; row < end; row += kBlock)
-    for (int64_t n = begin_panel; n < end_panel; n++) {
-      const int64_t rows = std::min(kBlock, end - row), i = n - begin_panel;
-      add_rows(sums, true, {p.x + row * p.inner, p.inner, 2}, packed + i * size, pairs(p.inner), rows);
-      write(p.y, kBf16, row * p.width + n * kPanel, p.width, sums, bias + i * kPanel, rows, p.width - n * kPanel);
-    }
+  for (int64_t block = begin; block < end; block += kBlock)
+    for (int64_t n = begin_panel; n < end_panel; n++)
+      by_rows(std::min(kBlock, end - block), [&](auto count, int64_t done) {
+        const int64_t row = block + done, i = n - begin_panel, column = n * kPanel;
+        const Result to{p.y, kBf16, row * p.width + column, p.width, bias + i * kPanel, p.width - column};
+        multiply_panel<decltype(count)::value>(to, {p.x + row * p.inner, p.inner, 2}, packed + i * size, pairs(p.inner));
+      });
 }
 
-// The threads' shares of a product: panels, and rows where there are more threads than panels. To be called by all of them.
+// The threads' shares of a product: panels, and rows where there are more threads than panels. To be called by all of them; none waits.
 void multiply_all(const Product& p, int32_t threads) {
   const int64_t at_once = p.panels_at_once(threads), all = panels(p.width), groups = (all + at_once - 1) / at_once;
   const int64_t shares = parts(groups, p.rows / kBlock, threads);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t task = 0; task < groups * shares; task++) {
     const int64_t group = task / shares, share = task % shares;
     multiply(p, group * at_once, std::min(all, (group + 1) * at_once), p.rows * share / shares, p.rows * (share + 1) / shares);
   }
+}
+
+// Calls for 32 values.
+template <class T> inline void call_for(const T* p) {
+  for (size_t i = 0; i < kPanel; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+}
+
+// The products of R rows of x and two of w, to [R][2].
+template <int R, class T> ON_PAIRS void multiply_two(float* to, const uint16_t* x, const T* w, int64_t inner) {
+  __m512 sum[R][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < inner; i += kPanel) {
+    const __mmask32 there = first_words(inner - i);
+    const __m512bh one = (__m512bh)load_low(w + i, there), other = (__m512bh)load_low(w + inner + i, there);
+    call_for(w + 2 * inner + i), call_for(w + 3 * inner + i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const __m512bh with = (__m512bh)_mm512_maskz_loadu_epi16(there, x + r * inner + i);
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], with, one);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], with, other);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) to[2 * r] = _mm512_reduce_add_ps(sum[r][0]), to[2 * r + 1] = _mm512_reduce_add_ps(sum[r][1]);
+}
+
+// As multiply_all, for few rows: w is read once, as it lies.
+void multiply_few(const Product& p) {
+#pragma omp for schedule(static) nowait
+  for (int64_t n = 0; n < panels(p.width); n++) {
+    alignas(64) float bias[kPanel], sums[kFew][2];
+    read_bias(bias, p, n * kPanel);
+    for (int64_t i = 0, o = n * kPanel; i < kPanel && o < p.width; i += 2, o += 2) {
+      by_rows(p.rows, [&](auto count, int64_t r) {
+        p.w.typed([&](auto* w) { multiply_two<decltype(count)::value>(sums[r], p.x + r * p.inner, w + o * p.inner, p.inner); });
+      });
+      for (int64_t r = 0; r < p.rows; r++)
+        for (int64_t k = 0; k < 2; k++) p.y[r * p.width + o + k] = narrow_bf16(sums[r][k] + bias[i + k]);
+    }
+  }
+}
+
+// dx of few rows: w is read once, as it lies, in runs of rows whose sums are added up in order, whatever the number of threads.
+struct FewRows {
+  uint16_t* dx;
+  float* sums;  // [runs][rows][columns]
+  const uint16_t* grad;
+  const Matrix& w;
+  int64_t rows;
+
+  static int64_t run(int64_t width) { return std::max<int64_t>(2 * kSide, panel_up(width, 16)); }
+  static int64_t runs(int64_t width) { return (width + run(width) - 1) / run(width); }
+  static int64_t panel_up(int64_t width, int64_t shares) { return (panels(width) + shares - 1) / shares * kPanel; }
+  int64_t columns() const { return panels(w.columns) * kPanel; }
+};
+
+// sums = or += R rows of grad times rows of w, in pairs.
+template <int R, class T> ON_PAIRS void add_side(float* to, int64_t row, bool is_first, const uint16_t* grad, int64_t width, const T* w, int64_t inner, int64_t pairs, __mmask32 there) {
+  const __m512i low = woven(32), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  Sums<R> sums;
+  if (is_first)
+    sums.clear();
+  else
+    sums.load(to, row);
+  for (int64_t p = 0; p < pairs; p++, grad += 2, w += 2 * inner) {
+    const __m512i one = load_low(w, there), other = load_low(w + inner, there);
+    call_for(w + kAhead), call_for(w + inner + kAhead);
+    sums.add(grad, width, _mm512_permutex2var_epi16(one, low, other), _mm512_permutex2var_epi16(one, high, other));
+  }
+  sums.store(to, row);
+}
+
+template <class T> void add_run(const FewRows& f, const T* w, int64_t index) {
+  const int64_t width = f.w.rows, inner = f.w.columns, row = f.columns(), begin = index * f.run(width), end = std::min(width, begin + f.run(width));
+  float* sums = f.sums + index * f.rows * row;
+  for (int64_t o = begin; o < end; o += kSide)
+    for (int64_t i = 0; i < inner; i += kPanel)
+      by_rows(f.rows, [&](auto count, int64_t r) {
+        add_side<decltype(count)::value>(sums + r * row + i, row, o == begin, f.grad + r * width + o, width, w + o * inner + i, inner, std::min(kSide, end - o) / 2, first_words(inner - i));
+      });
+}
+
+// 32 columns of one row of dx.
+ON_PAIRS void add_up_runs(const FewRows& f, int64_t r, int64_t column) {
+  const int64_t inner = f.w.columns, row = f.columns();
+  Sums<1> all, one;
+  all.clear();
+  for (int64_t n = 0; n < f.runs(f.w.rows); n++) {
+    one.load(f.sums + (n * f.rows + r) * row + column, 0);
+    for (int half = 0; half < 2; half++) all.sum[0][half] = _mm512_add_ps(all.sum[0][half], one.sum[0][half]);
+  }
+  all.write({f.dx, kBf16, r * inner + column, 0, kNothing, inner - column});
+}
+
+// To be called by all threads; none waits.
+void multiply_back_few(const FewRows& f) {
+#pragma omp for schedule(static)
+  for (int64_t n = 0; n < f.runs(f.w.rows); n++) f.w.typed([&](auto* w) { add_run(f, w, n); });
+  const int64_t across = panels(f.w.columns);
+#pragma omp for schedule(static) nowait
+  for (int64_t i = 0; i < f.rows * across; i++) add_up_runs(f, i / across, i % across * kPanel);
 }
 
 // The gradient of w [width][inner]: sums over pairs of rows.
@@ -228,73 +348,65 @@ struct Gradient {
   int64_t pairs, inner, width;
 };
 
-// Calls for the memory of 32 rows by 32 columns before their sums are computed, which takes longer than to fetch it.
-inline void call_for(const Gradient& g, int64_t first, int64_t column) {
-  const int64_t bytes = g.format == kFp32 ? 4 : 2;
-  for (int64_t row = first; row < std::min(g.width, first + kPanel); row++)
-    for (int64_t byte = 0; byte < kPanel * bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(g.to) + (row * g.inner + column) * bytes + byte, 1);
-}
-
 // 32 rows from `first` on, which a packed panel of grad gives with the panels [begin, end) of x.
 void differentiate(const Gradient& g, int64_t first, const uint16_t* grad, const uint16_t* x, int64_t begin, int64_t end) {
-  alignas(64) float sums[kPanel * kPanel];
-  for (int64_t panel = begin; panel < end; panel++) {
-    const uint16_t* with = x + panel * g.pairs * 2 * kPanel;
-    const int64_t column = panel * kPanel;
-    call_for(g, first, column);
-    for (int64_t p = 0; p < g.pairs; p += kChunk)
-      add_rows(sums, p == 0, {grad + p * 2 * kPanel, 2, 2 * kPanel}, with + p * 2 * kPanel, std::min(kChunk, g.pairs - p), kPanel);
-    write(g.to, g.format, first * g.inner + column, g.inner, sums, kNothing, std::min(kPanel, g.width - first), g.inner - column);
-  }
+  by_rows(std::min(kPanel, g.width - first), [&](auto count, int64_t row) {
+    for (int64_t panel = begin; panel < end; panel++) {
+      const int64_t column = panel * kPanel;
+      const Result to{g.to, g.format, (first + row) * g.inner + column, g.inner, kNothing, g.inner - column};
+      multiply_panel<decltype(count)::value>(to, {grad + 2 * row, 2, 2 * kPanel}, x + panel * g.pairs * 2 * kPanel, g.pairs);
+    }
+  });
 }
 
 // Sums of the columns of a packed panel.
 ON_PAIRS void add_up(void* to, int32_t format, int64_t first, int64_t columns, const uint16_t* panel, int64_t pairs) {
   const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  __m512 low = _mm512_setzero_ps(), high = low;
-  for (int64_t p = 0; p < pairs; p++, panel += 2 * kPanel) {
-    low = _mm512_dpbf16_ps(low, (__m512bh)_mm512_load_si512(panel), ones);
-    high = _mm512_dpbf16_ps(high, (__m512bh)_mm512_load_si512(panel + kPanel), ones);
-  }
-  alignas(64) float sums[kPanel];
-  _mm512_store_ps(sums, low);
-  _mm512_store_ps(sums + 16, high);
-  write(to, format, first, 0, sums, kNothing, 1, columns - first);
+  Sums<1> sums;
+  sums.clear();
+  for (int64_t p = 0; p < pairs; p++, panel += 2 * kPanel)
+    for (int half = 0; half < 2; half++) sums.sum[0][half] = _mm512_dpbf16_ps(sums.sum[0][half], (__m512bh)_mm512_load_si512(panel + half * kPanel), ones);
+  sums.write({to, format, first, 0, kNothing, columns - first});
 }
 
-// y [rows][width], bf16. x [rows][inner], bf16; weight [width][inner]; bias [width] or null. Inner is even.
+// y [rows][width], bf16. x [rows][inner], bf16; weight [width][inner]; bias [width] or null. Inner and width are even.
 extern "C" void mezzo_linear_forward(
     uint16_t* y, const uint16_t* x, const void* weight, const void* bias, int32_t weight_format, int32_t bias_format,
     int64_t rows, int64_t inner, int64_t width, int32_t threads) {
   const Matrix w{weight, weight_format, width, inner};
+  const Product p{y, x, w, nullptr, bias, bias_format, rows, inner, width};
 #pragma omp parallel num_threads(threads)
-  multiply_all({y, x, w, nullptr, bias, bias_format, rows, inner, width}, threads);
+  rows <= kFew ? multiply_few(p) : multiply_all(p, threads);
 }
 
-// dx [rows][inner], bf16, or null; dw as weight and db [width], or null, in the formats given. grad [rows][width], bf16, of which the
-// width is even. Returns whether there was memory for it.
+// dx [rows][inner], bf16, or null; dw as weight and db [width], or null, in the formats given. grad [rows][width], bf16; inner and width
+// are even. Returns whether there was memory for it.
 extern "C" int32_t mezzo_linear_backward(
     uint16_t* dx, void* dw, void* db, const uint16_t* grad, const uint16_t* x, const void* weight, int32_t weight_format, int32_t bias_format,
     int64_t rows, int64_t inner, int64_t width, int32_t threads) {
   const Matrix g{grad, kBf16, rows, width}, input{x, kBf16, rows, inner}, w{weight, weight_format, width, inner};
   const Gradient to{dw, weight_format, pairs(rows), inner, width};
-  const int64_t size = to.pairs * 2 * kPanel, of_weight = panel_size(width), shares = parts(panels(width), panels(inner), threads);
+  const bool is_few = rows <= kFew;
+  const int64_t size = to.pairs * 2 * kPanel, shares = parts(panels(width), panels(inner), threads);
+  const int64_t of_weight = is_few ? FewRows::runs(width) * rows * 2 * kPanel : panel_size(width);
   const Lines memory = lines(panels(inner) * (size + (dx ? of_weight : 0)));
   if (!memory) return false;
-  uint16_t *columns = start(memory), *packed = columns + panels(inner) * size;
+  uint16_t *columns = start(memory), *rest = columns + panels(inner) * size;
 #pragma omp parallel num_threads(threads)
   {
-#pragma omp for schedule(static)
-    for (int64_t n = 0; n < panels(inner); n++) pack_columns(columns + n * size, 0, input, n * kPanel, (n + 1) * kPanel, 0, to.pairs);
-    if (dx) {
-      pack_all_columns(packed, of_weight, w, threads);
-      multiply_all({dx, grad, w, packed, nullptr, kFp32, rows, width, inner}, threads);
+    if (dx && is_few) {
+      multiply_back_few({dx, reinterpret_cast<float*>(rest), grad, w, rows});
+    } else if (dx) {
+      pack_all_columns(rest, of_weight, w, threads);
+      multiply_all({dx, grad, w, rest, nullptr, kFp32, rows, width, inner}, threads);
     }
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < panels(inner); n++) pack_columns(columns + n * size, 0, x, input, n * kPanel, (n + 1) * kPanel, 0, to.pairs);
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < panels(width) * shares; task++) {
       const int64_t first = task / shares * kPanel, share = task % shares;
       uint16_t* panel = scratch(size);
-      pack_columns(panel, 0, g, first, first + kPanel, 0, to.pairs);
+      pack_columns(panel, 0, grad, g, first, first + kPanel, 0, to.pairs);
       if (db && share == 0) add_up(db, bias_format, first, width, panel, to.pairs);
       differentiate(to, first, panel, columns, panels(inner) * share / shares, panels(inner) * (share + 1) / shares);
     }
