@@ -244,40 +244,52 @@ template <class T> inline void call_for(const T* p) {
   for (size_t i = 0; i < kPanel; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
 }
 
-// The products of R rows of x and two of w, to [R][2].
-template <int R, class T> ON_PAIRS void multiply_two(float* to, const uint16_t* x, const T* w, int64_t inner) {
-  __m512 sum[R][2];
+// The products of R rows of x and N of w, to [R][32].
+template <int R, int N, class T> ON_PAIRS void multiply_some(float* to, const uint16_t* x, const T* w, int64_t inner) {
+  __m512 sum[R][N];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+    for (int n = 0; n < N; n++) sum[r][n] = _mm512_setzero_ps();
   for (int64_t i = 0; i < inner; i += kPanel) {
     const __mmask32 there = first_words(inner - i);
-    const __m512bh one = (__m512bh)load_low(w + i, there), other = (__m512bh)load_low(w + inner + i, there);
-    call_for(w + 2 * inner + i), call_for(w + 3 * inner + i);
+    __m512bh of[N];
+#pragma GCC unroll 3
+    for (int n = 0; n < N; n++) of[n] = (__m512bh)load_low(w + n * inner + i, there), call_for(w + (n + N) * inner + i);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const __m512bh with = (__m512bh)_mm512_maskz_loadu_epi16(there, x + r * inner + i);
-      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], with, one);
-      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], with, other);
+#pragma GCC unroll 3
+      for (int n = 0; n < N; n++) sum[r][n] = _mm512_dpbf16_ps(sum[r][n], with, of[n]);
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) to[2 * r] = _mm512_reduce_add_ps(sum[r][0]), to[2 * r + 1] = _mm512_reduce_add_ps(sum[r][1]);
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+    for (int n = 0; n < N; n++) to[r * kPanel + n] = _mm512_reduce_add_ps(sum[r][n]);
+}
+
+// y of up to 32 rows of w.
+template <class T> void multiply_rows(const Product& p, const T* w, int64_t first) {
+  alignas(64) float bias[kPanel], sums[kFew * kPanel];
+  const int64_t columns = std::min(kPanel, p.width - first);
+  read_bias(bias, p, first);
+  auto take = [&](auto some, int64_t n) {
+    by_rows(p.rows, [&](auto count, int64_t r) {
+      multiply_some<decltype(count)::value, decltype(some)::value>(sums + r * kPanel + n, p.x + r * p.inner, w + (first + n) * p.inner, p.inner);
+    });
+  };
+  int64_t n = 0;
+  for (; n + 3 <= columns; n += 3) take(std::integral_constant<int, 3>(), n);
+  for (; n < columns; n++) take(std::integral_constant<int, 1>(), n);
+  for (int64_t r = 0; r < p.rows; r++)
+    for (n = 0; n < columns; n++) p.y[r * p.width + first + n] = narrow_bf16(sums[r * kPanel + n] + bias[n]);
 }
 
 // As multiply_all, for few rows: w is read once, as it lies.
 void multiply_few(const Product& p) {
 #pragma omp for schedule(static) nowait
-  for (int64_t n = 0; n < panels(p.width); n++) {
-    alignas(64) float bias[kPanel], sums[kFew][2];
-    read_bias(bias, p, n * kPanel);
-    for (int64_t i = 0, o = n * kPanel; i < kPanel && o < p.width; i += 2, o += 2) {
-      by_rows(p.rows, [&](auto count, int64_t r) {
-        p.w.typed([&](auto* w) { multiply_two<decltype(count)::value>(sums[r], p.x + r * p.inner, w + o * p.inner, p.inner); });
-      });
-      for (int64_t r = 0; r < p.rows; r++)
-        for (int64_t k = 0; k < 2; k++) p.y[r * p.width + o + k] = narrow_bf16(sums[r][k] + bias[i + k]);
-    }
-  }
+  for (int64_t n = 0; n < panels(p.width); n++) p.w.typed([&](auto* w) { multiply_rows(p, w, n * kPanel); });
 }
 
 // dx of few rows: w is read once, as it lies, in runs of rows whose sums are added up in order, whatever the number of threads.
