@@ -251,7 +251,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
     "no rows": lambda x, w, b: (x[:0], w, b),
     "gaps": lambda x, w, b: (torch.cat([x, x], 1)[:, :64], w, b),
     "meta": lambda x, w, b: (x.to("meta"), w, b),
-    "many rows": lambda x, w, b: (torch.zeros(2049, 64, dtype=BF16), w, b),
+    "many rows": lambda x, w, b: (torch.zeros(4097, 64, dtype=BF16), w, b),
     "much waste": lambda x, w, b: (torch.zeros(2048, 64, dtype=BF16), w.detach()[:2].clone().requires_grad_(), b.detach()[:2]),
     "a large weight of bf16": lambda x, w, b: (
         torch.zeros(64, 1026, dtype=BF16), torch.zeros(1024, 1026, dtype=BF16, requires_grad=True), None

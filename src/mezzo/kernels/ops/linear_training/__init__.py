@@ -12,7 +12,7 @@ from ...._torch import is_batched_gradient, is_unwatched
 from ... import registry
 from ...operands import check_read, is_readable
 
-MOST_ROWS = 2048
+MOST_ROWS = 4096
 """Rows up to which it was found faster: a weight is cast and laid out whatever their number."""
 WASTE = 1.25
 """How many products with 0 may be added, in whole panels of 32 columns, to each that is needed."""
