@@ -253,9 +253,6 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
     "meta": lambda x, w, b: (x.to("meta"), w, b),
     "many rows": lambda x, w, b: (torch.zeros(4097, 64, dtype=BF16), w, b),
     "much waste": lambda x, w, b: (torch.zeros(2048, 64, dtype=BF16), w.detach()[:2].clone().requires_grad_(), b.detach()[:2]),
-    "a large weight of bf16": lambda x, w, b: (
-        torch.zeros(64, 1026, dtype=BF16), torch.zeros(1024, 1026, dtype=BF16, requires_grad=True), None
-    ),
 }  # fmt: skip
 
 
@@ -268,12 +265,6 @@ def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     assert not trains_faster(*REFUSED[name](x.detach(), weight, bias))
     with torch.no_grad():
         assert not trains_faster(x, weight, bias)
-
-
-@needs_pairs
-def test_few_rows_are_taken_by_a_large_weight_of_bf16_too() -> None:
-    weight = torch.zeros(1024, 1026, dtype=BF16, requires_grad=True)
-    assert trains_faster(torch.zeros(door.FEW_ROWS, 1026, dtype=BF16), weight, None)
 
 
 @needs_pairs

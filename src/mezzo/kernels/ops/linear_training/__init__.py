@@ -13,13 +13,9 @@ from ... import registry
 from ...operands import check_read, is_readable
 
 MOST_ROWS = 4096
-"""Rows up to which it was found faster: a weight is cast and laid out whatever their number."""
+"""Rows up to which it was found faster; where they are more, both take as long."""
 WASTE = 1.25
 """How many products with 0 may be added, in whole panels of 32 columns, to each that is needed."""
-FEW_ROWS = 32
-"""Rows up to which a weight is read as it lies, which takes as long as memory does: then it was found faster whatever the weight."""
-LARGEST_LOW = 2**20
-"""Elements up to which it was found faster, for more rows, with weights that are stored in bf16, which nobody has to cast."""
 
 
 def trains_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -39,7 +35,6 @@ def trains_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     return (
         _padded(width) * _padded(inner) <= WASTE * weight.numel()
-        and (weight.dtype is torch.float32 or weight.numel() <= LARGEST_LOW or input.numel() <= FEW_ROWS * inner)
         and (bias is None or bias.shape == (width,))
         and all([_is_takable(one) for one in ((input, weight) if bias is None else (input, weight, bias))])
         and bool(_kernel().is_faster())
