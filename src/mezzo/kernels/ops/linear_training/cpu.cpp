@@ -270,9 +270,8 @@ template <int R, int N, class T> ON_PAIRS void multiply_some(float* to, const ui
 }
 
 // y of up to 32 rows of w.
-template <class T> void multiply_rows(const Product& p, const T* w, int64_t first) {
+template <class T> void multiply_rows(const Product& p, const T* w, int64_t first, int64_t columns) {
   alignas(64) float bias[kPanel], sums[kFew * kPanel];
-  const int64_t columns = std::min(kPanel, p.width - first);
   read_bias(bias, p, first);
   auto take = [&](auto some, int64_t n) {
     by_rows(p.rows, [&](auto count, int64_t r) {
@@ -287,9 +286,10 @@ template <class T> void multiply_rows(const Product& p, const T* w, int64_t firs
 }
 
 // As multiply_all, for few rows: w is read once, as it lies.
-void multiply_few(const Product& p) {
+void multiply_few(const Product& p, int32_t threads) {
+  const int64_t step = kPanel / parts(panels(p.width), 8, threads);
 #pragma omp for schedule(static) nowait
-  for (int64_t n = 0; n < panels(p.width); n++) p.w.typed([&](auto* w) { multiply_rows(p, w, n * kPanel); });
+  for (int64_t first = 0; first < p.width; first += step) p.w.typed([&](auto* w) { multiply_rows(p, w, first, std::min(step, p.width - first)); });
 }
 
 // dx of few rows: w is read once, as it lies, in runs of rows whose sums are added up in order, whatever the number of threads.
@@ -322,11 +322,12 @@ template <int R, class T> ON_PAIRS void add_side(float* to, int64_t row, bool is
   sums.store(to, row);
 }
 
-template <class T> void add_run(const FewRows& f, const T* w, int64_t index) {
+// The panels [first, last) of the sums of a run.
+template <class T> void add_run(const FewRows& f, const T* w, int64_t index, int64_t first, int64_t last) {
   const int64_t width = f.w.rows, inner = f.w.columns, row = f.columns(), begin = index * f.run(width), end = std::min(width, begin + f.run(width));
   float* sums = f.sums + index * f.rows * row;
   for (int64_t o = begin; o < end; o += kSide)
-    for (int64_t i = 0; i < inner; i += kPanel)
+    for (int64_t i = first * kPanel; i < std::min(inner, last * kPanel); i += kPanel)
       by_rows(f.rows, [&](auto count, int64_t r) {
         add_side<decltype(count)::value>(sums + r * row + i, row, o == begin, f.grad + r * width + o, width, w + o * inner + i, inner, std::min(kSide, end - o) / 2, first_words(inner - i));
       });
@@ -345,10 +346,13 @@ ON_PAIRS void add_up_runs(const FewRows& f, int64_t r, int64_t column) {
 }
 
 // To be called by all threads; none waits.
-void multiply_back_few(const FewRows& f) {
+void multiply_back_few(const FewRows& f, int32_t threads) {
+  const int64_t runs = f.runs(f.w.rows), across = panels(f.w.columns), shares = parts(runs, across, threads);
 #pragma omp for schedule(static)
-  for (int64_t n = 0; n < f.runs(f.w.rows); n++) f.w.typed([&](auto* w) { add_run(f, w, n); });
-  const int64_t across = panels(f.w.columns);
+  for (int64_t task = 0; task < runs * shares; task++) {
+    const int64_t share = task % shares;
+    f.w.typed([&](auto* w) { add_run(f, w, task / shares, across * share / shares, across * (share + 1) / shares); });
+  }
 #pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < f.rows * across; i++) add_up_runs(f, i / across, i % across * kPanel);
 }
@@ -388,7 +392,7 @@ extern "C" void mezzo_linear_forward(
   const Matrix w{weight, weight_format, width, inner};
   const Product p{y, x, w, nullptr, bias, bias_format, rows, inner, width};
 #pragma omp parallel num_threads(threads)
-  rows <= kFew ? multiply_few(p) : multiply_all(p, threads);
+  rows <= kFew ? multiply_few(p, threads) : multiply_all(p, threads);
 }
 
 // dx [rows][inner], bf16, or null; dw as weight and db [width], or null, in the formats given. grad [rows][width], bf16; inner and width
@@ -407,7 +411,7 @@ extern "C" int32_t mezzo_linear_backward(
 #pragma omp parallel num_threads(threads)
   {
     if (dx && is_few) {
-      multiply_back_few({dx, reinterpret_cast<float*>(rest), grad, w, rows});
+      multiply_back_few({dx, reinterpret_cast<float*>(rest), grad, w, rows}, threads);
     } else if (dx) {
       pack_all_columns(rest, of_weight, w, threads);
       multiply_all({dx, grad, w, rest, nullptr, kFp32, rows, width, inner}, threads);
