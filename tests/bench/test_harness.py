@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.bench import Plan, Result, measure
+from mezzo.bench import Plan, Result, harness, measure
 from mezzo.bench.harness import Worker, environment_of, schedule
 from mezzo.bench.measurement import from_json
-from mezzo.bench.workload import PEAK_RATES
+from mezzo.bench.workload import PEAK_RATES, Workload
+from mezzo.bench.workloads.bert import Overhead
+from mezzo.bench.workloads.inference import Inference
 from mezzo.bench.workloads.recipe import Recipe
+from mezzo.bench.workloads.reviews import Reviews
 from mezzo.errors import BenchError
 
 SMALL = Recipe(batch_size=8, in_size=16, out_size=4, num_layers=3, num_batches=2, epochs=2)
@@ -73,6 +77,40 @@ def test_a_result_says_what_it_was_taken_on(timed: tuple[Result, list[tuple[str,
     }  # fmt: skip
     assert set(result.peak_rates.matmul) == {"fp32", "bf16"}
     assert from_json(result.to_json()) == result
+
+
+@pytest.mark.parametrize(
+    ("workload", "variant", "said"),
+    [
+        (SMALL, "torch-16bit", r"recipe, 8 x 16 x 3: it keeps nothing in fp32.*Write prepare-master"),
+        (
+            Overhead(),
+            "accelerate+compile",
+            r"overhead, eval: it is a way to train; for inference write torch-autocast\.",
+        ),
+        (Overhead(modes=("train",)), "torch-16bit", r"overhead, train: it keeps nothing in fp32"),
+        (Inference(), "fabric", r"inference, .*it is a way to train"),
+        (Reviews(), "prepare", r"reviews, .*the training system runs as fp32 or mezzo-amp; name one of them\."),
+    ],
+)
+def test_a_variant_that_cannot_do_it_is_refused_before_anything_runs(
+    workload: Workload, variant: str, said: str
+) -> None:
+    told: list[str] = []
+    plan = Plan(variants=("fp32", variant), rounds=1)
+    with pytest.raises(BenchError, match=rf"^variant {re.escape(variant)} does not run in {said}"):
+        measure(workload, plan, progress=lambda what, *_: told.append(what))
+    assert told == []
+
+
+def test_variants_are_built_only_where_memory_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(harness, "free_memory_bytes", lambda: 1)
+    plan = Plan(variants=VARIANTS, rounds=1, threads=1, peak_rates_s=0.05)
+    said = r"0\.0 GiB of memory are left for variant torch-amp beside 1 others.*name fewer with --variants"
+    with pytest.raises(BenchError, match=said):
+        measure(SMALL, plan, progress=lambda what, *_: told.append(what))
+    assert len(told) == 2  # the first variant has the machine for itself
 
 
 def test_the_loss_is_that_of_the_last_round(timed: tuple[Result, list[tuple[str, int, int]]]) -> None:

@@ -21,6 +21,13 @@ def test_it_is_json_and_names_what_figures_depend_on() -> None:
     assert set(facts["cpu"]["flags"]) <= set(machine.CPU_FLAGS)
 
 
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc/meminfo")
+def test_free_memory_is_read_anew() -> None:
+    free = machine.free_memory_bytes()
+    assert free is not None
+    assert 0 < free <= machine.cpu()["memory_bytes"]
+
+
 def test_settings_of_allocator_and_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4294967296")
     monkeypatch.setenv("MEZZO_NOTHING", "1")

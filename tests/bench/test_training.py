@@ -6,11 +6,10 @@ import pytest
 import torch
 from tests.tolerance import relative
 
-from mezzo.bench.training import Training, forward, policy_of, region_of, scaler_of, training_step
+from mezzo.bench.training import Training, policy_of, region_of, scaler_of, training_step
 from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.workload import Setting
 from mezzo.bench.workloads.recipe import Recipe, make_model, mean_squared_error
-from mezzo.errors import BenchError
 
 RECIPE = Recipe(batch_size=16, in_size=32, out_size=8, num_layers=3, num_batches=3, epochs=2, lr=0.1)
 
@@ -109,19 +108,6 @@ def test_optimizers_of_others_train_16_bit_weights(name: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_an_optimizer_that_a_library_has_not() -> None:
-    setting, training = Setting(device=torch.device("cpu"), dtype=torch.bfloat16), Training(optimizer="SGD", lr=0.1)
-    with pytest.raises(BenchError, match=r"variant torchao has no SGD here; leave it out\."):
-        training_step(VARIANTS["torchao"], setting, make_model(8, 3, 1), mean_squared_error, training)
-
-
-def test_what_only_serves_does_not_train_and_the_reverse() -> None:
-    with pytest.raises(BenchError, match=r"variant torch-16bit keeps nothing in fp32.*Write prepare-master"):
-        losses(VARIANTS["torch-16bit"])
-    with pytest.raises(BenchError, match=r"variant accelerate is a way to train; for inference write torch-autocast\."):
-        forward(VARIANTS["accelerate"], Setting(device=torch.device("cpu"), dtype=torch.bfloat16), make_model(8, 3, 1))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 # Dynamo, tracing a function mode around a compiled model, reads .grad of the model's intermediate tensors.
@@ -154,3 +140,9 @@ def test_the_network_is_that_of_the_recipe(layers: int) -> None:
     kinds = [type(module).__name__ for module in make_model(8, 3, layers)]
     assert kinds == ["Linear", "ReLU"] * (layers - 1) + ["Linear"]
     assert make_model(8, 3, layers)(torch.ones(2, 8)).shape == (2, 3)
+
+
+def test_what_a_variant_cannot_do() -> None:
+    assert VARIANTS["torchao"].why_no_training("SGD") == "it has no SGD here; leave it out"
+    assert VARIANTS["torchao"].why_no_inference and not VARIANTS["torchao"].why_no_training("AdamW")
+    assert VARIANTS["torch-16bit"].why_no_training("AdamW") and not VARIANTS["torch-16bit"].why_no_inference

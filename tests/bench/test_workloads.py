@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tolerance import relative
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -121,8 +122,9 @@ def test_default_variants_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p.id.startswith(("lora", "inference"))])
-def test_copies_that_last_change_no_bit(point: Point) -> None:
-    assert loss(point.workload, VARIANTS["mezzo-persistent"]) == loss(point.workload, VARIANTS["mezzo-autocast"])
+def test_copies_that_last_change_nothing_but_the_order_of_sums(point: Point) -> None:
+    kept, cast = (loss(point.workload, VARIANTS[f"mezzo-{name}"]) for name in ("persistent", "autocast"))
+    assert kept == pytest.approx(cast, rel=relative(torch.bfloat16) if isinstance(point.workload, Inference) else 0)
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p.id.startswith("inference")])
@@ -202,11 +204,6 @@ def test_a_whole_training(tmp_path: Path) -> None:
         policy = json.loads((tmp_path / "runs" / name / "result.json").read_text())["policy"]
         assert policy.split(",")[0] == {"fp32": "fp32", "mezzo-amp": "bf16"}[name]
     assert all(0 <= one["accuracy"] <= 1 and one["skipped steps"] == 0 for one in found.values())
-
-
-def test_the_training_system_has_two_variants() -> None:
-    with pytest.raises(BenchError, match="runs as fp32 or mezzo-amp, not as torch-amp; name one of them"):
-        Reviews().build(VARIANTS["torch-amp"], SETTING)
 
 
 def test_only_the_adapters_train() -> None:

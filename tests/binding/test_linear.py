@@ -1,4 +1,4 @@
-"""Linear layers of prepared models on the CPU: where they are trained by mezzo's kernel, and where they are torch's to the bit."""
+"""Linear layers of prepared models on the CPU: where they run in mezzo's kernel, and where they are torch's to the bit."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.binding import module_rules
+from mezzo.kernels.ops import linear_training
 from mezzo.kernels.ops.linear_training import cpu
 
 BF16 = torch.bfloat16
@@ -42,16 +43,22 @@ class Block(nn.Module):
 
 
 class Calls:
-    """Counts the gradients that the kernel computes, for layers of any size."""
+    """Counts the gradients that the kernel computes, and its forwards, for layers of any size."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.run = 0, cpu.backward
+        self.count, self.run, self.forwards, self.run_forward = 0, cpu.backward, 0, cpu.forward
         monkeypatch.setattr(cpu, "backward", self)
-        monkeypatch.setattr(module_rules, "SMALLEST_LINEAR", 0)
+        monkeypatch.setattr(cpu, "forward", self.forward)
+        for module in (module_rules, linear_training):
+            monkeypatch.setattr(module, "SMALLEST_LINEAR", 0)
 
     def __call__(self, *args: Any) -> Any:
         self.count += 1
         return self.run(*args)
+
+    def forward(self, *args: Any) -> Tensor:
+        self.forwards += 1
+        return self.run_forward(*args)
 
 
 @pytest.fixture
@@ -127,7 +134,8 @@ def test_a_gradient_is_kept_as_the_kernel_wrote_it(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(cpu, "backward", noted)
-    monkeypatch.setattr(module_rules, "SMALLEST_LINEAR", 0)
+    for module in (module_rules, linear_training):
+        monkeypatch.setattr(module, "SMALLEST_LINEAR", 0)
     model = nn.Linear(64, 32)
     amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
     amp.backward(amp.model(torch.randn(8, 64)).square().mean())
@@ -172,12 +180,51 @@ def test_policies_that_say_otherwise_leave_it_to_torch(policy: str, calls: Calls
 
 
 @needs_pairs
-def test_without_gradients_and_with_named_arguments_it_is_torchs(calls: Calls) -> None:
-    model, x = prepared(nn.Sequential(nn.Linear(64, 32))), torch.randn(8, 64)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_without_gradients_a_model_computes_what_it_does_in_training(
+    policy: str, mode: Callable[[], Any], calls: Calls
+) -> None:
+    model, x = nn.Linear(4096, 64), torch.randn(8, 4096)  # sums longer than oneDNN takes at once, in other steps
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    want = amp.model(x)
+    assert want.requires_grad
+    with mode():
+        assert torch.equal(amp.model(x), want)
+        assert torch.equal(amp.model.eval()(x), want)
+    assert calls.forwards == 3
+
+
+@needs_pairs
+def test_kept_copies_of_weights_are_read_without_gradients_and_changes_of_weights_seen(calls: Calls) -> None:
+    model, x = Block(), torch.randn(8, 64)
+    kept = mezzo.prepare(copy.deepcopy(model), None, "bf16", cache="persistent").model.eval()
     with torch.no_grad():
-        assert model(x).grad_fn is None
-    model[0](input=x).float().sum().backward()
+        want = prepared(model).eval()(x)
+        assert torch.equal(kept(x), want)
+        assert torch.equal(kept(x), want)
+        for one in (model, kept):
+            one.first.weight.mul_(2)
+        assert torch.equal(kept(x), model(x))
+        assert not torch.equal(kept(x), want)
+    assert calls.forwards == 12
+    trained(kept, x)
+    assert calls.forwards == 12
     assert calls.count == 0
+
+
+@needs_pairs
+def test_with_named_arguments_it_is_torchs(calls: Calls) -> None:
+    model, x = prepared(nn.Sequential(nn.Linear(64, 32))), torch.randn(8, 64)
+    model[0](input=x).float().sum().backward()
+    assert calls.forwards == calls.count == 0
+
+
+@needs_pairs
+def test_layers_so_small_that_calling_torchs_costs_more_are_taken() -> None:
+    model = prepared(nn.Linear(64, 64))
+    assert "_Linear" in str(model(torch.randn(2, 64)).float().grad_fn.next_functions)  # type: ignore[union-attr]
+    assert "_Linear" not in str(model(torch.randn(1, 64)).float().grad_fn.next_functions)  # type: ignore[union-attr]
 
 
 @needs_pairs

@@ -1,4 +1,4 @@
-"""Linear layers in training on the CPU: the compiled kernel against fp64 and torch's own, where it is taken, and where it must not be."""
+"""Linear layers on the CPU, in training and without gradients: the compiled kernel against fp64 and torch's own, where it is taken, and where it must not be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tolerance import relative
 from torch import Tensor
 
 from mezzo.errors import OperandError
-from mezzo.kernels import linear, registry, trains_faster
+from mezzo.kernels import linear, registry, takes_linear
 from mezzo.kernels.ops import linear_training as door
 from mezzo.kernels.ops.linear_training import cpu, reference
 
@@ -216,11 +216,11 @@ class Products(Dtypes):
 @needs_pairs
 def test_who_watches_ops_sees_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     given, grad = operands((64, 64, 64)), torch.randn(64, 64).to(BF16)
-    assert trains_faster(*given)
+    assert takes_linear(*given)
     out = linear(*given)
     monkeypatch.setattr(cpu, "backward", None)
     with Products() as seen:
-        assert not trains_faster(*given)
+        assert not takes_linear(*given)
         found = gradients(out, given, grad)
     assert [dtype for _, dtype in seen.seen] == [BF16, BF16]
     for one, other in zip(found, gradients(autocast(*given), given, grad), strict=True):
@@ -261,22 +261,59 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
 def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     x, weight, bias = operands((128, 64, 64))
     assert bias is not None
-    assert trains_faster(x, weight, bias)
-    assert not trains_faster(*REFUSED[name](x.detach(), weight, bias))
+    assert takes_linear(x, weight, bias)
+    assert not takes_linear(*REFUSED[name](x.detach(), weight, bias))
     with torch.no_grad():
-        assert not trains_faster(x, weight, bias)
+        assert takes_linear(x, weight, bias)
+        assert takes_linear(*REFUSED[name](x.detach(), weight, bias)) == (name == "a frozen weight")
+
+
+@needs_pairs
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_so_few_products_that_torch_calls_no_onednn_are_torchs(is_recorded: bool) -> None:
+    with torch.set_grad_enabled(is_recorded):
+        assert not takes_linear(*operands((1, 64, 64)))
+        assert takes_linear(*operands((2, 64, 64)))
+
+
+@needs_pairs
+def test_large_16_bit_weights_for_a_middling_number_of_rows_are_torchs_without_gradients() -> None:
+    def taken(rows: int, width: int = 2048, dtype: torch.dtype = BF16) -> bool:
+        x = torch.empty(rows, 2048, dtype=BF16)
+        return takes_linear(x, torch.empty(width, 2048, dtype=dtype, requires_grad=True))
+
+    assert [rows for rows in (1, 32, 33, 127, 128, 4096) if not taken(rows)] == []
+    with torch.no_grad():
+        assert [rows for rows in (1, 32, 33, 127, 128, 4096) if not taken(rows)] == [33, 127]
+        assert taken(64, dtype=torch.float32)
+        assert taken(64, width=2046)
+
+
+@needs_pairs
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_without_gradients_the_bits_are_those_with(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = operands(shape, dtype)
+    want = linear(*given)
+    assert want.requires_grad
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            out = linear(*given)
+        assert out.dtype is BF16
+        assert not out.requires_grad
+        assert torch.equal(out, want)
 
 
 @needs_pairs
 def test_a_weight_that_ends_beyond_its_memory_is_left_to_torch() -> None:
     x, weight, bias = operands((128, 64, 64))
     weight.untyped_storage().resize_(64)
-    assert not trains_faster(x, weight, bias)
+    assert not takes_linear(x, weight, bias)
 
 
 def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "_kernel", lambda: reference)
-    assert not trains_faster(*operands((128, 64, 64)))
+    assert not takes_linear(*operands((128, 64, 64)))
 
 
 @needs_pairs

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BenchError
-from .machine import describe_machine
+from .machine import describe_machine, free_memory_bytes
 from .measurement import Measurement, PointRoofline, Result
 from .roofline import PeakRates
 from .variant import VARIANTS, find_variant
@@ -157,6 +157,24 @@ def name_of(workload: Workload) -> str:
     return next(name for name, (kind, _) in WORKLOADS.items() if kind.rpartition(".")[2] == type(workload).__name__)
 
 
+def check_variants(points: Sequence[Point], plan: Plan) -> None:
+    """Refuse with a BenchError, before any process is started, a variant that cannot do what is timed at one of the points."""
+    for point in points:
+        for name in plan.variants:
+            why_not = point.workload.why_not(find_variant(name, plan.setting.device))
+            if why_not:
+                raise BenchError(f"variant {name} does not run in {name_of(point.workload)}, {point.label}: {why_not}.")
+
+
+def check_memory(variant: str, peaks: Sequence[int], free: int | None) -> None:
+    """Refuse with a BenchError one more variant beside others where fewer bytes are free than the most that one of them took."""
+    if peaks and free is not None and free < max(peaks):
+        raise BenchError(
+            f"{free / 2**30:.1f} GiB of memory are left for variant {variant} beside {len(peaks)} others, one of which takes "
+            f"{max(peaks) / 2**30:.1f}: name fewer with --variants, or write a smaller size."
+        )
+
+
 def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress: Progress | None = None) -> Result:
     """Time every variant of a plan on every point of a workload.
 
@@ -170,17 +188,20 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
         progress: called before each sample.
 
     Raises:
-        BenchError: the workload's numbers leave nothing to measure, or a variant failed; the message names it and
-            the log of its process.
+        BenchError: the workload's numbers leave nothing to measure, a variant cannot do it, memory does not hold them
+            all, or a variant failed; the message names it and the log of its process.
 
     Syncs: yes.
     """
     workload.check()
     points = workload.points()
+    check_variants(points, plan)
     order = list(schedule([point.label for point in points], (*plan.variants, PEAK_RATES), plan.rounds))
+    device = plan.setting.device
+    crowded = {point.label for point in points if device.type == "cpu" and point.workload.is_resident(device)}
     config = json.loads(json.dumps(dataclasses.asdict(workload)))
     job = {"workload": name_of(workload), "config": config, "plan": dataclasses.asdict(plan)}
-    machine = describe_machine(plan.setting.device)
+    machine = describe_machine(device)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with contextlib.ExitStack() as stack:
@@ -191,9 +212,12 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
         ]
         threads = {worker.variant: worker.receive()["threads"] for worker in workers}
         asked = {worker.variant: worker for worker in workers}
-        for done, (point, _, variant) in enumerate(order):
+        for done, (point, number, variant) in enumerate(order):
             if progress:
                 progress(f"{point}: {variant}", done, len(order))
+            if number == 0 and point in crowded and variant != PEAK_RATES:
+                peaks = [found[0]["peak_bytes"] for (at, _), found in samples.items() if at == point]
+                check_memory(variant, peaks, free_memory_bytes())
             samples.setdefault((point, variant), []).append(asked[variant].ask(point))
     limits = [_peak_rates(s) for (_, variant), found in samples.items() if variant == PEAK_RATES for s in found]
     return Result(

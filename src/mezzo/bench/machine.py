@@ -40,6 +40,13 @@ def _memory_bytes() -> int:
         return 0
 
 
+def free_memory_bytes() -> int | None:
+    """Return the bytes that new processes can have without taking pages from others; None where no one says."""
+    path = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return int(found.group(1)) * 1024 if found else None
+
+
 def cpu() -> dict[str, Any]:
     """Return model, cores, memory, load and the flags that matter for 16 bit of this machine's CPU."""
     flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import GradScaler, autocast, prepare
-from ..errors import BenchError
 from ..formats import dtype_name
 from ..train import parameter_groups
 from .variant import Variant
@@ -74,8 +73,6 @@ def _foreign_optimizer(
     variant: Variant, setting: Setting, model: nn.Module, training: Training
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a library that steps 16-bit weights. Writes: the weights, which become 16 bit."""
-    if training.optimizer != "AdamW":
-        raise BenchError(f"variant {variant.name} has no {training.optimizer} here; leave it out.")
     library = import_module(variant.imports[0])
     if variant.optimizer == "flashoptim":
         library.cast_model(model, dtype=setting.dtype)
@@ -124,16 +121,8 @@ def training_step(
     Returns:
         A function of a batch that steps once and returns the detached loss, shape (), unread.
 
-    Raises:
-        BenchError: a variant that cannot train.
-
     Writes: `model`. Syncs: no, unless the variant's own step does.
     """
-    if variant.pure:
-        raise BenchError(
-            f"variant {variant.name} keeps nothing in fp32, so small updates would vanish and its losses compare with none; "
-            "it is for `mezzo bench inference`. Write prepare-master for 16-bit weights that train."
-        )
     if variant.optimizer == "torch":
         optimizer = training.make_optimizer(model)
     else:
@@ -296,13 +285,8 @@ def forward(variant: Variant, setting: Setting, model: nn.Module, cache: CacheNa
 
     A loss scaler has nothing to do here: torch-amp is torch-autocast.
 
-    Raises:
-        BenchError: a variant that only trains.
-
     Writes: `model`. Syncs: no.
     """
-    if variant.wrapper != "none" or variant.optimizer != "torch":
-        raise BenchError(f"variant {variant.name} is a way to train; for inference write torch-autocast.")
     model.eval()
     if variant.pure:
         model.to(setting.dtype)

@@ -82,6 +82,24 @@ class Variant:
                 return f"{package} is not installed; pip install {package}"
         return ""
 
+    def why_no_training(self, optimizer: str) -> str:
+        """Return why this variant cannot train with a kind of optimizer, or nothing if it can."""
+        if self.pure:
+            return (
+                "it keeps nothing in fp32, so small updates would vanish and its losses compare with none; it is for "
+                "`mezzo bench inference`. Write prepare-master for 16-bit weights that train"
+            )
+        if self.optimizer != "torch" and optimizer != "AdamW":
+            return f"it has no {optimizer} here; leave it out"
+        return ""
+
+    @property
+    def why_no_inference(self) -> str:
+        """Why this variant cannot run forwards alone; nothing if it can."""
+        if self.wrapper != "none" or self.optimizer != "torch":
+            return "it is a way to train; for inference write torch-autocast"
+        return ""
+
 
 _EAGER = (
     Variant(name="fp32", summary="torch's default precision"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -142,6 +142,8 @@ class Workload(abc.ABC):
     """Measured when none are named, where they run."""
     variants_kept: ClassVar[tuple[str, ...]] = ()
     """Likewise, each without and with kept memory."""
+    optimizer: ClassVar[Literal["AdamW", "SGD"]] = "AdamW"
+    """Whose steps are timed where it trains."""
 
     @classmethod
     def for_device(cls, device: torch.device) -> Self:
@@ -195,6 +197,10 @@ class Workload(abc.ABC):
     def points(self) -> tuple[Point, ...]:
         """Return the sizes at which this workload is measured: one, unless a subclass has more."""
         return (Point(label=self.label, workload=self),)
+
+    def why_not(self, variant: Variant) -> str:
+        """Return why this workload, at one of its points, has no such variant, or nothing if it has; most train."""
+        return variant.why_no_training(self.optimizer)
 
     def is_resident(self, device: torch.device) -> bool:
         """Whether every variant may stay in the memory of a device while another is timed. Host only."""

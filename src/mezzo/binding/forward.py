@@ -134,7 +134,7 @@ class Bound:
         is_root: whether it is the module that was prepared.
         inner: what is called in place of the class's forward: one that the module had, or one op that computes the same.
         attends: whether attention inside it runs mezzo's way.
-        is_regular: whether inside the binding's region the module does nothing but run its class's forward.
+        is_regular: whether inside the binding's region the module does nothing but run its forward.
         first: where the module's first parameter stands, once somebody asked: a registry and the name there.
     """
 
@@ -148,7 +148,7 @@ class Bound:
     first: _Place | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.is_regular = self.own is None and self.inner is None and not self.attends
+        self.is_regular = self.own is None and not self.attends
 
     def first_parameter(self, module: nn.Module) -> nn.Parameter | None:
         """Return the first of the module's parameters, sought anew where it no longer stands where it did. Host only."""
@@ -327,9 +327,9 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         if bound is None:
             return original.forward(self, *args, **kwargs)
         is_inside = _here.plain is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
-        if is_inside and bound.is_regular:
-            return original.forward(self, *args, **kwargs)
         own_forward = original.forward if bound.inner is None else bound.inner
+        if is_inside and bound.is_regular:
+            return own_forward(self, *args, **kwargs)
         if is_inside:
             return _run_inside(bound, self, own_forward, args, kwargs, traced=False)
         return _run(bound, self, own_forward, args, kwargs)

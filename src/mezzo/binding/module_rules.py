@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters, tracing_state
 from ..casting import LstmMode, casts_to_bf16
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels import is_large_lstm, layer_norm, linear, rms_norm, takes_rms_norm, trains_faster
+from ..kernels import SMALLEST_LINEAR, is_large_lstm, layer_norm, linear, rms_norm, takes_linear, takes_rms_norm
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
 from .hand_written import HandWrittenRMSNorm
 
@@ -218,10 +219,6 @@ def _is_large(lstm: nn.LSTM, input: object = None, *_: object) -> bool:
     return isinstance(input, Tensor) and is_large_lstm(input.numel() // width, width, lstm.hidden_size)
 
 
-SMALLEST_LINEAR = 2**17
-"""Products of a linear layer from which on it may be mezzo's: below, all ways cost what calling them does."""
-
-
 def is_linear(module: nn.Module) -> bool:
     """Whether a module's forward is that of torch's `Linear`. Host only."""
     original: Any = getattr(type(module), "_mezzo_class", type(module))
@@ -229,14 +226,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it trains that faster and nobody looks on."""
-    is_traced = torch.compiler.is_compiling() or num_function_modes() or tracing_state() is not None
-    if len(args) == 1 and not (kwargs or is_traced) and isinstance(x := args[0], Tensor):
-        if x.numel() * module.out_features >= SMALLEST_LINEAR and casts_to_bf16():
-            weight, bias = module.weight, module.bias
-            if trains_faster(x, weight, bias):
-                return linear(x, weight, bias)
-    return type(module)._mezzo_class.forward(module, *args, **kwargs)
+    """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it is the faster one and nobody looks on."""
+    if len(args) != 1 or kwargs or torch.compiler.is_compiling():
+        return type(module)._mezzo_class.forward(module, *args, **kwargs)
+    x, weight, bias = args[0], module.weight, module.bias
+    if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
+        if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
+            return linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _low_norm(

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode, saved_tensors_hooks
 from ..errors import CastError, ForbiddenOpError
-from ..kernels import reads_faster, small_linear
+from ..kernels import linear, reads_faster, small_linear, takes_linear
 from ..policy import OpRow, Rule
 from .cast_cache import RegionCache
 from .frame import bind_recompute
@@ -169,8 +169,11 @@ class CastMode(TorchFunctionMode):
         return self.cache.cast(tensor, dtype)
 
     def _below(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is F.linear and self._keeps_weights() and reads_faster(*args, **kwargs):
-            return small_linear(*args, **kwargs)
+        if func is F.linear and self._keeps_weights():
+            if reads_faster(*args, **kwargs):
+                return small_linear(*args, **kwargs)
+            if not torch.is_grad_enabled() and takes_linear(*args, **kwargs):
+                return linear(*args, **kwargs)
         if self.standalone is not None:
             return func(*args, **kwargs)
         torch.set_autocast_enabled(device, False)

@@ -42,8 +42,9 @@ from .ops.layer_norm import rms_norm as rms_norm
 from .ops.layer_norm import takes_rms_norm as takes_rms_norm
 from .ops.linear import reads_faster as reads_faster
 from .ops.linear import small_linear as small_linear
+from .ops.linear_training import SMALLEST_LINEAR as SMALLEST_LINEAR
 from .ops.linear_training import linear as linear
-from .ops.linear_training import trains_faster as trains_faster
+from .ops.linear_training import takes_linear as takes_linear
 from .ops.lstm import is_large_lstm as is_large_lstm
 from .ops.lstm import lstm as lstm
 from .ops.lstm import takes_lstm as takes_lstm

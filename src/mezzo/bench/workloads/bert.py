@@ -208,7 +208,7 @@ class Text(Workload):
         batches = review_batches(self.size, self.batch_size, self.tokens, self.num_batches, setting.device)
         torch.manual_seed(setting.seed)
         model: nn.Module = BertLogits(self.size).to(setting.device)
-        training = Training(optimizer="AdamW", lr=self.lr, weight_decay=0.01, max_norm=self.max_norm)
+        training = Training(optimizer=self.optimizer, lr=self.lr, weight_decay=0.01, max_norm=self.max_norm)
         return training_session(variant, setting, model, batches, classification_loss, training, self.steps)
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
@@ -280,6 +280,10 @@ class Overhead(Workload):
         """The model's numbers."""
         return BertSize(layers=self.layers, width=self.width, heads=self.heads, vocabulary=100)
 
+    def why_not(self, variant: Variant) -> str:
+        """Return why a variant does not run in this mode, or nothing if it does."""
+        return Workload.why_not(self, variant) if self.modes == ("train",) else variant.why_no_inference
+
     def build(self, variant: Variant, setting: Setting) -> Session:
         """Return a seeded session of one mode. Writes: torch's random state."""
         torch.manual_seed(setting.seed)
@@ -287,7 +291,7 @@ class Overhead(Workload):
         ids, mask = random_tokens(self.size, self.batch, self.tokens, setting.device)
         labels = torch.zeros(self.batch, dtype=torch.int64, device=setting.device)
         if self.modes == ("train",):
-            training = Training(optimizer="AdamW", lr=3e-5, weight_decay=0.01)
+            training = Training(optimizer=self.optimizer, lr=3e-5, weight_decay=0.01)
             batch = (ids, mask, labels)
             return training_session(variant, setting, model, [batch], classification_loss, training, self.steps)
         call = forward(variant, setting, model)

@@ -141,6 +141,10 @@ class Inference(Workload):
         """Features of the decoder's feed-forward part."""
         return self.decoder_width * 11 // 4
 
+    def why_not(self, variant: Variant) -> str:
+        """Return why a variant has no forward to time alone, or nothing if it has."""
+        return variant.why_no_inference
+
     def build(self, variant: Variant, setting: Setting) -> Session:
         """Return seeded forwards of one model at one batch size. Writes: torch's random state."""
         torch.manual_seed(setting.seed)

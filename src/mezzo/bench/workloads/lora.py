@@ -84,7 +84,7 @@ class Lora(Workload):
             torch.randn(self.batches[0], self.width, device=setting.device),
             torch.randn(self.batches[0], self.width, device=setting.device),
         )
-        training = Training(optimizer="AdamW", lr=self.lr, cache="persistent")
+        training = Training(optimizer=self.optimizer, lr=self.lr, cache="persistent")
         return training_session(variant, setting, model, [batch], mean_squared_error, training, self.steps)
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:

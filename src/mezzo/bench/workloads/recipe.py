@@ -65,6 +65,7 @@ class Recipe(Workload):
 
     variants: ClassVar[tuple[str, ...]] = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
     variants_kept: ClassVar[tuple[str, ...]] = ("torch-autocast", "prepare", "prepare-master")
+    optimizer: ClassVar = "SGD"
 
     @property
     def label(self) -> str:
@@ -92,7 +93,7 @@ class Recipe(Workload):
             )
             for _ in range(self.num_batches)
         ]
-        training = Training(optimizer="SGD", lr=self.lr)
+        training = Training(optimizer=self.optimizer, lr=self.lr)
         steps = self.epochs * self.num_batches
         return training_session(variant, setting, model, batches, mean_squared_error, training, steps)
 
@@ -160,6 +161,7 @@ class Scaling(Workload):
         "prepare",
         "prepare-master",
     )
+    optimizer: ClassVar = "SGD"
 
     def _at(self, width: int, batch: int, depth: int) -> Scaling:
         return dataclasses.replace(self, width=width, batch=batch, depth=depth)

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import BenchError
 from ...formats import dtype_name
 from ...train import REVIEWS, TrainResult, demo_config, run
 from ..roofline import Phase
@@ -50,16 +49,14 @@ class Reviews(Workload):
         """Epochs."""
         return f"{self.epochs} epochs"
 
-    def build(self, variant: Variant, setting: Setting) -> Session:
-        """Return a training that starts when it is run; loading and testing are not timed.
+    def why_not(self, variant: Variant) -> str:
+        """Return why the training system does not run as a variant, or nothing if it does."""
+        return (
+            "" if variant.name in VARIANTS else f"the training system runs as {' or '.join(VARIANTS)}; name one of them"
+        )
 
-        Raises:
-            BenchError: a variant that the training system does not have.
-        """
-        if variant.name not in VARIANTS:
-            raise BenchError(
-                f"the training system runs as {' or '.join(VARIANTS)}, not as {variant.name}; name one of them."
-            )
+    def build(self, variant: Variant, setting: Setting) -> Session:
+        """Return a training that starts when it is run; loading and testing are not timed."""
         config = demo_config(Path(self.folder) / variant.name, amp=variant.name != "fp32").replace(
             data=self.data, policy=dtype_name(setting.dtype), device=str(setting.device), seed=setting.seed, epochs=self.epochs,
             limit=self.rows,

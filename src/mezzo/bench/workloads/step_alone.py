@@ -118,7 +118,9 @@ class Step(Workload):
         """Return seeded weights with gradients, and their step. Writes: torch's random state."""
         torch.manual_seed(setting.seed)
         model = GivenGradients(self.parameters[0]).to(setting.device)
-        training = Training(optimizer="AdamW", lr=1e-4, weight_decay=0.01, max_norm=NEVER_CLIPPED, init_scale=1.0)
+        training = Training(
+            optimizer=self.optimizer, lr=1e-4, weight_decay=0.01, max_norm=NEVER_CLIPPED, init_scale=1.0
+        )
         step = training_step(variant, setting, model, lambda given, _: given(), training)
 
         def run(times: int) -> Tensor:

@@ -65,7 +65,7 @@ class ModelSteps(Workload):
         model = self.make_model().to(setting.device)
         inputs, targets = self.make_batch()
         batch = (inputs.to(setting.device), targets.to(setting.device))
-        training = Training(optimizer="AdamW", lr=self.lr, weight_decay=0.01)
+        training = Training(optimizer=self.optimizer, lr=self.lr, weight_decay=0.01)
         return training_session(variant, setting, model, [batch], self.loss, training, self.steps)
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:

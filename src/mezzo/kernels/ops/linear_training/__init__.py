@@ -1,4 +1,4 @@
-"""Linear layers in bf16 on the CPU, in training: forward and gradients by a kernel of mezzo's."""
+"""Linear layers in bf16 on the CPU: forward and gradients by a kernel of mezzo's."""
 
 from __future__ import annotations
 
@@ -12,31 +12,51 @@ from ...._torch import is_batched_gradient, is_unwatched
 from ... import registry
 from ...operands import check_read, is_readable
 
+SMALLEST_LINEAR = 2**12
+"""Products up to which torch 2.13 calls no oneDNN, and is the faster one.
+
+Source: torch, aten/src/ATen/native/mkldnn/Matmul.cpp, mkldnn_gemm_min_size.
+"""
 MOST_ROWS = 4096
 """Rows up to which it was found faster; where they are more, both take as long."""
 WASTE = 1.25
 """How many products with 0 may be added, in whole panels of 32 columns, to each that is needed."""
+FEW_ROWS, MANY_ROWS = 32, 128
+"""Rows up to which a weight is read as it lies, and from which laying it out pays by itself."""
+LARGE = 2**22
+"""Elements of a weight stored in bf16 from which laying it out for rows in between takes longer than torch's product."""
 
 
-def trains_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `linear` takes these operands, trains them faster than torch, and is seen by nobody.
+def takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether `linear` takes these operands, is faster than torch with them, and is seen by nobody.
 
     Args:
         input: any tensor.
-        weight: of a layer.
+        weight: of a layer. Where gradients are recorded it is one that is trained.
         bias: or None.
 
     Host only.
     """
-    if not (is_unwatched() and weight.requires_grad and torch.is_grad_enabled() and weight.dim() == 2 <= input.dim()):
+    if not (
+        is_unwatched() and weight.dim() == 2 <= input.dim()
+    ):  # first: a tracer would record what is asked of shapes
         return False
     width, inner = weight.shape
+    if input.numel() * width <= SMALLEST_LINEAR:
+        return False
+    if torch.is_grad_enabled():
+        if not weight.requires_grad:
+            return False
+    elif weight.dtype is torch.bfloat16 and weight.numel() >= LARGE:
+        if FEW_ROWS * inner < input.numel() < MANY_ROWS * inner:
+            return False
     if input.shape[-1] != inner or inner % 2 or width % 2 or not 0 < input.numel() <= MOST_ROWS * inner or not width:
         return False
     return (
         _padded(width) * _padded(inner) <= WASTE * weight.numel()
-        and (bias is None or bias.shape == (width,))
-        and all([_is_takable(one) for one in ((input, weight) if bias is None else (input, weight, bias))])
+        and _is_takable(input)
+        and _is_takable(weight)
+        and (bias is None or (bias.shape == (width,) and _is_takable(bias)))
         and bool(_kernel().is_faster())
     )
 
@@ -53,10 +73,11 @@ def _kernel() -> ModuleType:
     return registry.choose("linear_training", torch.device("cpu"), torch.bfloat16).module
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `input @ weight.T + bias` of operands for which `trains_faster` says yes, as torch.autocast gives it.
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `input @ weight.T + bias` of operands for which `takes_linear` says yes, as torch.autocast gives it.
 
-    For backward wait the input in bf16 and the weight as it is stored: no copy of it.
+    For backward wait the input in bf16 and the weight as it is stored: no copy of it. Without gradients nothing waits, and the
+    result has the same bits.
 
     Args:
         input: [..., K], fp32 or bf16.
@@ -69,7 +90,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Syncs: no.
     """
     low = input.to(torch.bfloat16)
-    out: Tensor = _Linear.apply(low, weight, bias)  # type: ignore[no-untyped-call]  # torch's own
+    apply = _Linear.apply if torch.is_grad_enabled() else _kernel().forward
+    out: Tensor = apply(low, weight, bias)
     return out
 
 

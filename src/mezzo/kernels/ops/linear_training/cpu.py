@@ -1,4 +1,4 @@
-"""Linear layers in training on the CPU, with their gradients; `cpu.cpp` computes them."""
+"""Linear layers on the CPU, with their gradients; `cpu.cpp` computes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `input @ weight.T + bias` of operands that `trains_faster` let through.
+    """Return `input @ weight.T + bias` of operands that `takes_linear` let through.
 
     Products are summed in fp32 and rounded once; any number of threads gives the same bits.
 
