@@ -323,7 +323,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     @dynamo_count_apart
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        bound: Bound | None = self.__dict__.get(RECORD)
+        bound: Bound | None = self._mezzo_bound  # type: ignore[assignment]  # read from `__dict__` it is three guards more
         if bound is None:
             return original.forward(self, *args, **kwargs)
         is_inside = _here.plain is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
@@ -341,7 +341,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         return reduced
 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
+    own = {RECORD: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
     own |= replaces_tensors(original, _refuse_other_dtypes)
     refusals = {"__prepare_scriptable__": _refuse_script, "qconfig": property(_no_qconfig, _refuse_quantization)}
     make: Any = type(original)

@@ -228,7 +228,7 @@ def is_linear(module: nn.Module) -> bool:
 def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it is the faster one and nobody looks on."""
     if len(args) != 1 or kwargs or torch.compiler.is_compiling():
-        return type(module)._mezzo_class.forward(module, *args, **kwargs)
+        return nn.Linear.forward(module, *args, **kwargs)
     x, weight, bias = args[0], module.weight, module.bias
     if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
         if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
