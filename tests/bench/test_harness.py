@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.bench import Plan, Result, harness, measure
-from mezzo.bench.harness import Worker, environment_of, schedule
+from mezzo.bench.harness import Worker, check_memory, environment_of, schedule
 from mezzo.bench.measurement import from_json
 from mezzo.bench.workload import PEAK_RATES, Workload
 from mezzo.bench.workloads.bert import Overhead
@@ -103,6 +103,16 @@ def test_a_variant_that_cannot_do_it_is_refused_before_anything_runs(
     assert told == []
 
 
+def test_one_more_variant_needs_the_memory_that_another_took() -> None:
+    for peaks, free in (([], 0), ([5, 3], 5), ([5, 3], None)):
+        check_memory("fp32", peaks, free)
+    with pytest.raises(
+        BenchError, match=r"3\.0 GiB of memory are left for variant fp32 beside 2 others.* takes 5\.0: name fewer"
+    ):
+        check_memory("fp32", [5 * 2**30, 2**30], 3 * 2**30)
+
+
+@pytest.mark.slow
 def test_variants_are_built_only_where_memory_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(harness, "free_memory_bytes", lambda: 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from mezzo.trace import modules
 from mezzo.trace.modules import OUTSIDE, ModuleStack, Place, tensors_in
 
 
@@ -74,6 +75,20 @@ def test_a_part_that_is_called_by_itself_has_its_name_in_the_model_that_holds_it
         assert stack.parameter_name(net.layers[1].weight) == "0.layers.1.weight"
     assert (places[0].root, places[0].module) == ("Sequential", "0.layers.1")
     del system
+
+
+def test_parts_that_are_called_one_by_one_are_looked_for_in_one_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks, walk = [], modules._living_modules
+    monkeypatch.setattr(modules, "_living_modules", lambda: walks.append(1) or walk())  # type: ignore[func-returns-value]
+    parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(6))
+    with followed(None) as (_, places, _):
+        for part in parts:
+            part(torch.ones(1, 3))
+        assert len(walks) == 1
+        late = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        late[0](torch.ones(1, 3))
+    assert len(walks) == 2
+    assert (places[-1].root, places[-1].module) == ("Sequential", "0")
 
 
 def test_modules_that_hold_each_other_are_named_too() -> None:

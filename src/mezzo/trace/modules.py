@@ -6,7 +6,8 @@ import dataclasses
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import current_thread, get_ident
 from typing import Any
 
@@ -96,9 +97,13 @@ def _prepared_around(module: nn.Module) -> nn.Module:
     return root if any(part is module for part in root.modules()) else module
 
 
-def _around(module: nn.Module) -> nn.Module:
+def _living_modules() -> list[weakref.ref[nn.Module]]:
+    """Return every module of the process, from a walk over all of its objects: tens of milliseconds. Host only."""
+    return [weakref.ref(found) for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+
+
+def _around(module: nn.Module, living: Sequence[nn.Module]) -> nn.Module:
     """Return the outermost living module that a module is a part of beside others; the module where there is none. Host only."""
-    living = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     outermost, seen = module, set[int]()
     while True:
         seen.add(id(module))  # modules may hold each other
@@ -141,6 +146,7 @@ class ModuleStack:
     ) -> None:
         self._names: dict[int, tuple[str, str]] = {}
         self._alone: set[type] = set()
+        self._living: list[weakref.ref[nn.Module]] = []
         self._model = model
         self._on_root, self._on_output = on_root, on_output
         self._stack: list[tuple[nn.Module, Place]] = []
@@ -198,7 +204,9 @@ class ModuleStack:
         """Return what a module that is called by itself is a part of; the module where it is a part of nothing."""
         root = _prepared_around(module)
         if root is module and type(module) not in self._alone:
-            root = _around(module)
+            if all(known() is not module for known in self._living):  # made since the last walk
+                self._living = _living_modules()
+            root = _around(module, [one for known in self._living if (one := known()) is not None])
             if root is module and _count(module) == 1:  # a loss may be made anew in each step
                 self._alone.add(type(module))
         return root

@@ -37,23 +37,17 @@ def takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
 
     Host only.
     """
-    if not (
-        is_unwatched() and weight.dim() == 2 <= input.dim()
-    ):  # first: a tracer would record what is asked of shapes
+    # First: a tracer would record what is asked of shapes.
+    if not (is_unwatched() and weight.dim() == 2 <= input.dim()):
         return False
     width, inner = weight.shape
-    if input.numel() * width <= SMALLEST_LINEAR:
+    if input.numel() * width <= SMALLEST_LINEAR or (torch.is_grad_enabled() and not weight.requires_grad):
         return False
-    if torch.is_grad_enabled():
-        if not weight.requires_grad:
-            return False
-    elif weight.dtype is torch.bfloat16 and weight.numel() >= LARGE:
-        if FEW_ROWS * inner < input.numel() < MANY_ROWS * inner:
-            return False
     if input.shape[-1] != inner or inner % 2 or width % 2 or not 0 < input.numel() <= MOST_ROWS * inner or not width:
         return False
     return (
         _padded(width) * _padded(inner) <= WASTE * weight.numel()
+        and (torch.is_grad_enabled() or not _is_laid_out_for_little(weight, input.numel()))
         and _is_takable(input)
         and _is_takable(weight)
         and (bias is None or (bias.shape == (width,) and _is_takable(bias)))
@@ -63,6 +57,11 @@ def takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
 
 def _padded(size: int) -> int:
     return -(-size // 32) * 32
+
+
+def _is_laid_out_for_little(weight: Tensor, numbers: int) -> bool:
+    is_large = weight.dtype is torch.bfloat16 and weight.numel() >= LARGE
+    return is_large and FEW_ROWS < numbers // weight.shape[1] < MANY_ROWS
 
 
 def _is_takable(tensor: Tensor) -> bool:
