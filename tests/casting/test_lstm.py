@@ -261,10 +261,12 @@ def test_functional_gradients_are_torchs(calls: Calls) -> None:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # at every break of a graph
-def test_a_compiled_model_gives_the_same(calls: Calls) -> None:
+def test_a_compiled_model_gives_the_same_and_runs_the_kernel_between_its_graphs(calls: Calls) -> None:
     plain, x = Model(), torch.randn(6, 8, 12)
     wanted = trained(prepared(copy.deepcopy(plain)), x)
+    assert calls == (1, 1)
     model = prepared(plain)
     compiled = torch.compile(model, backend="aot_eager")
     compiled(x).float().square().sum().backward()
+    assert calls == (2, 2)
     assert_alike([p.grad for p in model.parameters() if p.grad is not None], wanted[1:], 0.05)

@@ -328,11 +328,12 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)
         is_inside = _here.plain is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
         own_forward = original.forward if bound.inner is None else bound.inner
-        if is_inside and bound.is_regular:
-            return own_forward(self, *args, **kwargs)
-        if is_inside:
+        if is_inside and not bound.is_regular:
             return _run_inside(bound, self, own_forward, args, kwargs, traced=False)
-        return _run(bound, self, own_forward, args, kwargs)
+        return own_forward(self, *args, **kwargs) if is_inside else _run(bound, self, own_forward, args, kwargs)
+
+    if issubclass(original, nn.LSTM):  # it runs between the compiler's graphs, where mezzo's kernel may
+        dynamo_skip_frame(forward)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)
