@@ -277,19 +277,6 @@ def test_so_few_products_that_torch_calls_no_onednn_are_torchs(is_recorded: bool
 
 
 @needs_pairs
-def test_large_16_bit_weights_for_a_middling_number_of_rows_are_torchs_without_gradients() -> None:
-    def taken(rows: int, width: int = 2048, dtype: torch.dtype = BF16) -> bool:
-        x = torch.empty(rows, 2048, dtype=BF16)
-        return takes_linear(x, torch.empty(width, 2048, dtype=dtype, requires_grad=True))
-
-    assert [rows for rows in (1, 32, 33, 127, 128, 4096) if not taken(rows)] == []
-    with torch.no_grad():
-        assert [rows for rows in (1, 32, 33, 127, 128, 4096) if not taken(rows)] == [33, 127]
-        assert taken(64, dtype=torch.float32)
-        assert taken(64, width=2046)
-
-
-@needs_pairs
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_without_gradients_the_bits_are_those_with(shape: tuple[int, ...], dtype: torch.dtype) -> None:

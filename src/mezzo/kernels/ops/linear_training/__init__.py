@@ -21,10 +21,6 @@ MOST_ROWS = 4096
 """Rows up to which it was found faster; where they are more, both take as long."""
 WASTE = 1.25
 """How many products with 0 may be added, in whole panels of 32 columns, to each that is needed."""
-FEW_ROWS, MANY_ROWS = 32, 128
-"""Rows up to which a weight is read as it lies, and from which laying it out pays by itself."""
-LARGE = 2**22
-"""Elements of a weight stored in bf16 from which laying it out for rows in between takes longer than torch's product."""
 
 
 def takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -47,7 +43,6 @@ def takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
         return False
     return (
         _padded(width) * _padded(inner) <= WASTE * weight.numel()
-        and (torch.is_grad_enabled() or not _is_laid_out_for_little(weight, input.numel()))
         and _is_takable(input)
         and _is_takable(weight)
         and (bias is None or (bias.shape == (width,) and _is_takable(bias)))
@@ -57,11 +52,6 @@ def takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
 
 def _padded(size: int) -> int:
     return -(-size // 32) * 32
-
-
-def _is_laid_out_for_little(weight: Tensor, numbers: int) -> bool:
-    is_large = weight.dtype is torch.bfloat16 and weight.numel() >= LARGE
-    return is_large and FEW_ROWS < numbers // weight.shape[1] < MANY_ROWS
 
 
 def _is_takable(tensor: Tensor) -> bool:
