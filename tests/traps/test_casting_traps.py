@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.tolerance import relative
 from tests.torch_versions import traces_regions
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -166,16 +167,20 @@ def test_s16_stock_a_compiled_backward_ignores_the_fp32_island() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_s16_ours_a_bound_fp32_rule_holds_in_compiled_backward() -> None:
     def gradients(compiled: bool) -> list[torch.Tensor]:
-        """Return the gradients of the island, whose inputs and gradients a compiled layer before it changes by no bit."""
+        """Return the gradients of the layer before the island, then those of the island."""
         torch._dynamo.reset()
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "bf16, module:1=fp32")
         run = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
         amp.backward(run(torch.randn(4, 64)).float().sum())
-        return [p.grad.clone() for p in net[1].parameters() if p.grad is not None]
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
-    assert all(torch.equal(a, b) for a, b in zip(gradients(compiled=False), gradients(compiled=True), strict=True))
+    eager, compiled = gradients(compiled=False), gradients(compiled=True)
+    assert len(eager) == len(compiled) == 4
+    for one, other in zip(eager[:2], compiled[:2], strict=True):  # eager may be a kernel of mezzo's, which rounds less
+        torch.testing.assert_close(one, other, rtol=relative(BF16), atol=relative(BF16) * float(one.abs().max()))
+    assert all(torch.equal(a, b) for a, b in zip(eager[2:], compiled[2:], strict=True))
 
 
 def test_s19_stock_a_request_is_dropped_without_a_word() -> None:
