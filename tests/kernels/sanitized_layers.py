@@ -52,8 +52,8 @@ def check_linear_training(seed: int) -> None:
     """Take a linear layer and its gradients, their operands at the ends of their memory, and look at them."""
     rng = random.Random(seed)
     rows, inner, width = (
-        rng.choice([1, 2, 7, 23, 32, 64, 65, 300]),
-        2 * rng.choice([1, 3, 16, 17, 70]),
+        rng.choice([1, 2, 7, 16, 23, 32, 64, 65, 300, 2050]),
+        2 * rng.choice([1, 3, 16, 17, 70, 300]),
         2 * rng.choice([1, 5, 16, 33, 150]),
     )
     dtype = rng.choice([torch.float32, torch.bfloat16])

@@ -56,7 +56,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 SHAPES = [  # rows, K and N
     (128, 128, 128), (128, 512, 512), (1, 2, 2), (1, 64, 32), (7, 34, 66), (9, 100, 10), (64, 784, 300), (3, 5, 48, 160), (2000, 96, 64),
-    (600, 520, 40), (33, 30, 1030), (8, 300, 2100), (32, 130, 700), (31, 66, 258),
+    (600, 520, 40), (33, 30, 1030), (8, 300, 2100), (32, 130, 700), (31, 66, 258), (47, 1300, 98), (16, 1026, 70), (300, 4200, 34),
 ]  # fmt: skip
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 
@@ -144,7 +144,7 @@ def test_a_gradient_of_the_input_alone_is_torchs() -> None:
 
 @needs_pairs
 @DTYPES
-@pytest.mark.parametrize("shape", [(130, 70, 200), (20, 70, 2100)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 70, 200), (20, 70, 2100), (300, 4200, 34), (70, 1100, 160)], ids=str)
 def test_threads_change_no_bit(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands(shape, dtype)
     grad = torch.randn(shape[0], shape[-1]).to(BF16)

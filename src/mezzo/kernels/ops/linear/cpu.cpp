@@ -15,6 +15,7 @@
 #include "tiles.h"
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
@@ -85,6 +86,9 @@ template <int M, int N> inline void add_products(const Product& p, int64_t first
 }
 
 inline float total(Lanes lanes) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)lanes);
+#endif
   float sums[kLanes];
   std::memcpy(sums, &lanes, sizeof sums);
   for (int half = kLanes / 2; half > 0; half /= 2)

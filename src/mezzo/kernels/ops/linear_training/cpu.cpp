@@ -17,7 +17,9 @@ constexpr int64_t kPanel = 32;     // columns of sums: two registers
 constexpr int64_t kBlock = 64;     // rows that a thread multiplies with one panel after the other
 constexpr int64_t kPanels = 8;     // that it does so with, if they take no more than
 constexpr int64_t kNear = 131072;  // elements
-constexpr int64_t kFew = 32;       // rows for which w is read as it lies
+constexpr int64_t kPiece = 512;    // of a sum, for which w is laid out while what comes next is on its way
+constexpr int64_t kStep = 4;       // pairs of products between calls for it
+constexpr int64_t kFew = 32;       // rows up to which w is read as it lies for dx
 constexpr int64_t kSide = 64;      // rows of w that are read side by side for their sum
 constexpr int64_t kAhead = 128;    // elements of them that are called for before they are read
 
@@ -62,10 +64,10 @@ ON_PAIRS inline __m512i load_low(const float* p, __mmask32 there) {
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-// 32 rows from `first` on to [pairs of columns][32][2].
-template <class T> ON_PAIRS void pack_rows(uint16_t* to, const T* from, const Matrix& m, int64_t first) {
-  for (int64_t column = 0; column < m.columns; column += kPanel) {
-    const __mmask32 there = first_words(m.columns - column);
+// The columns [begin, end) of 32 rows from `first` on to [pairs of columns][32][2].
+template <class T> ON_PAIRS void pack_rows(uint16_t* to, const T* from, const Matrix& m, int64_t first, int64_t begin, int64_t end) {
+  for (int64_t column = begin; column < end; column += kPanel, to += kPanel * kPanel) {
+    const __mmask32 there = first_words(end - column);
     for (int64_t half = 0; half < kPanel; half += 16) {
       __m512i r[16];
 #pragma GCC unroll 16
@@ -75,7 +77,7 @@ template <class T> ON_PAIRS void pack_rows(uint16_t* to, const T* from, const Ma
       }
       transpose(r);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < 16; i++) _mm512_store_si512(to + (column / 2 + i) * 2 * kPanel + 2 * half, r[i]);
+      for (int64_t i = 0; i < 16; i++) _mm512_store_si512(to + i * 2 * kPanel + 2 * half, r[i]);
     }
   }
 }
@@ -196,8 +198,10 @@ struct Product {
   int32_t bias_format;
   int64_t rows, inner, width;
 
-  int64_t panels_at_once(int32_t threads) const {
-    return std::max<int64_t>(1, std::min({kPanels, kNear / panel_size(inner), (panels(width) + threads - 1) / threads}));
+  // Runs of panels that are multiplied together, as many for each thread, and of one length but for one panel.
+  int64_t runs(int32_t threads) const {
+    const int64_t most = std::max<int64_t>(1, std::min(kPanels, kNear / panel_size(inner)));
+    return std::min(panels(width), (panels(width) + most * threads - 1) / (most * threads) * threads);
   }
 };
 
@@ -210,13 +214,60 @@ void read_bias(float* to, const Product& p, int64_t first) {
   }
 }
 
+// What is laid out next, 32 rows of w: its lines of memory are called for, some with each step of the products before.
+template <class T> struct Ahead {
+  const T* from;
+  int64_t row, lines_a_step, line = 0;
+
+  inline void step() {
+    for (int64_t i = 0; i < lines_a_step; i++, line++) __builtin_prefetch(from + line % kPanel * row + line / kPanel * (64 / sizeof(T)), 0, 2);
+  }
+};
+
+// Adds the products of R rows with a piece of a panel to their sums [R][32], or begins them. The last piece's are written.
+template <int R, class T> ON_PAIRS void add_piece(float* sums, bool is_first, const Result* to, const Broadcast& a, const uint16_t* panel, int64_t pairs, Ahead<T>& ahead) {
+  Sums<R> own;
+  if (is_first)
+    own.clear();
+  else
+    own.load(sums, kPanel);
+  const uint16_t* from = a.data;
+  for (int64_t p = 0; p < pairs; p++, from += a.pair, panel += 2 * kPanel) {
+    if (p % kStep == 0) ahead.step();
+    own.add(from, a.row, _mm512_load_si512(panel), _mm512_load_si512(panel + kPanel));
+  }
+  if (to)
+    own.write(*to);
+  else
+    own.store(sums, kPanel);
+}
+
+// Rows [begin, end) of a panel of the result, the sum in pieces of which each is laid out while the next is on its way.
+template <class T> void multiply_pieces(const Product& p, const T* w, int64_t first, int64_t begin, int64_t end) {
+  alignas(64) float bias[kPanel];
+  uint16_t* panel = scratch(kPiece * kPanel + 2 * (end - begin) * kPanel);
+  float* sums = reinterpret_cast<float*>(panel + kPiece * kPanel);
+  read_bias(bias, p, first);
+  for (int64_t k = 0; k < p.inner; k += kPiece) {
+    const int64_t until = std::min(k + kPiece, p.inner), steps = (end - begin + 7) / 8 * ((until - k) / 2 / kStep + 1);
+    const bool is_last = until == p.inner;
+    pack_rows(panel, w, p.w, first, k, until);
+    Ahead<T> ahead{is_last ? w + (first + kPanel) * p.inner : w + first * p.inner + until, p.inner, kPiece * kPanel * int64_t(sizeof(T)) / 64 / steps + 1};
+    by_rows(end - begin, [&](auto count, int64_t done) {
+      const int64_t row = begin + done;
+      const Result to{p.y, kBf16, row * p.width + first, p.width, bias, p.width - first};
+      add_piece<decltype(count)::value>(sums + done * kPanel, k == 0, is_last ? &to : nullptr, {p.x + row * p.inner + k, p.inner, 2}, panel, pairs(until - k), ahead);
+    });
+  }
+}
+
 void multiply(const Product& p, int64_t begin_panel, int64_t end_panel, int64_t begin, int64_t end) {
   const int64_t size = panel_size(p.inner);
   uint16_t* own = p.packed ? nullptr : scratch((end_panel - begin_panel) * size);
   const uint16_t* packed = p.packed ? p.packed + begin_panel * size : own;
   alignas(64) float bias[kPanels * kPanel];
   for (int64_t n = begin_panel; n < end_panel; n++) {
-    if (own) p.w.typed([&](auto* from) { pack_rows(own + (n - begin_panel) * size, from, p.w, n * kPanel); });
+    if (own) p.w.typed([&](auto* from) { pack_rows(own + (n - begin_panel) * size, from, p.w, n * kPanel, 0, p.inner); });
     read_bias(bias + (n - begin_panel) * kPanel, p, n * kPanel);
   }
   for (int64_t block = begin; block < end; block += kBlock)
@@ -228,14 +279,22 @@ void multiply(const Product& p, int64_t begin_panel, int64_t end_panel, int64_t 
       });
 }
 
+// Whether rows of x stay near enough to be read again for each panel: then w is laid out in pieces.
+inline bool is_near(int64_t rows, int64_t inner) { return rows <= 4 * kBlock || rows * inner <= 8 * kNear; }
+
+// Whether w is read as it lies for y: rows are few, and more than 8 at once only where all of them stay in the nearest cache.
+inline bool is_few(int64_t rows, int64_t inner) { return rows <= 8 || (rows <= 16 && rows * inner <= kNear / 8); }
+
 // The threads' shares of a product: panels, and rows where there are more threads than panels. To be called by all of them; none waits.
 void multiply_all(const Product& p, int32_t threads) {
-  const int64_t at_once = p.panels_at_once(threads), all = panels(p.width), groups = (all + at_once - 1) / at_once;
-  const int64_t shares = parts(groups, p.rows / kBlock, threads);
+  const int64_t all = panels(p.width), runs = p.runs(threads), shares = parts(runs, p.rows / kBlock, threads);
 #pragma omp for schedule(static) nowait
-  for (int64_t task = 0; task < groups * shares; task++) {
-    const int64_t group = task / shares, share = task % shares;
-    multiply(p, group * at_once, std::min(all, (group + 1) * at_once), p.rows * share / shares, p.rows * (share + 1) / shares);
+  for (int64_t task = 0; task < runs * shares; task++) {
+    const int64_t run = task / shares, share = task % shares, begin = p.rows * share / shares, end = p.rows * (share + 1) / shares;
+    if (p.packed || !is_near(end - begin, p.inner))
+      multiply(p, all * run / runs, all * (run + 1) / runs, begin, end);
+    else
+      for (int64_t n = all * run / runs; n < all * (run + 1) / runs; n++) p.w.typed([&](auto* w) { multiply_pieces(p, w, n * kPanel, begin, end); });
   }
 }
 
@@ -392,7 +451,7 @@ extern "C" void mezzo_linear_forward(
   const Matrix w{weight, weight_format, width, inner};
   const Product p{y, x, w, nullptr, bias, bias_format, rows, inner, width};
 #pragma omp parallel num_threads(threads)
-  rows <= kFew ? multiply_few(p, threads) : multiply_all(p, threads);
+  is_few(rows, inner) ? multiply_few(p, threads) : multiply_all(p, threads);
 }
 
 // dx [rows][inner], bf16, or null; dw as weight and db [width], or null, in the formats given. grad [rows][width], bf16; inner and width
