@@ -425,13 +425,12 @@ struct Gradient {
 
 // 32 rows from `first` on, which a packed panel of grad gives with the panels [begin, end) of x.
 void differentiate(const Gradient& g, int64_t first, const uint16_t* grad, const uint16_t* x, int64_t begin, int64_t end) {
-  by_rows(std::min(kPanel, g.width - first), [&](auto count, int64_t row) {
-    for (int64_t panel = begin; panel < end; panel++) {
+  for (int64_t panel = begin; panel < end; panel++)
+    by_rows(std::min(kPanel, g.width - first), [&](auto count, int64_t row) {
       const int64_t column = panel * kPanel;
       const Result to{g.to, g.format, (first + row) * g.inner + column, g.inner, kNothing, g.inner - column};
       multiply_panel<decltype(count)::value>(to, {grad + 2 * row, 2, 2 * kPanel}, x + panel * g.pairs * 2 * kPanel, g.pairs);
-    }
-  });
+    });
 }
 
 // Sums of the columns of a packed panel.
