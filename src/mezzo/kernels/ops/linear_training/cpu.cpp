@@ -19,6 +19,7 @@ constexpr int64_t kPanels = 8;     // that it does so with, if they take no more
 constexpr int64_t kNear = 131072;  // elements
 constexpr int64_t kPiece = 512;    // of a sum, for which w is laid out while what comes next is on its way
 constexpr int64_t kStep = 4;       // pairs of products between calls for it
+constexpr int64_t kLong = 32;      // pairs, while which are summed up a line of memory comes
 constexpr int64_t kFew = 32;       // rows up to which w is read as it lies for dx
 constexpr int64_t kSide = 64;      // rows of w that are read side by side for their sum
 constexpr int64_t kAhead = 128;    // elements of them that are called for before they are read
@@ -126,6 +127,16 @@ struct Result {
   int64_t at, row;
   const float* bias;
   int64_t columns;
+
+  // Calls for R rows, to be written: a sum is taken in less time than a line takes to come.
+  template <int R> inline void call_for() const {
+    const int64_t size = format == kFp32 ? 4 : 2;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const char* p = static_cast<const char*>(data) + (at + r * row) * size;
+      __builtin_prefetch(p, 1, 3), __builtin_prefetch(p + 64, 1, 3);
+    }
+  }
 };
 
 // The sums of R rows of 32 columns, in registers.
@@ -178,6 +189,7 @@ constexpr float kNothing alignas(64)[kPanel] = {};
 template <int R> ON_PAIRS void multiply_panel(const Result& to, const Broadcast& a, const uint16_t* panel, int64_t pairs) {
   Sums<R> sums;
   sums.clear();
+  if (pairs >= kLong) to.template call_for<R>();
   const uint16_t* from = a.data;
   for (int64_t p = 0; p < pairs; p++, from += a.pair, panel += 2 * kPanel) sums.add(from, a.row, _mm512_load_si512(panel), _mm512_load_si512(panel + kPanel));
   sums.write(to);
@@ -231,6 +243,7 @@ template <int R, class T> ON_PAIRS void add_piece(float* sums, bool is_first, co
     own.clear();
   else
     own.load(sums, kPanel);
+  if (to) to->template call_for<R>();
   const uint16_t* from = a.data;
   for (int64_t p = 0; p < pairs; p++, from += a.pair, panel += 2 * kPanel) {
     if (p % kStep == 0) ahead.step();
