@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
+from mezzo.casting.mode import CastMode
 from mezzo.kernels import layer_norm, registry, rms_norm
 from mezzo.kernels.ops.layer_norm import reference
 
@@ -224,3 +226,32 @@ def test_penalty_through_a_layer_norm() -> None:
     want = penalty(wide.double(), x.double())
     got = penalty(model, x)
     assert (got - want).abs().max() <= 8 * torch.finfo(BF16).eps * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_kept_casts_do_not_look_at_each_call_inside_a_norm(
+    kind: type[nn.Module], has_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), kind(64))
+    x = torch.randn(8, 64)
+    with torch.set_grad_enabled(has_grad):
+        usual = copy.deepcopy(model)
+        mezzo.prepare(usual, None, "bf16")
+        wanted = usual(x)
+        mezzo.prepare(model, None, "bf16", cache="persistent")
+        seen: list[object] = []
+        ruled = CastMode.__torch_function__
+
+        def seeing(mode: CastMode, func: object, *args: object) -> object:
+            seen.append(func)
+            return ruled(mode, func, *args)
+
+        monkeypatch.setattr(CastMode, "__torch_function__", seeing)
+        assert torch.equal(model(x), wanted)
+        assert seen == [nn.functional.linear]
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            model[1](torch.randn(8, 6, dtype=torch.bfloat16))
+        assert torch.equal(model(x), wanted)
+    assert torch._C._len_torch_function_stack() == 0

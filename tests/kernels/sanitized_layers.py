@@ -27,10 +27,11 @@ def check_linear(seed: int) -> None:
     """Make one product of few rows, its operands at the ends of their memory, and look at it."""
     rng = random.Random(seed)
     rows, inner = rng.randint(1, linear_cpu.most_rows()), rng.choice([1, 7, 32, 65, 300])
-    width = rng.choice([1, 3, 33, 64])
+    width = rng.choice([1, 3, 33, 64, 203])
     x, weight, bias = [torch.randn(shape).bfloat16() for shape in ((rows, inner), (width, inner), (width,))]
-    has_bias = rng.random() < 0.5
+    has_bias, has_large_cache = rng.random() < 0.5, rng.random() < 0.5
     bias *= has_bias
+    linear_cpu.has_large_cache = lambda: has_large_cache  # type: ignore[assignment]  # either
     found = linear_cpu.linear(x, weight, bias if has_bias else None)
     wide = F.linear(x.double(), weight.double(), bias.double())
     sums = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())

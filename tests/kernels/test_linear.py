@@ -26,13 +26,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "SMALLEST", 0)
 
 
-@pytest.fixture(params=[8, 16], ids=["lanes", "tiles"])
+@pytest.fixture(params=[(8, False), (8, True), (16, False)], ids=["lanes, 32 KB", "lanes, 48 KB", "tiles"])
 def most_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows of the kernel that runs: lanes everywhere, tiles where the processor has them."""
-    if request.param == 16 != cpu.most_rows():
+    """Rows of the kernel that runs: lanes everywhere, for either size of cache, tiles where the processor has them."""
+    rows, has_large_cache = request.param
+    if rows == 16 != cpu.most_rows():
         pytest.skip("the processor multiplies no tiles")
-    monkeypatch.setattr(cpu, "most_rows", lambda: request.param)
-    return int(request.param)
+    monkeypatch.setattr(cpu, "most_rows", lambda: rows)
+    monkeypatch.setattr(cpu, "has_large_cache", lambda: has_large_cache)
+    return int(rows)
 
 
 def operands(rows: tuple[int, ...], inner: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +43,7 @@ def operands(rows: tuple[int, ...], inner: int, width: int) -> tuple[Tensor, Ten
 
 @needs_compiler
 @pytest.mark.parametrize("rows", [*[(n,) for n in range(1, 10)], (16,), (), (2, 3), (1, 1)])
-@pytest.mark.parametrize(("inner", "width"), [(1, 1), (15, 3), (64, 33), (129, 70), (6200, 55), (352, 64)])
+@pytest.mark.parametrize(("inner", "width"), [(1, 1), (15, 3), (64, 33), (129, 70), (6200, 55), (352, 64), (1600, 203)])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_it_is_the_product_rounded_once(
     rows: tuple[int, ...], inner: int, width: int, has_bias: bool, most_rows: int

@@ -39,6 +39,22 @@ def test_bars_start_at_zero_and_keep_their_ratio() -> None:
     assert len(heights) >= 2 and math.isclose(heights[1] / heights[0], 3, rel_tol=0.01)
 
 
+@pytest.mark.parametrize("count", [2, 5, 6, 11])
+def test_every_name_of_a_legend_has_room(count: int) -> None:
+    names = [f"prepare-master+compile{n:02}" for n in range(count)]
+    series = tuple(Series(name=name, values=(1.0, 2.0)) for name in names)
+    drawn = draw(Chart(title="c", kind="bars", labels=("a", "b"), unit="x", series=series))
+    width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', drawn).groups())
+    places = [tuple(map(int, re.search(rf'x="(\d+)" y="(\d+)">{re.escape(name)}<', drawn).groups())) for name in names]
+    assert all(0 < x <= width - 5 * len(names[0]) for x, _ in places)
+    assert len(set(places)) == count
+    below = int(re.search(r"translate\(0 (\d+)\)", drawn)[1])
+    assert max(y for _, y in places) == below + 12
+    assert height > below + max(
+        float(y) for y in re.findall(r'<rect x="[^"]*" y="([^"]*)" width="[^"]*" height', drawn)
+    )
+
+
 def test_a_heat_map_is_darkest_where_most_of_a_row_lies() -> None:
     drawn = draw_heat(DOCUMENT.blocks[6])
     found = [float(v) for v in re.findall(r'fill-opacity="([^"]*)"', drawn)]

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters, tracing_state
-from ..casting import LstmMode, casts_to_bf16
+from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters, push_function_mode, tracing_state
+from ..casting import LstmMode, casts_to_bf16, set_casts_aside
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import SMALLEST_LINEAR, is_large_lstm, layer_norm, linear, rms_norm, takes_linear, takes_rms_norm
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
@@ -117,9 +117,16 @@ def run_ruled(
         with regions.region(precision, traced):
             return forward(module, *args, **kwargs)
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
-    norm = None if low is None else _low_norm(module, forward, args, kwargs, low, traced)
-    if norm is not None and num_function_modes() == 0:
-        return norm(module, *args)  # all its ops say their dtype: no region needed
+    norm = None
+    if low is not None and not torch.compiler.is_compiling():
+        casts = set_casts_aside() if num_function_modes() else None
+        try:
+            norm = _low_norm(module, forward, args, kwargs, low, traced)
+            if norm is not None and num_function_modes() == 0:
+                return norm(module, *args)  # all its ops say their dtype: no region needed
+        finally:
+            if casts is not None:
+                push_function_mode(casts)
     with regions.region(precision, traced):
         if norm is not None:
             return norm(module, *args)
@@ -245,7 +252,7 @@ def _low_norm(
     traced: bool,
 ) -> Callable[..., Tensor] | None:
     """Return the form that saves memory in eager mode, of a norm of one tensor that has one."""
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or traced or torch.compiler.is_compiling():
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or traced:
         return None
     if forward is nn.LayerNorm.forward:
         return layer_norm if args[0].dtype is low else None

@@ -81,6 +81,7 @@ class CastMode(TorchFunctionMode):
         self.rows = book.rows
         self.opened = book.opened
         self.cache = cache
+        self.keeps_weights = cache is not None and cache.store is not None  # they are there for a faster kernel, too
         self.standalone = standalone
         self.current = current
         self.suspended = False
@@ -169,7 +170,7 @@ class CastMode(TorchFunctionMode):
         return self.cache.cast(tensor, dtype)
 
     def _below(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is F.linear and self._keeps_weights():
+        if func is F.linear and self.keeps_weights:
             if reads_faster(*args, **kwargs):
                 return small_linear(*args, **kwargs)
             if not torch.is_grad_enabled() and takes_linear(*args, **kwargs):
@@ -182,16 +183,18 @@ class CastMode(TorchFunctionMode):
         finally:
             torch.set_autocast_enabled(device, True)
 
-    def _keeps_weights(self) -> bool:
-        """Whether casts of weights outlive the region: then they are there to be read, by a faster kernel too."""
-        return self.cache is not None and self.cache.store is not None
-
     def _explain(
         self, error: RuntimeError, func: Any, row: OpRow | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         message = mismatch_message(error, getattr(func, "__name__", str(func)), row, (*args, *kwargs.values()))
         if message is not None:
             raise CastError(message) from error
+
+
+def set_casts_aside() -> CastMode | None:
+    """Take the mode off, for ops that say their dtype, if no other one is at work; the caller puts it back. Host only."""
+    modes = function_modes()
+    return pop_function_mode() if len(modes) == 1 and isinstance(modes[0], CastMode) else None
 
 
 def drop_mode(mode: CastMode) -> None:

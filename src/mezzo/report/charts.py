@@ -12,7 +12,7 @@ _PLOT = 190
 _LEFT, _RIGHT, _TOP = 56, 12, 30
 _BAND_HEIGHT, _ROW_HEIGHT, _NAME_WIDTH = 12, 15, 210
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
-_LABELS, _LONGEST = 16, 20
+_LABELS, _LONGEST, _NAMES = 16, 20, 5
 _NEAREST = 1e-300
 _FAINT = 1e-3
 """Share of a row's largest value below which nothing is drawn."""
@@ -137,9 +137,9 @@ def _legend(chart: Chart) -> list[str]:
         return []
     parts = []
     for n, series in enumerate(chart.series):
-        x = _LEFT + 8 + 140 * n
-        parts.append(f'<rect x="{x}" y="3" width="10" height="10" fill="{_COLOURS[n % len(_COLOURS)]}"/>')
-        parts.append(f'<text x="{x + 14}" y="12">{escape(series.name)}</text>')
+        x, y = _LEFT + 8 + 140 * (n % _NAMES), _ROW_HEIGHT * (n // _NAMES)
+        parts.append(f'<rect x="{x}" y="{y + 3}" width="10" height="10" fill="{_COLOURS[n % len(_COLOURS)]}"/>')
+        parts.append(f'<text x="{x + 14}" y="{y + 12}">{escape(series.name)}</text>')
     return parts
 
 
@@ -156,9 +156,11 @@ def draw(chart: Chart) -> str:
     marks = _lines(chart, frame) if chart.kind == "lines" else _columns(chart, frame)
     below = _TOP + _PLOT + 6
     under = below + _BAND_HEIGHT * len(chart.bands)
-    parts = [*_axes(chart, frame), *_bands(chart.bands, frame, below), *marks, *_legend(chart)]
+    parts = [*_axes(chart, frame), *_bands(chart.bands, frame, below), *marks]
     parts += _labels(chart.labels, frame, under + 10)
-    return _svg(chart.title, under + _label_height(chart.labels), parts)
+    more = _ROW_HEIGHT * (max(0, len(chart.series) - 1) // _NAMES)  # of the legend
+    drawn = [f'<g transform="translate(0 {more})">', *parts, "</g>", *_legend(chart)]
+    return _svg(chart.title, more + under + _label_height(chart.labels), drawn)
 
 
 def draw_heat(heat: Heat) -> str:

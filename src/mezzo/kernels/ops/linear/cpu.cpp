@@ -20,9 +20,12 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
-constexpr int64_t kBlock = 24;        // outputs that a thread takes at a time, whole groups of 3 and of 4
 constexpr int64_t kInputs = 12288;    // bytes of x that stay in the first-level cache beside the sums of a block
-constexpr int64_t kAhead = 8;         // groups of outputs whose weights are called for before they are needed
+
+// What a first-level cache of 32 KB holds beside x, and one of 48 KB: outputs that a thread takes at a time, whole groups of 3 and of 4; and
+// how many groups before they are needed, and into which cache, weights are called for.
+struct Small { static constexpr int64_t block = 24, ahead = 8, locality = 2; };
+struct Large { static constexpr int64_t block = 96, ahead = 2, locality = 3; };
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 
@@ -61,10 +64,11 @@ struct Product {
   const uint16_t *x, *weight, *bias;
   uint16_t* out;
   int64_t inner, width;
+  int64_t block = 0;  // outputs that a thread takes at a time
 };
 
 // Adds to N outputs of M rows, from `first` on, their products in [begin, end), and calls for the weights at `next`.
-template <int M, int N> inline void add_products(const Product& p, int64_t first, int64_t begin, int64_t end, const uint16_t* next, Lanes* sums) {
+template <class Cache, int M, int N> inline void add_products(const Product& p, int64_t first, int64_t begin, int64_t end, const uint16_t* next, Lanes* sums) {
   Lanes own[N][M];
   std::memcpy(own, sums, sizeof own);
   const uint16_t* weight = p.weight + first * p.inner;
@@ -72,7 +76,7 @@ template <int M, int N> inline void add_products(const Product& p, int64_t first
     Chunk w[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
-      __builtin_prefetch(next + n * p.inner + k - begin, 0, 2);
+      __builtin_prefetch(next + n * p.inner + k - begin, 0, Cache::locality);
       w[n] = load_chunk(weight + n * p.inner + k);
     }
 #pragma GCC unroll 8
@@ -103,39 +107,48 @@ inline void write_output(const Product& p, int64_t whole, int64_t m, int64_t n, 
   p.out[m * p.width + n] = narrow_bf16(sum);
 }
 
+template <int M> constexpr int64_t kTogether = M > 5 ? 3 : 4;  // outputs whose sums fit the registers
+
 // The outputs in [first, last), one piece of x after the other, so that all rows' piece is read from the nearest cache.
-template <int M> void outputs(const Product& p, int64_t first, int64_t last) {
-  constexpr int N = M > 5 ? 3 : 4;  // sums that fit the registers
+template <class Cache, int M> void outputs(const Product& p, int64_t first, int64_t last) {
+  constexpr int N = kTogether<M>;
   constexpr int64_t piece = kInputs / int64_t(sizeof(Stored)) / M / kStep * kStep;
   const int64_t whole = p.inner / kStep * kStep, groups = std::max<int64_t>(1, (last - first) / N), pieces = (whole + piece - 1) / piece;
-  Lanes sums[kBlock * M] = {};
+  Lanes sums[Cache::block * M];
+  std::memset(sums, 0, sizeof(Lanes) * M * (last - first));
   for (int64_t i = 0; i < pieces; i++) {
     const int64_t begin = i * piece, end = std::min(whole, begin + piece);
     int64_t n = first;
-    for (int64_t group = i * groups + kAhead; n + N <= last; n += N, group++) {
-      const int64_t block = group / groups / pieces, at = first + block * kBlock + group % groups * N;
-      add_products<M, N>(p, n, begin, end, p.weight + at * p.inner + group / groups % pieces * piece, sums + (n - first) * M);
+    for (int64_t group = i * groups + Cache::ahead; n + N <= last; n += N, group++) {
+      const int64_t block = group / groups / pieces, at = first + block * p.block + group % groups * N;
+      add_products<Cache, M, N>(p, n, begin, end, p.weight + at * p.inner + group / groups % pieces * piece, sums + (n - first) * M);
     }
-    for (; n < last; n++) add_products<M, 1>(p, n, begin, end, p.weight + n * p.inner + begin, sums + (n - first) * M);
+    for (; n < last; n++) add_products<Cache, M, 1>(p, n, begin, end, p.weight + n * p.inner + begin, sums + (n - first) * M);
   }
   for (int64_t n = first; n < last; n++)
     for (int m = 0; m < M; m++) write_output(p, whole, m, n, total(sums[(n - first) * M + m]));
 }
 
-template <int M> void product(const Product& p, int32_t threads) {
-  const int64_t blocks = (p.width + kBlock - 1) / kBlock;
+template <class Cache, int M> void product(Product p, int32_t threads) {
+  const int64_t at_once = Cache::block * threads, blocks = (p.width + at_once - 1) / at_once * threads;  // as many for each thread
+  p.block = ((p.width + blocks - 1) / blocks + kTogether<M> - 1) / kTogether<M> * kTogether<M>;
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t block = 0; block < blocks; block++) outputs<M>(p, block * kBlock, std::min(p.width, (block + 1) * kBlock));
+  for (int64_t first = 0; first < p.width; first += p.block) outputs<Cache, M>(p, first, std::min(p.width, first + p.block));
 }
 
-extern "C" void mezzo_linear(const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads) {
+template <class Cache> void product_of(int64_t rows, const Product& p, int32_t threads) {
+  using Rows = void (*)(Product, int32_t);
+  constexpr Rows of[] = {product<Cache, 1>, product<Cache, 2>, product<Cache, 3>, product<Cache, 4>, product<Cache, 5>, product<Cache, 6>, product<Cache, 7>, product<Cache, 8>};
+  of[rows - 1](p, threads);
+}
+
+extern "C" void mezzo_linear(
+    const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads, int32_t has_large_cache) {
   std::vector<Stored> chunks(rows * inner);
   for (int64_t k = 0; k + kStep <= inner; k += kStep)
     for (int64_t m = 0; m < rows; m++)
       for (int64_t i = 0; i < kStep; i++) chunks[k * rows + m * kStep + i] = stored(x[m * inner + k + i]);
-  using Rows = void (*)(const Product&, int32_t);
-  constexpr Rows of[] = {product<1>, product<2>, product<3>, product<4>, product<5>, product<6>, product<7>, product<8>};
-  of[rows - 1]({chunks.data(), x, weight, bias, out, inner, width}, threads);
+  (has_large_cache ? product_of<Large> : product_of<Small>)(rows, {chunks.data(), x, weight, bias, out, inner, width}, threads);
 }
 
 #if defined(MEZZO_TILES)
@@ -188,7 +201,7 @@ ON_TILES void tile_outputs(const Product& p, const uint16_t* pairs, int64_t rows
 }
 
 // As mezzo_linear, for up to 16 rows, where `has_tiles`.
-extern "C" void mezzo_linear_tiles(const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads) {
+extern "C" void mezzo_linear_tiles(const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads, int32_t) {
   std::vector<uint16_t> pairs(rows * inner);
   for (int64_t k = 0; k + 2 <= inner; k += 2)
     for (int64_t m = 0; m < rows; m++) std::memcpy(&pairs[(k * rows) + 2 * m], x + m * inner + k, 4);
@@ -199,7 +212,7 @@ extern "C" void mezzo_linear_tiles(const uint16_t* x, const uint16_t* weight, ui
 #endif
 
 // Rows up to which this is faster than torch's product, in measurements: with tiles, with pairs of bf16 in an instruction, and without.
-extern "C" int64_t mezzo_linear_most_rows() {
+extern "C" int32_t mezzo_linear_most_rows() {
   if (has_tiles()) return 16;
 #if defined(__AVX512BF16__)
   return 8;

@@ -17,17 +17,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `input @ weight.T + bias` of operands that `takes_linear` let through.
-
-    Products are summed in fp32 and rounded once; any number of threads gives the same bits.
-
-    Args:
-        input: [..., K], bf16, without gaps.
-        weight: [N, K], fp32, which is cast on the way, or bf16; without gaps.
-        bias: [N], fp32 or bf16, or None.
-
-    Returns:
-        [..., N], bf16.
+    """Return what `linear` says, of operands without gaps that `takes_linear` let through; any number of threads gives the same bits.
 
     Syncs: no.
     """
