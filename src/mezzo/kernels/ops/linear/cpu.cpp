@@ -23,9 +23,9 @@ constexpr int kLanes = 8;
 constexpr int64_t kInputs = 12288;    // bytes of x that stay in the first-level cache beside the sums of a block
 
 // What a first-level cache of 32 KB holds beside x, and one of 48 KB: outputs that a thread takes at a time, whole groups of 3 and of 4; and
-// how many groups before they are needed, and into which cache, weights are called for.
-struct Small { static constexpr int64_t block = 24, ahead = 8, locality = 2; };
-struct Large { static constexpr int64_t block = 96, ahead = 2, locality = 3; };
+// how many groups before they are needed, into which cache, and from how many rows of x on weights are called for.
+struct Small { static constexpr int64_t block = 24, ahead = 8, locality = 2, rows = 1; };
+struct Large { static constexpr int64_t block = 96, ahead = 2, locality = 3, rows = 3; };
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 
@@ -76,7 +76,7 @@ template <class Cache, int M, int N> inline void add_products(const Product& p, 
     Chunk w[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) {
-      __builtin_prefetch(next + n * p.inner + k - begin, 0, Cache::locality);
+      if (M >= Cache::rows) __builtin_prefetch(next + n * p.inner + k - begin, 0, Cache::locality);
       w[n] = load_chunk(weight + n * p.inner + k);
     }
 #pragma GCC unroll 8
