@@ -92,12 +92,13 @@ template <class Cache, int M, int N> inline void add_products(const Product& p, 
 inline float total(Lanes lanes) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)lanes);
-#endif
+#else
   float sums[kLanes];
   std::memcpy(sums, &lanes, sizeof sums);
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) sums[i] += sums[i + half];
   return sums[0];
+#endif
 }
 
 // Writes an output: its sum, what lies beyond the `whole` part of a row, and the bias.
