@@ -82,6 +82,21 @@ def test_a_prepared_model_takes_it_inside_a_checkpoint_too(how: str, calls: Call
     assert calls.count == 2
 
 
+class SelfAttention(Block):
+    def main(self, x: Tensor) -> Tensor:
+        q = self.first(x).unflatten(-1, (3, -1)).transpose(1, 2)
+        return self.second(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@needs_pairs
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant"])
+def test_layers_of_attention_take_it_too(how: str, calls: Calls) -> None:
+    model, x = SelfAttention(how), torch.randn(4, 8, 64)
+    theirs = autocast(copy.deepcopy(model), x)
+    check_close(trained(prepared(model), x), theirs)
+    assert calls.count == 2
+
+
 @needs_pairs
 def test_a_copy_and_a_pickle_take_it_along(calls: Calls) -> None:
     model, x = prepared(Block()), torch.randn(8, 64)

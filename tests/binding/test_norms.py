@@ -45,7 +45,7 @@ def ops(device: str, weights: torch.dtype | None) -> list[tuple[str, torch.dtype
     with FakeTensorMode(), torch.no_grad():
         options = {"elementwise_affine": False} if weights is None else {"dtype": weights}
         module = nn.LayerNorm(64, device=device, **options)
-        x = torch.empty(512, 64, device=device, dtype=LOW)
+        x = torch.empty(2048, 64, device=device, dtype=LOW)
         with Ops() as seen:
             assert layer_norm(module, x).dtype is LOW
     return seen.seen
@@ -178,12 +178,12 @@ def test_it_keeps_no_fp32_copy() -> None:
     model = bound("bf16", nn.Sequential(nn.Identity(), nn.LayerNorm(64)))
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-        model(torch.randn(512, 64, dtype=BF16, requires_grad=True))
-    assert max(sizes) == 512 * 64 * 2
+        model(torch.randn(2048, 64, dtype=BF16, requires_grad=True))
+    assert max(sizes) == 2048 * 64 * 2
 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16, ops=mezzo"])
-@pytest.mark.parametrize("rows", [32, 512], ids=["small", "large"])
+@pytest.mark.parametrize("rows", [32, 2048], ids=["small", "large"])
 def test_it_is_the_same_without_gradients(policy: str, rows: int) -> None:
     """Both engines, and the three ways a norm runs: with its own backward, without, and as torch's kernel."""
     norm = nn.LayerNorm(64)

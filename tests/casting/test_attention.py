@@ -216,6 +216,29 @@ def test_only_the_innermost_attention_is_watched() -> None:
     assert held == {"BlockAttention": False, "CausalSelfAttention": True, "Linear": False}
 
 
+def test_a_module_whose_code_names_torchs_op_is_one_of_attention() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = [t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.inputs(x).chunk(3, -1)]
+            out: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            return out
+
+    class Mapped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found = map(lambda q: F.scaled_dot_product_attention(q, q, q), [x.unflatten(-1, (4, -1)).transpose(1, 2)])
+            return next(iter(found)).transpose(1, 2).flatten(2)
+
+    class Other(nn.Sequential):
+        pass
+
+    assert [attention.is_attention(kind) for kind in (Block, Mapped, Other, nn.Linear)] == [True, True, False, False]
+    assert kernels(prepared(nn.Sequential(Block(), Other(nn.ReLU()), Mapped())), torch.randn(16, 4, 32)) == [FP32, FP32]
+
+
 @pytest.mark.parametrize(("tokens", "is_watched"), [(8, False), (64, True)])
 def test_ops_of_a_tiny_attention_are_not_watched(
     tokens: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +259,8 @@ def saved_bytes(model: nn.Module, x: Tensor) -> dict[torch.dtype, int]:
     found: dict[torch.dtype, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
+        if not isinstance(tensor, nn.Parameter):
+            found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

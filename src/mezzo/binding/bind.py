@@ -156,9 +156,13 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:
-    if not is_attention(class_names(module)):
+    if not is_attention(_original(module)):
         return False
-    return not any(is_attention(class_names(inner)) for inner in module.modules() if inner is not module)
+    return not any(is_attention(_original(inner)) for inner in module.modules() if inner is not module)
+
+
+def _original(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "_mezzo_class", type(module))
 
 
 def remember(model: nn.Module) -> Callable[[], None]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import num_function_modes
-from ..casting import casts_to_bf16
+from .._torch import num_function_modes, push_function_mode
+from ..casting import AttentionMode, casts_to_bf16, set_mode_aside
 from ..formats import LOW_DTYPES
 from ..kernels import convolution, has_weight_gradient
 
@@ -33,10 +33,15 @@ def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
 
     Syncs: no.
     """
-    operands = _operands(module, *args) if len(args) == 1 and not kwargs else None
-    if operands is None:
-        return type(module)._mezzo_class.forward(module, *args, **kwargs)
-    return convolution(*operands, module.stride, module.padding)
+    mode = set_mode_aside(AttentionMode)
+    try:
+        operands = _operands(module, *args) if len(args) == 1 and not kwargs else None
+        if operands is None:
+            return type(module)._mezzo_class.forward(module, *args, **kwargs)
+        return convolution(*operands, module.stride, module.padding)
+    finally:
+        if mode is not None:
+            push_function_mode(mode)
 
 
 def _operands(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters, push_function_mode, tracing_state
-from ..casting import LstmMode, casts_to_bf16, set_casts_aside
+from ..casting import AttentionMode, CastMode, LstmMode, casts_to_bf16, set_mode_aside
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import SMALLEST_LINEAR, is_large_lstm, layer_norm, linear, rms_norm, takes_linear, takes_rms_norm
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
@@ -119,14 +119,14 @@ def run_ruled(
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
     norm = None
     if low is not None and not torch.compiler.is_compiling():
-        casts = set_casts_aside() if num_function_modes() else None
+        mode = set_mode_aside(CastMode, AttentionMode)
         try:
             norm = _low_norm(module, forward, args, kwargs, low, traced)
             if norm is not None and num_function_modes() == 0:
                 return norm(module, *args)  # all its ops say their dtype: no region needed
         finally:
-            if casts is not None:
-                push_function_mode(casts)
+            if mode is not None:
+                push_function_mode(mode)
     with regions.region(precision, traced):
         if norm is not None:
             return norm(module, *args)
@@ -236,11 +236,16 @@ def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it is the faster one and nobody looks on."""
     if len(args) != 1 or kwargs or torch.compiler.is_compiling():
         return nn.Linear.forward(module, *args, **kwargs)
-    x, weight, bias = args[0], module.weight, module.bias
-    if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
-        if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
-            return linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    mode = set_mode_aside(AttentionMode)
+    try:
+        x, weight, bias = args[0], module.weight, module.bias
+        if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
+            if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
+                return linear(x, weight, bias)
+        return F.linear(x, weight, bias)
+    finally:
+        if mode is not None:
+            push_function_mode(mode)
 
 
 def _low_norm(

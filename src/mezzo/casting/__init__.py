@@ -10,7 +10,8 @@ from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
 from .lstm import LstmMode as LstmMode
 from .lstm import casts_to_bf16 as casts_to_bf16
-from .mode import set_casts_aside as set_casts_aside
+from .mode import CastMode as CastMode
+from .mode import set_mode_aside as set_mode_aside
 from .provenance import backward_message as backward_message
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts

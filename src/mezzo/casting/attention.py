@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._torch import forward_ad_level, functorch_level, has_amx, saved_tensors_hooks, version
@@ -27,9 +29,23 @@ SMALLEST = 2048
 """Elements of the query from which either is: 2.7 times at 4096, 0.7 at 512."""
 
 
-def is_attention(names: tuple[str, ...]) -> bool:
-    """Whether a module is one of attention, by the names of its class and of those above it."""
-    return any(name.endswith("Attention") for name in names)
+def is_attention(cls: type[nn.Module]) -> bool:
+    """Whether modules of a class are of attention: by its name or that of a class above it, or since a method names torch's op. Host only."""
+    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return any(base.__name__.endswith("Attention") for base in own) or any(
+        _names_attention(inspect.unwrap(method).__code__)
+        for base in own
+        for method in vars(base).values()
+        if inspect.isfunction(method)
+    )
+
+
+def _names_attention(code: CodeType) -> bool:
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return not _OPS.isdisjoint(code.co_names) or any(map(_names_attention, inner))
+
+
+_OPS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
 def has_own_attention(device_type: str | None) -> bool:

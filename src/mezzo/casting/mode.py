@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import dynamo_skip_frame, function_modes, pop_function_mode, push_function_mode, saved_tensors_hooks
+from .._torch import (
+    dynamo_skip_frame,
+    function_modes,
+    num_function_modes,
+    pop_function_mode,
+    push_function_mode,
+    saved_tensors_hooks,
+)
 from ..errors import CastError, ForbiddenOpError
 from ..kernels import linear, reads_faster, small_linear, takes_linear
 from ..policy import OpRow, Rule
@@ -191,10 +198,10 @@ class CastMode(TorchFunctionMode):
             raise CastError(message) from error
 
 
-def set_casts_aside() -> CastMode | None:
-    """Take the mode off, for ops that say their dtype, if no other one is at work; the caller puts it back. Host only."""
-    modes = function_modes()
-    return pop_function_mode() if len(modes) == 1 and isinstance(modes[0], CastMode) else None
+def set_mode_aside(*kinds: type[TorchFunctionMode]) -> TorchFunctionMode | None:
+    """Take a mode of one of these kinds off, for ops that it would leave alone, if no other one is at work; the caller puts it back. Host only."""
+    modes = function_modes() if num_function_modes() == 1 else []
+    return pop_function_mode() if modes and isinstance(modes[0], kinds) else None
 
 
 def drop_mode(mode: CastMode) -> None:

@@ -2,26 +2,16 @@
 //   y = x' w,  x' = x r,  r = 1 / sqrt(mean(x x) + eps),
 //   dx = r (g w - x' mean(g w x')),  dw = the sum over rows of g x'.
 // Of layer norm x' is (x - mean(x)) r, mean(g w) goes off inside the brackets, and db is the sum over rows of g.
-// Arithmetic is fp32, results are rounded once. Sums of a row run over lanes, those of dw and db over kRows rows, then over the rows of a part, then in
+// Arithmetic is fp32, results are rounded once. Sums of a row run over 16 lanes, those of dw and db over kRows rows, then over the rows of a part, then in
 // fp64 over parts, which the shape alone decides: any number of threads gives the same bits.
 
 #include <algorithm>
 
 #include "batch.h"
+#include "lanes.h"
 
-constexpr int64_t kLanes = 64;
 constexpr int64_t kRows = 64;
-
-template <class Term> inline float sum_of(int64_t size, const Term& term) {
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes)
-    for (int64_t k = 0; k < kLanes; k++) lanes[k] += term(i + k);
-  for (; i < size; i++) lanes[i % kLanes] += term(i);
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t k = 0; k < half; k++) lanes[k] += lanes[k + half];
-  return lanes[0];
-}
+constexpr int kTogether = 4;  // rows whose sums are taken at a time, so that those of dw and db are read and written once for all
 
 struct Rows {
   const void *x, *grad;
@@ -43,37 +33,73 @@ std::vector<Part> parts_of_rows(int64_t rows, int64_t size) {
 template <int X, int Y> void forward(const Rows& r, int64_t row) {
   const char* x = static_cast<const char*>(r.x) + row * r.size * width(X);
   auto* out = static_cast<uint16_t*>(r.out) + row * r.size;
-  const float* weight = r.weight;
-  const float squares = sum_of(r.size, [=](int64_t i) { return load<X>(x, i) * load<X>(x, i); });
-  const float rstd = r.rstd[row] = 1.0f / std::sqrt(squares / float(r.size) + r.eps);
-  for (int64_t i = 0; i < r.size; i++) out[i] = narrow<Y>(load<X>(x, i) * rstd * weight[i]);
+  Floats squares = {};
+  by_lanes(r.size, [&](int64_t i, int64_t count) {
+    const Floats one = load_lanes<X>(x, i, count);
+    squares = fused(one, one, squares);
+  });
+  const float rstd = r.rstd[row] = 1.0f / std::sqrt(sum_of(squares) / float(r.size) + r.eps);
+  by_lanes(r.size, [&](int64_t i, int64_t count) {
+    store_lanes<Y>(out, i, count, load_lanes<X>(x, i, count) * rstd * load_lanes<kFp32>(r.weight, i, count));
+  });
 }
 
-template <int X, int Y, bool CENTRED> void backward(const Rows& r, int64_t row, float* sums) {
-  const char* x = static_cast<const char*>(r.x) + row * r.size * width(X);
-  const auto* grad = static_cast<const uint16_t*>(r.grad) + row * r.size;
-  char* grad_x = static_cast<char*>(r.grad_x) + row * r.size * width(X);
-  const float *weight = r.weight, rstd = r.rstd[row], mean = CENTRED ? r.mean[row] : 0.0f;
-  const auto x_hat = [=](int64_t i) { return (CENTRED ? load<X>(x, i) - mean : load<X>(x, i)) * rstd; };
-  const auto weighted = [=](int64_t i) { return load<Y>(grad, i) * weight[i]; };
-  const float along = sum_of(r.size, [=](int64_t i) { return weighted(i) * x_hat(i); }) / float(r.size);
-  const float across = CENTRED ? sum_of(r.size, weighted) / float(r.size) : 0.0f;
-  for (int64_t i = 0; i < r.size; i++) {
-    const float dx = rstd * ((CENTRED ? weighted(i) - across : weighted(i)) - x_hat(i) * along);
-    if constexpr (X == kFp32) reinterpret_cast<float*>(grad_x)[i] = dx;
-    else reinterpret_cast<uint16_t*>(grad_x)[i] = narrow<X>(dx);
+// What backward reads of a row.
+template <int X, int Y, bool CENTRED> struct Kept {
+  const void *x, *grad;
+  float rstd, mean;
+
+  Kept() = default;
+  Kept(const Rows& r, int64_t row)
+      : x(static_cast<const char*>(r.x) + row * r.size * width(X)),
+        grad(static_cast<const uint16_t*>(r.grad) + row * r.size),
+        rstd(r.rstd[row]), mean(CENTRED ? r.mean[row] : 0.0f) {}
+
+  Floats g(int64_t i, int64_t count) const { return load_lanes<Y>(grad, i, count); }
+  Floats centred(int64_t i, int64_t count) const {
+    const Floats one = load_lanes<X>(x, i, count);
+    return CENTRED ? one - mean : one;
   }
-  for (int64_t i = 0; i < r.size; i++) sums[i] += load<Y>(grad, i) * x_hat(i);
-  if constexpr (CENTRED)
-    for (int64_t i = 0; i < r.size; i++) sums[r.size + i] += load<Y>(grad, i);
+};
+
+// Adds N rows' parts of dw and db to `sums`, and writes their dx.
+template <int X, int Y, bool CENTRED, int N> void backward(const Rows& r, int64_t row, float* sums) {
+  Kept<X, Y, CENTRED> kept[N];
+  Floats along[N] = {}, across[N] = {};
+  for (int n = 0; n < N; n++) kept[n] = {r, row + n};
+  by_lanes(r.size, [&](int64_t i, int64_t count) {
+    const Floats weight = load_lanes<kFp32>(r.weight, i, count);
+    Floats dw = load_lanes<kFp32>(sums, i, count), db = {};
+    if (CENTRED) db = load_lanes<kFp32>(sums + r.size, i, count);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) {
+      const Floats g = kept[n].g(i, count), x_hat = kept[n].centred(i, count) * kept[n].rstd, weighted = g * weight;
+      along[n] = fused(weighted, x_hat, along[n]);
+      dw = fused(g, x_hat, dw);
+      if (CENTRED) across[n] += weighted, db += g;
+    }
+    store_lanes<kFp32>(sums, i, count, dw);
+    if (CENTRED) store_lanes<kFp32>(sums + r.size, i, count, db);
+  });
+  for (int n = 0; n < N; n++) {
+    const float rstd = kept[n].rstd, of_x = -rstd * rstd * (sum_of(along[n]) / float(r.size)), rest = -rstd * (sum_of(across[n]) / float(r.size));
+    char* grad_x = static_cast<char*>(r.grad_x) + (row + n) * r.size * width(X);
+    by_lanes(r.size, [&](int64_t i, int64_t count) {
+      const Floats weighted = kept[n].g(i, count) * load_lanes<kFp32>(r.weight, i, count);
+      store_lanes<X>(grad_x, i, count, fused(weighted, Floats{} + rstd, fused(kept[n].centred(i, count), Floats{} + of_x, Floats{} + rest)));
+    });
+  }
 }
 
 template <int X, int Y, bool CENTRED> void backward(const Rows& r, const Part& part, float* total) {
   std::vector<float> sums((1 + CENTRED) * r.size);
   const int64_t end = part.start + part.size / r.size;
   for (int64_t first = part.start; first < end; first += kRows) {
+    const int64_t last = std::min(first + kRows, end);
     std::fill(sums.begin(), sums.end(), 0.0f);
-    for (int64_t row = first; row < std::min(first + kRows, end); row++) backward<X, Y, CENTRED>(r, row, sums.data());
+    int64_t row = first;
+    for (; row + kTogether <= last; row += kTogether) backward<X, Y, CENTRED, kTogether>(r, row, sums.data());
+    for (; row < last; row++) backward<X, Y, CENTRED, 1>(r, row, sums.data());
     for (size_t i = 0; i < sums.size(); i++) total[i] += sums[i];
   }
 }
