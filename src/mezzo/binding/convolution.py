@@ -51,10 +51,12 @@ def _operands(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | 
     if not (casts_to_bf16() and module.groups == 1 and module.padding_mode == "zeros" and module.dilation == (1, 1)):
         return None
     weight, bias = module.weight, module.bias
-    given = (x, weight) if bias is None else (x, weight, bias)
-    if not (all([one.dtype in _CASTABLE for one in given]) and _is_pair(module.stride) and _is_pair(module.padding)):
+    if not (_is_pair(module.stride) and _is_pair(module.padding)):
         return None
     if not has_weight_gradient(x, weight, bias, module.stride, module.padding):
+        return None
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if not all([one.dtype in _CASTABLE for one in given]):
         return None
     low = [one.to(torch.bfloat16) for one in given]
     return low[0], low[1], low[2] if len(low) == 3 else None

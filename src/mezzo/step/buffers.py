@@ -5,151 +5,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor, nn
 
 from .._torch import NormBase, active_ddp, functorch_level, own_buffers, tree_leaves
-from ..stamp import Stamp
-from .copies import choose_, copies_of, is_plain
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """A buffer as it was.
-
-    Attributes:
-        stamp: of the tensor then; None for a buffer of None.
-        value: what it held.
-        is_registered: whether the module had such a buffer.
-    """
-
-    stamp: Stamp | None
-    value: Tensor | None
-    is_registered: bool = True
-
-    def is_of(self, buffer: Tensor | None) -> bool:
-        """Whether a buffer is the tensor that was copied, as it was. Host only."""
-        return self.is_registered and _is_current(self.stamp, buffer)
-
-    def is_finite(self) -> bool:
-        """Whether there was a value of numbers that can be looked at, and no inf or NaN in it. Syncs: yes."""
-        return self.value is not None and is_plain(self.value) and bool(self.value.isfinite().all())
-
+from ..stamp import version_of
+from .buffer_slot import ABSENT, Copy, Slot, is_alike, restore_, stamp_of, take_copies
 
 _FIRST_FORWARDS = 3
 """Forwards after which the values of buffers are compared too, not only their versions."""
-ABSENT = Copy(None, None, is_registered=False)
+_Look = tuple[Sequence[object], Sequence[int | None]]
+"""Buffers at one moment, and their versions."""
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A place for a buffer in a module.
-
-    Attributes:
-        name: in the model.
-        module: that owns it.
-        key: its name there.
-        is_statistic: written without a new version: by batch norm's kernel, or by a forward through `.data`.
-        copy: the newest copy.
-        is_stale: a statistic that may have been written since.
-        dtype: that it had at first, or that a forward gave it.
-    """
-
-    name: str
-    module: nn.Module
-    key: str
-    is_statistic: bool
-    copy: Copy = ABSENT
-    is_stale: bool = False
-    dtype: torch.dtype | None = None
-    _left: Stamp | None = None
-
-    @property
-    def buffer(self) -> Tensor | None:
-        """The tensor that is there now. Host only."""
-        return own_buffers(self.module).get(self.key)
-
-    def leave(self, assigned: bool = False) -> None:
-        """Take the buffer as it is for the last that is known of it. Host only.
-
-        Args:
-            assigned: if it is another tensor, a forward put it there.
-        """
-        buffer = self.buffer
-        if buffer is not None and self.dtype is not None and self._left is not None and self._left.is_current(buffer):
-            return
-        is_another = buffer is not None and (self._left is None or not self._left.is_of(buffer))
-        if buffer is not None and (self.dtype is None or (assigned and is_another)):
-            self.dtype = buffer.dtype
-        self._left = _stamp(buffer)
-
-    def is_foreign(self) -> bool:
-        """Whether somebody wrote or replaced the buffer since the step left it. Host only."""
-        return not _is_current(self._left, self.buffer)
-
-    def is_moved(self, before: Copy) -> bool:
-        """Whether the buffer is not, or may not be, what it was in a copy. Host only."""
-        return self.is_stale or (self.is_statistic and before is not self.copy) or not before.is_of(self.buffer)
-
-    def restore(self, before: Copy, void: Tensor | bool) -> None:
-        """Give the buffer back what it was, where `void` is true.
-
-        Writes: the buffer, or the module's. Syncs: only if shape or dtype are others now.
-        """
-        buffer, value = self.buffer, before.value
-        if isinstance(void, Tensor) and buffer is not None and value is not None and is_alike(value, buffer):
-            own_buffers(self.module)[self.key] = torch.where(void.to(buffer.device), value, buffer.detach())
-        elif bool(void):
-            if before.is_registered:
-                own_buffers(self.module)[self.key] = None if value is None else value.clone()
-            else:
-                delattr(self.module, self.key)
-
-
-def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
-    """Give buffers back what they were, where `void` is true: those of a dtype and device that stayed in place at once.
-
-    Writes: the buffers. Syncs: only if shape or dtype of one are others now.
-    """
-    if isinstance(void, Tensor):
-        void = void != 0
-    if void is False:
-        return
-    in_place: list[tuple[Tensor, Tensor]] = []
-    for slot, before in slots:
-        buffer, value = slot.buffer, before.value
-        is_in_place = buffer is not None and before.stamp is not None and before.stamp.is_of(buffer)
-        if buffer is not None and value is not None and is_in_place and is_alike(value, buffer):
-            in_place.append((value, buffer))
-        else:
-            slot.restore(before, void)
-    choose_(in_place, void)
-
-
-def take_copies(slots: Sequence[Slot]) -> None:
-    """Copy the buffers of slots as they are. Writes: the slots. Syncs: no."""
-    buffers = [slot.buffer for slot in slots]
-    values = iter(copies_of([buffer for buffer in buffers if buffer is not None]))
-    for slot, buffer in zip(slots, buffers, strict=True):
-        slot.copy, slot.is_stale = Copy(_stamp(buffer), None if buffer is None else next(values)), False
-
-
-def is_alike(value: Tensor | None, buffer: Tensor | None) -> bool:
-    """Whether two tensors can be copied into each other: plain ones of one shape, dtype and device. Host only."""
-    if value is None or buffer is None or value.dtype is not buffer.dtype or value.device != buffer.device:
-        return False
-    return is_plain(value) and is_plain(buffer) and value.shape == buffer.shape
-
-
-def _stamp(buffer: Tensor | None) -> Stamp | None:
-    return None if buffer is None else Stamp.of(buffer)
-
-
-def _is_current(stamp: Stamp | None, buffer: Tensor | None) -> bool:
-    return stamp is None if buffer is None else stamp is not None and stamp.is_current(buffer)
+def _is_same(one: _Look, other: _Look) -> bool:
+    return len(one[0]) == len(other[0]) and one[1] == other[1] and all(map(is_, one[0], other[0]))
 
 
 class _Forward:
@@ -195,12 +68,15 @@ class Buffers:
         self._used: list[_Forward] = []
         self._alive: list[weakref.ref[_Forward]] = []
         self._count = 0
+        self._renewed: _Look | None = None
+        self._found: tuple[_Look, list[tuple[Slot, Copy]], set[str]] | None = None
         self.rescan()
         self.forgive()
 
     def rescan(self) -> None:
         """Find the buffers anew, since modules or buffers came or went. Host only."""
         known, self.slots = self.slots, {}
+        self._left: _Look | None = None
         for prefix, module in self._model.named_modules():
             for key in own_buffers(module):
                 name = f"{prefix}.{key}" if prefix else key
@@ -249,14 +125,11 @@ class Buffers:
 
     def written(self) -> list[Tensor]:
         """Return the floating buffers that the step may have written and must be finite. Syncs: no."""
-        return [
-            buffer
-            for slot, before in self._moved()
-            if slot.name not in self._exempt
-            and (buffer := slot.buffer) is not None
-            and buffer.is_floating_point()
-            and is_alike(before.value, buffer)
-        ]
+        moved, unlike = self._find()
+        self._found = None if self._left is None else (self._left, moved, unlike)
+        names = self._exempt | unlike
+        buffers = [slot.buffer for slot, _ in moved if slot.name not in names]
+        return [buffer for buffer in buffers if buffer is not None and buffer.is_floating_point()]
 
     def settle(self, void: Tensor | bool) -> None:
         """Close the transaction: give the buffers that the step wrote their old values if it is void.
@@ -266,8 +139,9 @@ class Buffers:
 
         Writes: the buffers. Syncs: only where one has another shape or dtype than before.
         """
-        moved = self._moved()
-        self._exempt |= {slot.name for slot, before in moved if not is_alike(before.value, slot.buffer)}
+        found = self._found if self._found is not None and self._found[0] is self._left and self._is_left() else None
+        moved, unlike = self._find() if found is None else found[1:]
+        self._exempt |= unlike
         if moved:
             restore_(moved, void)
         self._close()
@@ -287,9 +161,9 @@ class Buffers:
         self._used.clear()
         self._alive.clear()
         for name, slot in self.slots.items():
-            slot.copy, slot.is_stale = Copy(_stamp(slot.buffer), copies[name].value), False
+            slot.copy, slot.is_stale = Copy(stamp_of(slot.buffer), copies[name].value), False
             slot.leave()
-        self._last = self._copies()
+        self._left, self._last = None, self._copies()
 
     def abandon(self) -> None:
         """Forget the backward passes so far; a forward whose loss is still to come stays known. Host only."""
@@ -331,6 +205,11 @@ class Buffers:
         alive = [forward for ref in self._alive if (forward := ref()) is not None]
         return [*alive, *(forward for forward in self._used if forward not in alive)]
 
+    def _find(self) -> tuple[list[tuple[Slot, Copy]], set[str]]:
+        """Return the buffers that the step wrote, with what they were, and the names of those that are no longer like it."""
+        moved = self._moved()
+        return moved, {slot.name for slot, before in moved if not is_alike(before.value, slot.buffer)}
+
     def _moved(self) -> list[tuple[Slot, Copy]]:
         """Return the buffers that the step wrote, with what they were."""
         forwards = self._used or self._open()  # of a backward that raised on its way to the output
@@ -338,13 +217,15 @@ class Buffers:
             return [(slot, self._last[name]) for name, slot in self.slots.items() if slot.is_moved(self._last[name])]
         before = min(forwards, key=lambda forward: forward.number).before
         slots = [(slot, before.get(name, ABSENT)) for name, slot in self.slots.items()]
-        return [(slot, was) for slot, was in slots if slot.is_moved(was) and not slot.is_foreign()]
+        is_left = self._is_left()
+        return [(slot, was) for slot, was in slots if slot.is_moved(was) and (is_left or not slot.is_foreign())]
 
     def _notice_others(self) -> None:
         """Take what somebody else wrote since the step last left the buffers for what was there before it."""
+        if self._is_left():
+            return
         foreign = [slot for slot in self.slots.values() if slot.is_foreign()]
-        for slot in foreign:
-            slot.leave()
+        self._leave_slots()
         forwards = self._open() if foreign else []
         ddp = active_ddp() if forwards else None
         if not forwards or (ddp is not None and ddp.broadcast_buffers):  # which sends what the step wrote
@@ -363,6 +244,7 @@ class Buffers:
                 slot.is_statistic = slot.is_stale = True
 
     def _expect_statistics(self) -> None:
+        self._found = None
         for slot in self.slots.values():
             slot.is_stale = slot.is_stale or (slot.is_statistic and slot.module.training)
 
@@ -370,11 +252,30 @@ class Buffers:
         """Take the buffers as they are for what the step made of them."""
         if sum(map(len, self.registries)) != self._num_registered:
             self.rescan()
-        for slot in self.slots.values():
-            slot.leave(assigned=True)
+        self._leave_slots(assigned=True)
+
+    def _look(self) -> _Look:
+        """Return the buffers as they are. Host only: of all of them at once, since a step asks five times."""
+        buffers = [slot.buffer for slot in self.slots.values()]
+        return buffers, [None if buffer is None else version_of(buffer) for buffer in buffers]
+
+    def _is_left(self) -> bool:
+        """Whether all buffers are as the step left them, none of them foreign. Host only."""
+        return self._left is not None and _is_same(self._look(), self._left)
+
+    def _leave_slots(self, assigned: bool = False) -> None:
+        now = self._look()
+        before: _Look = ([ABSENT] * len(now[0]), now[1]) if self._left is None else self._left
+        for slot, buffer, version, was, old in zip(self.slots.values(), *now, *before, strict=True):
+            if buffer is not was or version != old:
+                slot.leave(assigned)
+        self._left = now
 
     def _renew(self) -> None:
-        take_copies([slot for slot in self.slots.values() if slot.is_stale or not slot.copy.is_of(slot.buffer)])
+        is_stale = any([slot.is_stale for slot in self.slots.values()])
+        if is_stale or self._renewed is None or self._renewed is not self._left:
+            take_copies([slot for slot in self.slots.values() if slot.is_stale or not slot.copy.is_of(slot.buffer)])
+            self._renewed = self._left
 
     def _copies(self) -> dict[str, Copy]:
         return {name: slot.copy for name, slot in self.slots.items()}
@@ -382,7 +283,7 @@ class Buffers:
     def _close(self) -> None:
         self._used.clear()
         self._alive.clear()
-        for slot in self.slots.values():
-            slot.leave()
+        self._found = None
+        self._leave_slots()
         self._renew()
         self._last = self._copies()

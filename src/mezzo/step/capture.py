@@ -15,7 +15,7 @@ from ..casting import weight_casts
 from ..errors import StepError, first_line
 from ..formats import describe
 from ..kernels import GraphTables
-from .buffers import Copy
+from .buffer_slot import Copy
 from .capture_rules import (
     held_tensors,
     host_values,

@@ -37,22 +37,22 @@ def has_weight_gradient(input: Tensor, weight: Tensor, bias: Tensor | None, stri
 
     Host only.
     """
-    if not (is_unwatched() and input.dim() == weight.dim() == 4 and torch.is_grad_enabled() and weight.requires_grad):
+    if not (input.dim() == weight.dim() == 4 and 0 < input.shape[2] * input.shape[3] <= LARGEST):
         return False
-    (batch, inside, height, width), (outside, _, *taps) = input.shape, weight.shape
+    (batch, inside, height, width), (outside, own, *taps) = input.shape, weight.shape
     rows, columns = [
         (size + 2 * pad - tap) // step + 1
         for size, pad, tap, step in zip((height, width), padding, taps, stride, strict=True)
     ]
-    products = batch * rows * columns * weight.numel()
+    if min(rows, columns) <= 0 or own != inside or batch * rows * columns * weight.numel() < SMALLEST:
+        return False
     in_blocks = _padded(batch, 2) * _padded(inside, 8) * _padded(outside, 32)
     return (
-        weight.shape[1] == inside
-        and 0 < height * width <= LARGEST
-        and min(rows, columns) > 0
-        and products >= SMALLEST
-        and (math.prod(taps) > math.prod(stride) or input.numel() <= MOST_PIXELS)
+        (math.prod(taps) > math.prod(stride) or input.numel() <= MOST_PIXELS)
         and in_blocks <= WASTE * batch * inside * outside
+        and torch.is_grad_enabled()
+        and weight.requires_grad
+        and is_unwatched()
         and all([is_readable(one) for one in (input, weight, *([] if bias is None else [bias]))])
         and bool(_kernel().is_faster())
     )
