@@ -239,10 +239,9 @@ def test_a_module_whose_code_names_torchs_op_is_one_of_attention() -> None:
     assert kernels(prepared(nn.Sequential(Block(), Other(nn.ReLU()), Mapped())), torch.randn(16, 4, 32)) == [FP32, FP32]
 
 
-@pytest.mark.parametrize(("tokens", "is_watched"), [(8, False), (64, True)])
-def test_ops_of_a_tiny_attention_are_not_watched(
-    tokens: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What modules of attention call, as far as they are watched."""
     seen: list[Any] = []
     watch = attention.AttentionMode.__torch_function__
 
@@ -251,8 +250,40 @@ def test_ops_of_a_tiny_attention_are_not_watched(
         return watch(self, func, *rest)
 
     monkeypatch.setattr(attention.AttentionMode, "__torch_function__", noted)
+    return seen
+
+
+@pytest.mark.parametrize(("tokens", "is_watched"), [(8, False), (64, True)])
+def test_ops_of_a_tiny_attention_are_not_watched(tokens: int, is_watched: bool, watched: list[Any]) -> None:
     prepared(CausalSelfAttention())(torch.randn(1, tokens, 32))
-    assert bool(seen) is is_watched
+    assert bool(watched) is is_watched
+
+
+class FormulaAttention(CausalSelfAttention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("model", "modes"),
+    [
+        (CausalSelfAttention(), [True, True]),
+        (FormulaAttention(), [False, False]),
+        (CausalSelfAttention(dropout_p=0.1), [False, False]),
+        (nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True), [False, True]),
+    ],
+    ids=["torchs", "formula", "dropout", "dropout in training"],
+)
+def test_a_module_that_never_calls_torchs_op_without_dropout_is_not_watched_for_long(
+    model: nn.Module, modes: list[bool], watched: list[Any]
+) -> None:
+    model, x = prepared(model), torch.randn(1, 64, 32)
+    for training, is_watched in zip([True, False], modes, strict=True):
+        model.train(training)
+        for _ in range(4):
+            watched.clear()
+            model(x, x, x, need_weights=False) if isinstance(model, nn.MultiheadAttention) else model(x)
+        assert bool(watched) is is_watched
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> dict[torch.dtype, int]:

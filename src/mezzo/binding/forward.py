@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -134,6 +135,7 @@ class Bound:
         is_root: whether it is the module that was prepared.
         inner: what is called in place of the class's forward: one that the module had, or one op that computes the same.
         attends: whether attention inside it runs mezzo's way.
+        idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
         first: where the module's first parameter stands, once somebody asked: a registry and the name there.
     """
@@ -144,6 +146,7 @@ class Bound:
     is_root: bool = False
     inner: Callable[..., Any] | None = None
     attends: bool = False
+    idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
     is_regular: bool = field(init=False)
     first: _Place | None = field(default=None, init=False, repr=False)
 
@@ -251,9 +254,28 @@ def _run_inside(
     if bound.own is None:
         if not bound.attends or traced or is_exporting() or not is_large(args, kwargs):
             return forward(module, *args, **kwargs)
-        with AttentionMode(module.training):
-            return forward(module, *args, **kwargs)
+        if is_compiling():
+            with AttentionMode(module.training):
+                return forward(module, *args, **kwargs)
+        return _watch(bound, module, forward, args, kwargs)
     return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
+
+
+_MOST_IDLE = 3
+"""Calls of a module of attention that met none, by a formula of its own or with dropout, after which its ops are no longer watched."""
+
+
+@dynamo_skip_frame
+def _watch(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run a module of attention under `AttentionMode`, unless that never had anything to do, in training or in evaluation."""
+    is_training = module.training
+    if bound.idle[is_training] >= _MOST_IDLE:
+        return forward(module, *args, **kwargs)
+    mode = AttentionMode(is_training)
+    with mode:
+        out = forward(module, *args, **kwargs)
+    bound.idle[is_training] = -sys.maxsize if mode.has_met else bound.idle[is_training] + 1
+    return out
 
 
 @dynamo_skip_frame

@@ -75,11 +75,15 @@ class AttentionMode(TorchFunctionMode):
     Args:
         trains: a backward pass may follow although gradients are off, as in a reentrant checkpoint's first run.
 
+    Attributes:
+        has_met: whether there was a call that may run its own way, one without dropout; not known of compiled ones.
+
     Syncs: no.
     """
 
     def __init__(self, trains: bool = False) -> None:
         super().__init__()
+        self.has_met = False
         self.has_grad = torch.is_grad_enabled()  # a reentrant checkpoint's first run has none
         self.trains = trains or self.has_grad
 
@@ -111,6 +115,8 @@ class AttentionMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        if not (dropout_p or torch.compiler.is_compiling()):
+            self.has_met = True
         inputs, low = (query, key, value), torch.get_autocast_dtype("cpu")
         is_plain = not dropout_p and torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs))
         takes = is_plain and query.numel() >= SMALLEST
