@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -151,12 +152,13 @@ def bound(policy: str, model: nn.Module) -> nn.Module:
     return mezzo.prepare(model, None, policy).model
 
 
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(64), lambda: nn.GroupNorm(8, 64)], ids=["layer", "group"])
 @pytest.mark.parametrize("low", [BF16, FP16])
 @pytest.mark.parametrize("rows", [1, 4096])
-def test_it_sums_in_fp32_in_both_directions(low: torch.dtype, rows: int) -> None:
-    """torch's own 16-bit kernel gets weight gradients over 4096 rows 12 % wrong on the CPU."""
+def test_it_sums_in_fp32_in_both_directions(low: torch.dtype, rows: int, make: Callable[[], nn.Module]) -> None:
+    """torch's own 16-bit kernel of layer norm gets weight gradients over 4096 rows 12 % wrong on the CPU."""
     name = {BF16: "bf16", FP16: "fp16"}[low]
-    norm = nn.LayerNorm(64)
+    norm = make()
     nn.init.normal_(norm.weight)
     exact = twin(norm).double()
     model = bound(f"{name}, output=none", nn.Sequential(nn.Identity(), norm))
@@ -174,8 +176,9 @@ def test_it_sums_in_fp32_in_both_directions(low: torch.dtype, rows: int) -> None
         torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-5, atol=limit)
 
 
-def test_it_keeps_no_fp32_copy() -> None:
-    model = bound("bf16", nn.Sequential(nn.Identity(), nn.LayerNorm(64)))
+@pytest.mark.parametrize("norm", [nn.LayerNorm(64), nn.GroupNorm(8, 64)], ids=["layer", "group"])
+def test_it_keeps_no_fp32_copy(norm: nn.Module) -> None:
+    model = bound("bf16", nn.Sequential(nn.Identity(), norm))
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
         model(torch.randn(2048, 64, dtype=BF16, requires_grad=True))
@@ -211,8 +214,8 @@ def test_evaluation_of_a_small_input_copies_nothing() -> None:
     torch.testing.assert_close(out, wide, rtol=torch.finfo(BF16).eps, atol=0)
 
 
-def test_penalty_through_a_layer_norm() -> None:
-    norm = nn.LayerNorm(8)
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8)], ids=["layer", "group"])
+def test_penalty_through_a_norm(norm: nn.Module) -> None:
     nn.init.normal_(norm.weight)
     wide, model = twin(norm), bound("bf16", nn.Sequential(nn.Identity(), norm))
     x = torch.randn(5, 8).to(BF16)
@@ -226,6 +229,28 @@ def test_penalty_through_a_layer_norm() -> None:
     want = penalty(wide.double(), x.double())
     got = penalty(model, x)
     assert (got - want).abs().max() <= 8 * torch.finfo(BF16).eps * want.abs().max()
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_group_norm_of_pictures_is_torchs_kernel_where_that_sums_in_fp32(layout: Any, has_weight: bool) -> None:
+    """Without weights it keeps its sums in 16 bit, so it is given fp32."""
+    norm = nn.GroupNorm(4, 16, affine=has_weight)
+    if has_weight:
+        nn.init.normal_(norm.weight)
+    x, seed = torch.randn(2, 3, 16, 5, 7).to(BF16)
+    x = x.to(memory_format=layout)
+    model, exact = bound("bf16, output=none", nn.Sequential(nn.Identity(), norm)), twin(norm).double()
+    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
+    with Ops() as seen:
+        out = model(a)
+    out.backward(seed)
+    want = exact(b)
+    want.backward(seed.double())
+    assert ("native_group_norm", BF16 if has_weight else FP32) in seen.seen
+    eps = torch.finfo(BF16).eps
+    torch.testing.assert_close(out.double(), want, rtol=eps, atol=eps)
+    torch.testing.assert_close(a.grad.double(), b.grad, rtol=eps, atol=eps * float(b.grad.abs().max()))
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])

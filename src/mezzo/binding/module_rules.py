@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters, push_function_mode, tracing_state
 from ..casting import AttentionMode, CastMode, LstmMode, casts_to_bf16, set_mode_aside
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels import SMALLEST_LINEAR, is_large_lstm, layer_norm, linear, rms_norm, takes_linear, takes_rms_norm
+from ..kernels import (
+    SMALLEST_LINEAR,
+    group_norm,
+    is_large_lstm,
+    layer_norm,
+    linear,
+    rms_norm,
+    takes_linear,
+    takes_rms_norm,
+)  # fmt: skip
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
 from .hand_written import HandWrittenRMSNorm
 
@@ -261,6 +270,8 @@ def _low_norm(
         return None
     if forward is nn.LayerNorm.forward:
         return layer_norm if args[0].dtype is low else None
+    if forward is nn.GroupNorm.forward:
+        return group_norm if args[0].dtype is low and args[0].is_cpu and module.weight is not None else None
     return _rms_norm(module, forward, args[0], low) if _own_dtype(module) in (torch.float32, args[0].dtype) else None
 
 

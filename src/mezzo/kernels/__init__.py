@@ -37,6 +37,7 @@ from .ops.gradients import norm_and_finite as norm_and_finite
 from .ops.gradients.check import LateNorm as LateNorm
 from .ops.gradients.check import values as values
 from .ops.gradients.reference import CHUNK as CHUNK
+from .ops.layer_norm import group_norm as group_norm
 from .ops.layer_norm import layer_norm as layer_norm
 from .ops.layer_norm import rms_norm as rms_norm
 from .ops.layer_norm import takes_rms_norm as takes_rms_norm

@@ -97,6 +97,22 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     return _norm(x, shape, weight, bias, eps, True, x.dtype)
 
 
+def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
+    """Apply a group norm that has weights to a 16-bit input on the CPU: torch's own kernel, whose arithmetic and sums are fp32 beside fp32 weights.
+
+    Args:
+        module: weight and bias of any floating dtype.
+        x: shape (batch, channels, ...); fp16 or bf16.
+
+    Returns:
+        The shape and dtype of `x`, rounded once.
+
+    Syncs: no.
+    Source: Wu and He 2018.
+    """
+    return F.group_norm(x, module.num_groups, as_fp32(module.weight), as_fp32(module.bias), module.eps)
+
+
 def takes_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -> bool:
     """Whether `rms_norm` takes these operands in fewer passes than torch's ops: a compiled kernel, or Triton's for fp32 weights.
 
