@@ -17,6 +17,7 @@ from ..distributed import class_names
 from ..errors import PolicyError
 from ..policy import FP32_RULES, CacheName, Policy, Rule
 from .convolution import is_convolution, run_convolution
+from .equal_ops import equal_op
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import hand_written_gelu, hand_written_rms_norm
 from .module_rules import FUSED, Precision, is_linear, run_linear, run_lstm, run_unfused
@@ -144,15 +145,19 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
     """Return what runs in place of the forward of a module's class, if anything does."""
     if isinstance(module, FUSED):
         return run_unfused
-    if binding.has_own_ops and own is None and isinstance(module, nn.LSTM):
-        return run_lstm
-    if binding.has_own_ops and own is None and is_convolution(module):
-        return run_convolution
-    if binding.has_own_ops and own is None and is_linear(module):
-        return run_linear
+    if binding.has_own_ops and own is None and (run := _own_op(module)) is not None:
+        return run
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None
     return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)
+
+
+def _own_op(module: nn.Module) -> Callable[..., Any] | None:
+    if isinstance(module, nn.LSTM):
+        return run_lstm
+    if is_convolution(module):
+        return run_convolution
+    return run_linear if is_linear(module) else equal_op(module)
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
@@ -13,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import forward_ad_level, functorch_level, has_amx, saved_tensors_hooks, version
+from .._torch import forward_ad_level, functorch_level, has_amx, is_unwatched, saved_tensors_hooks, version
 from ..formats import LOW_DTYPES, describe
-from ..kernels import attention, has_gradients
+from ..kernels import attention, draws_faster, dropout, has_gradients, takes_dropout
 from .frame import bind_recompute
 from .op_rule_table import decomposed_composites
 
@@ -94,6 +95,8 @@ class AttentionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
+        if func is F.dropout:
+            return self._drop(*args, **kwargs)
         if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             with self:
                 return decomposed_composites()[func](*args, **kwargs)
@@ -115,11 +118,14 @@ class AttentionMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if not (dropout_p or torch.compiler.is_compiling()):
-            self.has_met = True
         inputs, low = (query, key, value), torch.get_autocast_dtype("cpu")
-        is_plain = not dropout_p and torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs))
-        takes = is_plain and query.numel() >= SMALLEST
+        draws = dropout_p > 0 and draws_faster()
+        if not (torch.compiler.is_compiling() or (dropout_p and not draws)):
+            self.has_met = True
+        takes = torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs)) and query.numel() >= SMALLEST
+        if takes and draws and _is_well_formed(*inputs, attn_mask, is_causal, enable_gqa):
+            return _dropped(query.to(low), key.to(low), value.to(low), attn_mask, dropout_p, is_causal, scale)
+        takes = takes and not dropout_p
         is_own = takes and self.trains and low is torch.bfloat16
         is_own = is_own and has_gradients(*inputs, attn_mask, is_causal, enable_gqa)
         if not (is_own or (takes and not torch.compiler.is_compiling() and self._gains(key))):
@@ -132,11 +138,58 @@ class AttentionMode(TorchFunctionMode):
             return attention(query.to(low), key.to(low), value.to(low), attn_mask, is_causal, scale)
         return _wide(inputs, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa).to(low)
 
+    def _drop(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if torch.compiler.is_compiling() or inplace or not training or not takes_dropout(input, p):
+            return F.dropout(input, p, training, inplace)
+        self.has_met = True
+        return dropout(input, p)
+
     def _gains(self, key: Tensor) -> bool:
         """Whether the fp32 kernel is faster than torch's 16-bit one for so many keys."""
         if has_amx():
             return self.trains and key.shape[-2:].numel() <= LARGEST_BESIDE_TILES
         return key.shape[-2] <= LONGEST
+
+
+def _is_well_formed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> bool:
+    """Whether torch takes these for attention, and nobody looks on."""
+    if not (query.dim() == key.dim() == value.dim() == 4 and is_unwatched()):
+        return False
+    (batch, heads, _, width), kv_heads = query.shape, key.shape[1]
+    is_plain = mask is None or (type(mask) is Tensor and mask.is_cpu and not is_causal)
+    shares = kv_heads == heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0)
+    return is_plain and shares and key.shape[:3] == value.shape[:3] and key.shape[::3] == (batch, width)
+
+
+def _dropped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Return torch's formula of attention with dropout, to the bit, but for how fast its random numbers are drawn.
+
+    Source: torch, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math.
+    """
+    low, groups = query.dtype, query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.to(low).float()
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        if is_causal:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device="cpu").tril()
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.where(mask, 0.0, -math.inf)
+        wide, keys, values = query.float(), key.float(), value.float()
+        if groups > 1:
+            keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        root = math.sqrt(abs(scale))
+        scores = (wide * math.copysign(root, scale)) @ (keys * root).transpose(-2, -1)
+        weights = torch._safe_softmax(scores if mask is None else scores.add_(mask), -1)
+        weights = dropout(weights, p) if takes_dropout(weights, p) else torch.dropout(weights, p, True)
+        return (weights @ values).to(low)
+    finally:
+        torch.set_autocast_enabled("cpu", True)
 
 
 def _wide(inputs: Sequence[Tensor], mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:

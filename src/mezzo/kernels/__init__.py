@@ -31,6 +31,9 @@ from .ops.decision import CLIP_EPS as CLIP_EPS
 from .ops.decision import decision_slots as decision_slots
 from .ops.decision import num_decided as num_decided
 from .ops.decision import pack_decision as pack_decision
+from .ops.dropout import draws_faster as draws_faster
+from .ops.dropout import dropout as dropout
+from .ops.dropout import takes_dropout as takes_dropout
 from .ops.gradients import GradientCheck as GradientCheck
 from .ops.gradients import ScaledGradients as ScaledGradients
 from .ops.gradients import norm_and_finite as norm_and_finite

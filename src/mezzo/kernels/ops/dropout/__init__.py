@@ -1,0 +1,63 @@
+"""Dropout on the CPU: torch's random numbers, to the bit and in torch's order, drawn in a fraction of the time."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...._torch import is_unwatched
+from ... import registry
+from ...dtensor import PLAIN
+from ...operands import FORMATS
+
+SMALLEST = 1 << 13
+"""Elements from which on reading and writing the generator's state, 25 us, is made up for."""
+
+
+def takes_dropout(input: Tensor, p: float) -> bool:
+    """Whether `dropout` takes an input, is the faster one, and is seen by nobody.
+
+    Args:
+        input: any tensor.
+        p: probability of 0.
+
+    Host only.
+    """
+    return (
+        input.numel() >= SMALLEST
+        and 0 < p < 1
+        and type(input) in PLAIN
+        and input.is_cpu
+        and input.dtype in FORMATS
+        and is_unwatched()
+        and draws_faster()
+    )
+
+
+def draws_faster() -> bool:
+    """Whether mezzo draws the random numbers of torch's dropout faster than torch does on this CPU. Host only."""
+    return bool(_kernel().is_faster())
+
+
+def _kernel() -> ModuleType:
+    return registry.choose("dropout", torch.device("cpu"), torch.bfloat16).module
+
+
+def dropout(input: Tensor, p: float) -> Tensor:
+    """Return what torch's dropout returns in training, to the bit, of an input for which `takes_dropout` says yes.
+
+    For backward waits, as with torch's, what is multiplied with.
+
+    Args:
+        input: fp32, fp16 or bf16, of any shape.
+        p: probability of 0.
+
+    Returns:
+        The shape and dtype of `input`.
+
+    Writes: the state of torch's default generator. Syncs: no.
+    """
+    out: Tensor = input * _kernel().noise(input, p)
+    return out

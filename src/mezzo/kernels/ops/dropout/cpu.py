@@ -1,0 +1,78 @@
+"""The random numbers of torch's dropout on the CPU, drawn by `cpu.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends.cpp.build import library
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def noise(like: Tensor, p: float) -> Tensor:
+    """Return what dropout multiplies with: 0 with probability p, else 1 / (1 - p), rounded as torch rounds it.
+
+    Args:
+        like: a plain tensor of the CPU, fp32, fp16 or bf16.
+        p: above 0 and below 1.
+
+    Returns:
+        The shape, dtype and layout of `like`.
+
+    Writes: the state of torch's default generator, as `torch.dropout` leaves it. Syncs: no.
+    """
+    out = torch.empty_like(like, requires_grad=False)
+    kept = _kept(p, like.dtype)
+    while True:
+        before = torch.default_generator.get_state()
+        after = before.clone()
+        _draw(after, out, 1 - p, kept)
+        if torch.equal(torch.default_generator.get_state(), before):  # no other thread has drawn meanwhile
+            torch.default_generator.set_state(after)
+            return out
+
+
+@functools.cache
+def is_faster() -> bool:
+    """Whether torch draws one number after the other here, and these are those: on processors of Intel it has another way. Host only."""
+    generator = torch.Generator().manual_seed(1)
+    wanted, found = torch.empty(1000, device="cpu"), torch.empty(1000, device="cpu")
+    state = generator.get_state()
+    if state.nbytes < ctypes.sizeof(_State):
+        return False
+    wanted.bernoulli_(0.7, generator=generator)
+    _draw(state, found, 0.7, _bits(torch.ones((), device="cpu")))
+    return torch.equal(found, wanted) and torch.equal(state, generator.get_state())
+
+
+class _State(ctypes.Structure):
+    _fields_ = (("head", ctypes.c_uint64 * 3), ("words", ctypes.c_uint64 * 624))
+
+
+def _draw(state: Tensor, out: Tensor, chance: float, kept: int) -> None:
+    limit = math.ceil(chance * 2**53)
+    _function()(state.data_ptr(), out.data_ptr(), out.numel(), limit, kept, out.element_size())
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(p: float, dtype: torch.dtype) -> int:
+    return _bits(torch.ones((), dtype=dtype, device="cpu").div_(1 - p))
+
+
+def _bits(value: Tensor) -> int:
+    return int(value.view(torch.int32 if value.element_size() == 4 else torch.int16)) & 0xFFFFFFFF
+
+
+@functools.cache
+def _function() -> Any:
+    function = library(SOURCE).mezzo_dropout_draw
+    function.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32]
+    function.restype = None
+    return function
