@@ -11,6 +11,7 @@ is the shape of a model, such as a transformer of four layers, a mixture of expe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
@@ -197,14 +198,18 @@ class Recommender(nn.Module):
 def mlp(*widths: int, norm: Callable[[int], nn.Module] | None = None) -> nn.Sequential:
     """Return linear layers with ReLU, and norms, between them."""
     parts: list[nn.Module] = []
-    for inside, outside in zip(widths[:-2], widths[1:-1], strict=True):
+    for inside, outside in itertools.pairwise(widths[:-1]):
         parts += [nn.Linear(inside, outside), *([norm(outside)] if norm else []), nn.ReLU()]
     return nn.Sequential(*parts, nn.Linear(*widths[-2:]))
 
 
 def flat(*parts: nn.Module) -> nn.Sequential:
     """Return parts, the mean of each channel, and ten scores."""
-    pools: Mapping[int, nn.Module] = {1: nn.AdaptiveAvgPool1d(1), 2: nn.AdaptiveAvgPool2d(1), 3: nn.AdaptiveAvgPool3d(1)}
+    pools: Mapping[int, nn.Module] = {
+        1: nn.AdaptiveAvgPool1d(1),
+        2: nn.AdaptiveAvgPool2d(1),
+        3: nn.AdaptiveAvgPool3d(1),
+    }
     last: Any = [one for one in parts if hasattr(one, "out_channels")][-1]
     return nn.Sequential(*parts, pools[last.weight.dim() - 2], nn.Flatten(), nn.Linear(last.out_channels, 10))
 
@@ -321,17 +326,31 @@ def main() -> int:
     chosen = [name.replace("; ", ", ") for name in args.models.split(",")]
     if unknown := [name for name in chosen if name not in names]:
         parser.error(f"no model is called {unknown[0]!r}; --list names them")
-    print(f"torch {torch.__version__}, {args.threads} threads, {platform.processor() or platform.machine()}, memory kept")
+    print(
+        f"torch {torch.__version__}, {args.threads} threads, {platform.processor() or platform.machine()}, memory kept"
+    )
     print(f"{'model':28s}  torch.autocast  {'  '.join(f'{policy:>12s}' for policy in POLICIES)}")
     for name in chosen:
-        command = [sys.executable, __file__, "--one", name, "--seconds", str(args.seconds), "--threads", str(args.threads)]
+        command = [
+            sys.executable,
+            __file__,
+            "--one",
+            name,
+            "--seconds",
+            str(args.seconds),
+            "--threads",
+            str(args.threads),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             print(f"{name:28s}  failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         base = found["torch.autocast"]
-        print(f"{name:28s}  {base:11.2f} ms  {'  '.join(f'{base / found[policy]:11.2f}x' for policy in POLICIES)}", flush=True)
+        print(
+            f"{name:28s}  {base:11.2f} ms  {'  '.join(f'{base / found[policy]:11.2f}x' for policy in POLICIES)}",
+            flush=True,
+        )
     return 0
 
 

@@ -281,6 +281,8 @@ function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 push_function_mode: Callable[[Any], None] = _push_mode
 pop_function_mode: Callable[[], Any] = _pop_mode
 """Without these a region of the function mode cannot be left while another one is inside it."""
+safe_softmax = torch._safe_softmax
+"""Softmax of attention: a row of -inf gives zeros."""
 functorch_level = peek_interpreter_stack
 """The innermost vmap, grad or jvp; None outside. A cached cast must not outlive it."""
 is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor

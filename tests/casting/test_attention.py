@@ -265,18 +265,21 @@ class FormulaAttention(CausalSelfAttention):
 
 
 @pytest.mark.parametrize(
-    ("model", "modes"),
+    ("model", "draws", "modes"),
     [
-        (CausalSelfAttention(), [True, True]),
-        (FormulaAttention(), [False, False]),
-        (CausalSelfAttention(dropout_p=0.1), [False, False]),
-        (nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True), [False, True]),
+        (CausalSelfAttention(), False, [True, True]),
+        (FormulaAttention(), True, [False, False]),
+        (CausalSelfAttention(dropout_p=0.1), False, [False, False]),
+        (CausalSelfAttention(dropout_p=0.1), True, [True, True]),
+        (nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True), False, [False, True]),
     ],
-    ids=["torchs", "formula", "dropout", "dropout in training"],
+    ids=["torchs", "formula", "dropout", "dropout that mezzo draws", "dropout in training"],
 )
-def test_a_module_that_never_calls_torchs_op_without_dropout_is_not_watched_for_long(
-    model: nn.Module, modes: list[bool], watched: list[Any]
+def test_a_module_that_never_calls_torchs_op_is_not_watched_for_long(
+    model: nn.Module, draws: bool, modes: list[bool], watched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor one that calls it with dropout alone, where mezzo does not draw the numbers."""
+    monkeypatch.setattr(attention, "draws_faster", lambda: draws)
     model, x = prepared(model), torch.randn(1, 64, 32)
     for training, is_watched in zip([True, False], modes, strict=True):
         model.train(training)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import num_function_modes, push_function_mode
-from ..casting import AttentionMode, casts_to_bf16, set_mode_aside
+from ..casting import AttentionMode, casts_to_bf16
 from ..formats import LOW_DTYPES
 from ..kernels import convolution, has_weight_gradient
+from .module_rules import set_mode_aside
 
 
 def is_convolution(module: nn.Module) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import is_unwatched, num_function_modes, push_function_mode
-from ..casting import AttentionMode, set_mode_aside
+from ..casting import AttentionMode
 from ..kernels import dropout, takes_dropout
+from .module_rules import set_mode_aside
 
 SMALLEST_POOL = 1 << 14
 """Elements of an input from which on two copies cost less than they save."""

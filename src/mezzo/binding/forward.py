@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from .._torch import (
     replaces_tensors,
     saved_tensors_hooks,
 )
-from ..casting import AttentionMode, autocast, bind_recompute, has_own_attention, is_large
+from ..casting import autocast, bind_recompute, has_own_attention, is_large, run_attention
 from ..errors import StepError, listed
 from ..formats import dtype_name
 from ..policy import FP32_RULES, CacheName, Policy
@@ -254,28 +253,8 @@ def _run_inside(
     if bound.own is None:
         if not bound.attends or traced or is_exporting() or not is_large(args, kwargs):
             return forward(module, *args, **kwargs)
-        if is_compiling():
-            with AttentionMode(module.training):
-                return forward(module, *args, **kwargs)
-        return _watch(bound, module, forward, args, kwargs)
+        return run_attention(bound.idle, module, forward, args, kwargs)
     return run_ruled(bound.binding, bound.own, module, forward, args, kwargs, traced)
-
-
-_MOST_IDLE = 3
-"""Calls of a module of attention that met none, by a formula of its own or with dropout, after which its ops are no longer watched."""
-
-
-@dynamo_skip_frame
-def _watch(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run a module of attention under `AttentionMode`, unless that never had anything to do, in training or in evaluation."""
-    is_training = module.training
-    if bound.idle[is_training] >= _MOST_IDLE:
-        return forward(module, *args, **kwargs)
-    mode = AttentionMode(is_training)
-    with mode:
-        out = forward(module, *args, **kwargs)
-    bound.idle[is_training] = -sys.maxsize if mode.has_met else bound.idle[is_training] + 1
-    return out
 
 
 @dynamo_skip_frame

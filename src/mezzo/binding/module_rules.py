@@ -15,8 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch import TREE_NODES, is_unwatched, num_function_modes, own_parameters, push_function_mode, tracing_state
-from ..casting import AttentionMode, CastMode, LstmMode, casts_to_bf16, set_mode_aside
+from .._torch import (
+    TREE_NODES,
+    function_modes,
+    is_unwatched,
+    num_function_modes,
+    own_parameters,
+    pop_function_mode,
+    push_function_mode,
+    tracing_state,
+)
+from ..casting import AttentionMode, CastMode, LstmMode, casts_to_bf16
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import (
     SMALLEST_LINEAR,
@@ -27,7 +36,7 @@ from ..kernels import (
     rms_norm,
     takes_linear,
     takes_rms_norm,
-)  # fmt: skip
+)
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
 from .hand_written import HandWrittenRMSNorm
 
@@ -97,6 +106,12 @@ def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
             nest[key] = cast_floating(item, dtype)
         return nest
     return value
+
+
+def set_mode_aside(*kinds: type[Any]) -> Any:
+    """Take a function mode of one of these kinds off, for ops that it leaves alone, if no other one is at work; the caller puts it back. Host only."""
+    modes = function_modes() if num_function_modes() == 1 else []
+    return pop_function_mode() if modes and isinstance(modes[0], kinds) else None
 
 
 def run_ruled(

@@ -4,6 +4,7 @@ from .attention import AttentionMode as AttentionMode
 from .attention import has_own_attention as has_own_attention
 from .attention import is_attention as is_attention
 from .attention import is_large as is_large
+from .attention import run_attention as run_attention
 from .cast_cache import weight_casts as weight_casts
 from .frame import bind_recompute as bind_recompute
 from .function import custom_bwd as custom_bwd
@@ -11,7 +12,6 @@ from .function import custom_fwd as custom_fwd
 from .lstm import LstmMode as LstmMode
 from .lstm import casts_to_bf16 as casts_to_bf16
 from .mode import CastMode as CastMode
-from .mode import set_mode_aside as set_mode_aside
 from .provenance import backward_message as backward_message
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
@@ -14,7 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import forward_ad_level, functorch_level, has_amx, is_unwatched, saved_tensors_hooks, version
+from .._torch import (
+    dynamo_pass_through,
+    forward_ad_level,
+    functorch_level,
+    has_amx,
+    is_unwatched,
+    safe_softmax,
+    saved_tensors_hooks,
+    version,
+)
 from ..formats import LOW_DTYPES, describe
 from ..kernels import attention, draws_faster, dropout, has_gradients, takes_dropout
 from .frame import bind_recompute
@@ -60,6 +70,36 @@ def is_large(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
         if isinstance(given, Tensor) and given.numel() >= SMALLEST:
             return True
     return False
+
+
+_MOST_IDLE = 3
+"""Calls of a module of attention that met none, by a formula of its own or with dropout, after which its ops are no longer watched."""
+
+
+@dynamo_pass_through
+def run_attention(
+    idle: list[int], module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Run a module of attention under `AttentionMode`, unless that never had anything to do.
+
+    Args:
+        idle: calls that met none, in evaluation and in training; far below 0 once there was one.
+        module: of attention.
+        forward: of the module.
+        args: of the call.
+        kwargs: of the call.
+
+    Writes: `idle`.
+    """
+    is_training, is_compiling = module.training, torch.compiler.is_compiling()
+    if not is_compiling and idle[is_training] >= _MOST_IDLE:
+        return forward(module, *args, **kwargs)
+    mode = AttentionMode(is_training)
+    with mode:
+        out = forward(module, *args, **kwargs)
+    if not is_compiling:
+        idle[is_training] = -sys.maxsize if mode.has_met else idle[is_training] + 1
+    return out
 
 
 class AttentionMode(TorchFunctionMode):
@@ -185,7 +225,7 @@ def _dropped(
             keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         root = math.sqrt(abs(scale))
         scores = (wide * math.copysign(root, scale)) @ (keys * root).transpose(-2, -1)
-        weights = torch._safe_softmax(scores if mask is None else scores.add_(mask), -1)
+        weights = safe_softmax(scores if mask is None else scores.add_(mask), -1)
         weights = dropout(weights, p) if takes_dropout(weights, p) else torch.dropout(weights, p, True)
         return (weights @ values).to(low)
     finally:

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from .._torch import (
     dynamo_skip_frame,
     function_modes,
-    num_function_modes,
     pop_function_mode,
     push_function_mode,
     saved_tensors_hooks,
@@ -196,12 +195,6 @@ class CastMode(TorchFunctionMode):
         message = mismatch_message(error, getattr(func, "__name__", str(func)), row, (*args, *kwargs.values()))
         if message is not None:
             raise CastError(message) from error
-
-
-def set_mode_aside(*kinds: type[TorchFunctionMode]) -> TorchFunctionMode | None:
-    """Take a mode of one of these kinds off, for ops that it would leave alone, if no other one is at work; the caller puts it back. Host only."""
-    modes = function_modes() if num_function_modes() == 1 else []
-    return pop_function_mode() if modes and isinstance(modes[0], kinds) else None
 
 
 def drop_mode(mode: CastMode) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...backends.cpp.build import library
+from ...operands import addresses_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -43,12 +44,12 @@ def noise(like: Tensor, p: float) -> Tensor:
 def is_faster() -> bool:
     """Whether torch draws one number after the other here, and these are those: on processors of Intel it has another way. Host only."""
     generator = torch.Generator().manual_seed(1)
-    wanted, found = torch.empty(1000, device="cpu"), torch.empty(1000, device="cpu")
+    wanted, found = [torch.empty(1000, dtype=torch.float32, device="cpu") for _ in range(2)]
     state = generator.get_state()
     if state.nbytes < ctypes.sizeof(_State):
         return False
     wanted.bernoulli_(0.7, generator=generator)
-    _draw(state, found, 0.7, _bits(torch.ones((), device="cpu")))
+    _draw(state, found, 0.7, _bits(torch.ones((), dtype=torch.float32, device="cpu")))
     return torch.equal(found, wanted) and torch.equal(state, generator.get_state())
 
 
@@ -58,7 +59,7 @@ class _State(ctypes.Structure):
 
 def _draw(state: Tensor, out: Tensor, chance: float, kept: int) -> None:
     limit = math.ceil(chance * 2**53)
-    _function()(state.data_ptr(), out.data_ptr(), out.numel(), limit, kept, out.element_size())
+    _function()(*addresses_of([state, out]), out.numel(), limit, kept, out.element_size())
 
 
 @functools.lru_cache(maxsize=64)

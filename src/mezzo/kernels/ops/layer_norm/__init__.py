@@ -159,7 +159,9 @@ def rms_norm(
 def _is_small(x: Tensor, training: bool) -> bool:
     """Whether torch's ops are quicker; a checkpoint's first run, without gradients, is to give what its second does."""
     size = x.numel()
-    return size < SMALL_ON_CPU and (size < SMALL or x.is_cpu) and (torch.is_grad_enabled() or training)
+    if size >= SMALL_ON_CPU or not (torch.is_grad_enabled() or training):
+        return False
+    return size < SMALL or choose("layer_norm", x.device, x.dtype).backend == "cpu"
 
 
 def _norm(
