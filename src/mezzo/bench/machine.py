@@ -27,6 +27,13 @@ def _said(*command: str) -> str:
         return ""
 
 
+def _model() -> str:
+    """Return the name of the processor; a name without a number, as rented machines have, with what tells its generation."""
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    kind = [f"{key.removeprefix('cpu ')} {_cpuinfo(key)}" for key in ("cpu family", "model") if _cpuinfo(key)]
+    return name if any(map(str.isdigit, name)) or not kind else f"{name} ({', '.join(kind)})"
+
+
 def _cpuinfo(key: str) -> str:
     path = Path("/proc/cpuinfo")
     found = re.search(rf"^{key}\s*:\s*(.*)$", path.read_text(), re.MULTILINE) if path.exists() else None
@@ -51,7 +58,7 @@ def cpu() -> dict[str, Any]:
     """Return model, cores, memory, load and the flags that matter for 16 bit of this machine's CPU."""
     flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
     return {
-        "model": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "model": _model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "flags": [flag for flag in CPU_FLAGS if flag in flags],
