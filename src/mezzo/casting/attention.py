@@ -44,7 +44,7 @@ def is_attention(cls: type[nn.Module]) -> bool:
     """Whether modules of a class are of attention: by its name or that of a class above it, or since a method names torch's op. Host only."""
     own = cls.__mro__[: cls.__mro__.index(nn.Module)]
     return any(base.__name__.endswith("Attention") for base in own) or any(
-        _names_attention(inspect.unwrap(method).__code__)
+        _names_attention(getattr(inspect.unwrap(method), "__code__", method.__code__))
         for base in own
         for method in vars(base).values()
         if inspect.isfunction(method)
@@ -73,7 +73,7 @@ def is_large(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
 
 
 _MOST_IDLE = 3
-"""Calls of a module of attention that met none, by a formula of its own or with dropout, after which its ops are no longer watched."""
+"""Calls of a module of attention that met none, by a formula of its own or with dropout that torch draws, after which its ops are no longer watched."""
 
 
 @dynamo_pass_through
@@ -111,13 +111,14 @@ class AttentionMode(TorchFunctionMode):
     rounds the probabilities too. Query, key and value wait for backward in 16 bit, as they were given; the price is the
     result, which waits in fp32.
 
-    Tiny sequences, dropout, and tensors that are not plain are left to torch and the region.
+    With dropout torch's formula runs, its random numbers drawn by mezzo's kernel where that is faster. Tiny sequences and tensors that
+    are not plain are left to torch and the region.
 
     Args:
         trains: a backward pass may follow although gradients are off, as in a reentrant checkpoint's first run.
 
     Attributes:
-        has_met: whether there was a call that may run its own way, one without dropout; not known of compiled ones.
+        has_met: whether there was a call that may run its own way; not known of compiled ones.
 
     Syncs: no.
     """
@@ -219,7 +220,7 @@ def _dropped(
         if is_causal:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device="cpu").tril()
         if mask is not None and mask.dtype is torch.bool:
-            mask = torch.where(mask, 0.0, -math.inf)
+            mask = torch.where(mask, 0.0, -math.inf).float()
         wide, keys, values = query.float(), key.float(), value.float()
         if groups > 1:
             keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)

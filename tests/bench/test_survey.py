@@ -1,0 +1,63 @@
+"""The survey of models beside the suite: what it prints, and that its two sides train one model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "survey.py"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.fixture(scope="module")
+def survey() -> Any:
+    spec = importlib.util.spec_from_file_location("survey", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_prints_a_line_a_model() -> None:
+    done = run("--models", "mlp", "--seconds", "0", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^mlp +\d+\.\d\d ms +\d+\.\d\dx +\d+\.\d\dx$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    done = run("--models", "mlp,mpl")
+    assert done.returncode == 2
+    assert "'mpl'" in done.stderr
+    assert done.stdout == ""
+
+
+def test_every_way_trains_the_same_model(survey: Any) -> None:
+    found = []
+    for _ in range(2):
+        model, loss = survey.build("mlp, batch norm")
+        value = loss(model)
+        value.backward()
+        found.append([value.detach(), *[p.grad for p in model.parameters()]])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert list(survey.steps("mlp")) == ["torch.autocast", "bf16", "bf16-master"]
+
+
+@pytest.mark.slow
+def test_every_model_can_be_built_and_has_a_loss(survey: Any) -> None:
+    for name in [*survey.LIBRARY, *survey.OWN]:
+        model, loss = survey.build(name)
+        assert bool(loss(model).isfinite()), name
