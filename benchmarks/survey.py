@@ -1,4 +1,4 @@
-"""Forty small models that the suite does not time, from recurrent to diffusion: a prepared step beside torch.autocast's.
+"""Three dozen small models that the suite does not time, from recurrent to diffusion: a prepared step beside torch.autocast's.
 
 Run: `python benchmarks/survey.py [--models gru,unet] [--seconds 8] [--threads 2]`; `--list` names the models.
 
