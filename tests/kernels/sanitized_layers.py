@@ -13,6 +13,7 @@ from torch import Tensor
 from mezzo._torch import flash_attention
 from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
+from mezzo.kernels.ops.dropout import cpu as dropout_cpu
 from mezzo.kernels.ops.layer_norm import cpu as norm_cpu
 from mezzo.kernels.ops.layer_norm import reference as norm_reference
 from mezzo.kernels.ops.linear import cpu as linear_cpu
@@ -88,6 +89,19 @@ def check_norm(seed: int) -> None:
     pairs = [(found[0], wanted[0]), *zip(grads, others, strict=True)]
     assert size == 1 or all(one is None or close(one, other, 0.01) for one, other in pairs), f"seed {seed}"
     OUTCOMES["normalised"] += 1
+
+
+def check_dropout(seed: int) -> None:
+    """Draw the numbers of a dropout, of a generator that stands anywhere, and look at them."""
+    rng = random.Random(seed)
+    x = torch.randn(rng.choice([1, 2, 311, 312, 313, 1000, 4001])).to(rng.choice([torch.float32, torch.bfloat16]))
+    p, drawn, found = rng.choice([0.1, 0.5, 0.99]), rng.randint(0, 700), []
+    for draw in (lambda: torch.dropout(x, p, True), lambda: x * dropout_cpu.noise(x, p)):
+        torch.manual_seed(seed)
+        torch.rand(drawn)
+        found.append((draw(), torch.get_rng_state()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), f"seed {seed}"
+    OUTCOMES["dropped"] += 1
 
 
 def check_attention(seed: int, products: int) -> None:

@@ -22,6 +22,7 @@ from tests.kernels.sanitized_layers import (
     OUTCOMES,
     check_attention,
     check_convolution,
+    check_dropout,
     check_linear,
     check_linear_training,
     check_lstm,
@@ -39,6 +40,7 @@ from mezzo.kernels.ops.adamw import cpu as adamw_cpu
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
+from mezzo.kernels.ops.dropout import cpu as dropout_cpu
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.linear_training import cpu as training_cpu
@@ -273,6 +275,8 @@ def main(calls: int) -> None:
     for seed in range(calls // 20):
         check_linear(seed)
         check_norm(seed)
+        if dropout_cpu.is_faster():
+            check_dropout(seed)
         if products:
             check_attention(seed, 1 + seed % products)
         if lstm_cpu.products():
