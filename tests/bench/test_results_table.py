@@ -166,3 +166,17 @@ def test_the_picture_is_a_picture(made: Result, tmp_path: Path) -> None:
     inner = [part for part in root if part.tag.endswith("svg")]
     assert len(inner) == 2
     assert float(root.get("height", 0)) > sum(float(part.get("height", 0)) for part in inner) > 200
+
+
+@pytest.mark.parametrize(
+    "processor", ["Z", "AMD EPYC (family 25, model 17) with a name that no picture has room for beside the rest"]
+)
+def test_a_title_has_room(processor: str, tmp_path: Path) -> None:
+    machine = {**RESULT.machine, "cpu": {**RESULT.machine["cpu"], "model": processor}}
+    save_chart(dataclasses.replace(RESULT, machine=machine), tmp_path / "chart.svg")
+    root = ElementTree.parse(tmp_path / "chart.svg").getroot()
+    title = next(part for part in root if part.tag.endswith("text"))
+    assert processor in str(title.text)
+    pixels = float(str(title.get("style")).partition("bold ")[2].partition("px")[0])
+    assert (pixels == 11) is (processor == "Z")
+    assert len(str(title.text)) * 7 * pixels / 11 <= float(root.get("width", 0)) + 1

@@ -68,7 +68,9 @@ def picture(result: Result) -> str:
         size = re.search(r'viewBox="0 0 (\d+) (\d+)"', drawn)
         assert size is not None
         width, height = int(size[1]), int(size[2])
-        parts.append(f'<text x="4" y="{top + 16}" font-weight="bold">{chart.title}</text>')
+        pixels = min(11, 11 * (width - 8) / (7 * len(chart.title)))  # a bold letter of 11 pixels is 7 wide
+        font = f"font: bold {pixels:.1f}px system-ui, sans-serif"
+        parts.append(f'<text x="4" y="{top + 16}" style="{font}">{chart.title}</text>')
         parts.append(drawn.replace("<svg ", f'<svg y="{top + _GAP}" width="{width}" height="{height}" ', 1))
         top += height + _GAP
     head = f'<svg viewBox="0 0 {width} {top}" width="{width}" height="{top}" xmlns="http://www.w3.org/2000/svg">'
