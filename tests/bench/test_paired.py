@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.bench.script import load_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "paired.py"
@@ -30,12 +30,7 @@ def test_a_checkout_beside_itself() -> None:
 
 @pytest.fixture(scope="module")
 def paired() -> Any:
-    spec = importlib.util.spec_from_file_location("paired", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("paired")
 
 
 def test_a_checkouts_own_name_of_a_variant(paired: Any, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.bench.script import load_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "survey.py"
@@ -24,12 +24,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def survey() -> Any:
-    spec = importlib.util.spec_from_file_location("survey", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("survey")
 
 
 def test_it_prints_a_line_a_model() -> None:
