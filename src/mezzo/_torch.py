@@ -241,6 +241,13 @@ def is_capturing(device: torch.device) -> bool:
         return bool(ask())
 
 
+def stream_id(device: torch.device) -> int:
+    """Return the number of the stream that an accelerator's work goes to: in a fifth of the time of `torch.accelerator.current_stream`. Host only."""
+    index = -1 if device.index is None else device.index
+    stream: int = torch._C._accelerator_getStream(index).stream_id
+    return stream
+
+
 def is_graphed(forward: object) -> bool:
     """Whether `torch.cuda.make_graphed_callables`, or Transformer Engine's, made a module's forward: it replays a graph. Host only."""
     return "make_graphed_callables.<locals>." in getattr(forward, "__qualname__", "")

@@ -16,6 +16,7 @@ CHECKS = (
     "tables_are_not_lent_to_another_stream",
     "a_table_in_use_is_not_written_when_a_cache_drops_it",
     "kept_casts_belong_to_a_stream",
+    "modules_take_kept_casts_by_themselves",
     "a_device_on_which_triton_fails_is_told_from_others",
     "a_device_that_mezzo_has_no_kernel_for_takes_torchs_fused_one",
     "masters_of_16_bit_weights_are_stepped_by_torchs_fused_kernel",

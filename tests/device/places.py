@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from tests.device.program import model, run
 from torch import Tensor, nn
 
 import mezzo
+from mezzo._torch import num_function_modes
 from mezzo.casting.cast_cache import WeightCastCache
 from mezzo.kernels import device_numbers, registry
 from mezzo.kernels.backends import torch_lists
@@ -198,3 +201,63 @@ def a_device_on_which_triton_fails_is_told_from_others() -> None:
     with sim.triton_kernels(RuntimeError("too old"), on=1):
         chosen = [registry.choose("decision", torch.device("sim", index), torch.float32).backend for index in (0, 1)]
     assert chosen == ["triton", "reference"]
+
+
+class _Matrix(nn.Module):
+    """Multiplies by a parameter of its own, and notes how many function modes see that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.modes = nn.Parameter(torch.randn(8, 8)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes = num_function_modes()
+        return x @ self.matrix
+
+
+class _Look(nn.Module):
+    """Notes how many function modes see its ops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes = num_function_modes()
+        return x
+
+
+def modules_take_kept_casts_by_themselves() -> None:
+    """Of linear layers and convolutions no mode sees the ops; the results are those without kept casts, and a changed weight is cast anew."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(6, 6, 1), nn.Linear(8, 8), nn.ReLU(), _Look(), _Matrix(), nn.Linear(8, 4)).to("sim")
+    nets = {"region": copy.deepcopy(net), "persistent": net}
+    amps = {
+        cache: mezzo.prepare(one, torch.optim.SGD(one.parameters(), lr=0.5, fused=True), "bf16", cache=cache)
+        for cache, one in nets.items()
+    }
+    x = torch.randn(5, 6, 8).to("sim")
+
+    def launches(cache: str) -> Counter[str]:
+        with sim.watching() as seen, torch.no_grad():
+            nets[cache](x)
+        return seen.launches
+
+    def same() -> bool:
+        return torch.equal(nets["region"](x), nets["persistent"](x))
+
+    assert same()
+    assert (net[3].modes, net[4].modes) == (0, 1)
+    assert launches("region") - launches("persistent") == {"aten::copy_": 7}
+    for change in (
+        lambda one: one[1].weight.mul_(2.0),
+        lambda one: one[4].matrix.add_(1.0),
+        lambda one: one[0].bias.zero_(),
+    ):
+        with torch.no_grad():
+            for one in nets.values():
+                change(one)
+            assert same()
+    for _ in range(3):  # a fused step moves no version
+        for cache, amp in amps.items():
+            amp.zero_grad()
+            amp.backward(nets[cache](x).square().mean())
+            amp.step()
+        assert same()
+        assert all(torch.equal(p, q) for p, q in zip(*(one.parameters() for one in nets.values()), strict=True))

@@ -20,7 +20,6 @@ from mezzo.policy import OpRules, Policy, Rule
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own samples call beta and deprecated functions
 SAMPLES = 6
-BOOK = op_rule_table(OpRules(), ("cpu",))
 Region = contextlib.AbstractContextManager[Any]
 # No fixed result to compare: random numbers, or memory as it was found.
 NO_RESULT = frozenset(
@@ -49,22 +48,32 @@ EXCEPTIONS: dict[str, tuple[frozenset[str], str]] = {
 }
 
 
-@contextlib.contextmanager
-def mode(dtype: torch.dtype) -> Iterator[None]:
-    with torch.autocast("cpu", dtype=dtype, cache_enabled=False), CastMode(BOOK, RegionCache()):
-        yield
+def engines_of(device: str) -> dict[str, Callable[[torch.dtype], Region]]:
+    """Return what opens a region of each engine on a kind of device, given its 16-bit dtype."""
+    book = op_rule_table(OpRules(), (device,))
+
+    @contextlib.contextmanager
+    def mode(dtype: torch.dtype) -> Iterator[None]:
+        with torch.autocast(device, dtype=dtype, cache_enabled=False), CastMode(book, RegionCache()):
+            yield
+
+    return {
+        "dispatcher": lambda dtype: autocast(device, dtype=dtype, policy=Policy(ops="torch")),
+        "mode": mode,
+        "standalone": lambda dtype: CastMode(book, RegionCache(), standalone=dtype),
+    }
 
 
-ENGINES: dict[str, Callable[[torch.dtype], Region]] = {
-    "dispatcher": lambda dtype: autocast("cpu", dtype=dtype, policy=Policy(ops="torch")),
-    "mode": mode,
-    "standalone": lambda dtype: CastMode(BOOK, RegionCache(), standalone=dtype),
-}
+def seed(value: Any) -> None:
+    """Seed the generators that an op of the value may draw from; torch.manual_seed formats a stack for each absent device."""
+    torch.default_generator.manual_seed(0)
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        torch.cuda.manual_seed(0)
 
 
 def outcome(op: Any, sample: Any, region: Region) -> list[Any]:
     """Outputs and gradients, or that it raised."""
-    torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for each absent device
+    seed(sample.input)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -103,24 +112,28 @@ def differences(
     given: torch.dtype,
     ops: list[Any],
     samples: int = SAMPLES,
+    device: str = "cpu",
 ) -> set[str]:
     """Return "op under engine" for every op whose dtypes, bits or gradients differ from torch's."""
     found = set()
     for op in ops:
-        if op.name.split(".")[-1] in NO_RESULT or not op.supports_dtype(given, "cpu"):
+        if op.name.split(".")[-1] in NO_RESULT or not op.supports_dtype(given, device):
             continue
-        grad = op.supports_autograd and given in op.supported_backward_dtypes("cpu")
+        grad = op.supports_autograd and given in op.supported_backward_dtypes(device)
         torch.default_generator.manual_seed(0)
-        for sample in islice(op.sample_inputs_func(op, "cpu", given, grad), samples):
-            want = outcome(op, sample, torch.autocast("cpu", dtype=low))
+        for sample in islice(op.sample_inputs_func(op, device, given, grad), samples):
+            want = outcome(op, sample, torch.autocast(device, dtype=low))
             for name, engine in engines.items():
                 if not same(outcome(op, sample, engine(low)), want):
-                    repeats = same(outcome(op, sample, torch.autocast("cpu", dtype=low)), want)
+                    repeats = same(outcome(op, sample, torch.autocast(device, dtype=low)), want)
                     found |= {f"{op.name} under {name}"} if repeats else set()
     return found
 
 
 EXCUSED = {f"{op} under {engine}" for op, (engines, _) in EXCEPTIONS.items() for engine in engines}
+EXCUSED_ON_CUDA = EXCUSED | {
+    "pinverse under standalone"
+}  # linalg.pinv by another name; the CPU's products come out alike
 
 
 @pytest.mark.parametrize(
@@ -134,8 +147,17 @@ EXCUSED = {f"{op} under {engine}" for op, (engines, _) in EXCEPTIONS.items() for
     ids=str,
 )  # fmt: skip
 def test_every_op_matches_torch_bit_for_bit(low: torch.dtype, given: str, samples: int) -> None:
-    found = differences(ENGINES, low, torch.float32 if given == "fp32" else low, all_ops(), samples)
+    found = differences(engines_of("cpu"), low, torch.float32 if given == "fp32" else low, all_ops(), samples)
     assert found <= EXCUSED, sorted(found - EXCUSED)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_every_op_matches_torch_on_cuda(low: torch.dtype, part: int) -> None:
+    found = differences(engines_of("cuda"), low, torch.float32, all_ops()[part::8], 2, "cuda")
+    assert found <= EXCUSED_ON_CUDA, sorted(found - EXCUSED_ON_CUDA)
 
 
 def test_the_exceptions_are_few_and_each_has_a_reason() -> None:

@@ -20,6 +20,7 @@ from .convolution import is_convolution, run_convolution
 from .equal_ops import equal_op
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import hand_written_gelu, hand_written_rms_norm
+from .kept_casts import with_kept_casts
 from .module_rules import FUSED, Precision, is_linear, run_linear, run_lstm, run_unfused
 
 _WRITTEN = (RECORD, "forward")
@@ -146,6 +147,8 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
     if isinstance(module, FUSED):
         return run_unfused
     if binding.has_own_ops and own is None and (run := _own_op(module)) is not None:
+        return run
+    if binding.keeps_casts and own is None and (run := with_kept_casts(module, binding)) is not None:
         return run
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None

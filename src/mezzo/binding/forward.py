@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from .._torch import (
     replaces_tensors,
     saved_tensors_hooks,
 )
-from ..casting import autocast, bind_recompute, has_own_attention, is_large, run_attention
+from ..casting import autocast, bind_recompute, has_own_attention, is_large, run_attention, watch_optimizers
 from ..errors import StepError, listed
 from ..formats import dtype_name
 from ..policy import FP32_RULES, CacheName, Policy
@@ -62,15 +63,24 @@ class Binding:
 
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
-        self._regions: dict[torch.dtype | None, autocast] = {}
+        self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
         self.has_own_ops = self._has_own_ops()
+        self.keeps_casts = self._keeps_casts()
+        if self.keeps_casts:
+            watch_optimizers()
 
     def _has_own_ops(self) -> bool:
         """Whether attention, LSTMs, convolutions and linear layers run mezzo's way."""
         if not (self.fuses and has_own_attention(self.device_type)):
             return False
         return self.policy.why_engine("cpu", self.cache).engine == "dispatcher"
+
+    def _keeps_casts(self) -> bool:
+        """Whether modules take kept casts by themselves: on an accelerator, where seeing each op would take the host longer than the casts."""
+        if not self._is_low or self.cache != "persistent" or self.device_type in (None, "cpu"):
+            return False
+        return self.policy.why_engine(self.device_type).engine == "dispatcher"
 
     def __getstate__(self) -> dict[str, Any]:
         watch = self.stepper._note_copy() if self.is_trained else None
@@ -99,11 +109,15 @@ class Binding:
         dtype = precision if isinstance(precision, torch.dtype) else self.policy.compute
         if traced:
             return autocast(self.device_type, dtype, cache_enabled=False, policy=self._op_rules, cache="persistent")
-        region = None if is_compiling() else self._regions.get(dtype)
+        return self._kept_region(dtype, "region" if self.keeps_casts else self.cache)
+
+    def _kept_region(self, dtype: torch.dtype | None, cache: CacheName) -> autocast:
+        """Return a region, made once: entered again each time, it keeps what it is inside of by thread."""
+        region = None if is_compiling() else self._regions.get((dtype, cache))
         if region is None:
-            region = autocast(self.device_type, dtype, policy=self._op_rules, cache=self.cache)
+            region = autocast(self.device_type, dtype, policy=self._op_rules, cache=cache)
             if not is_compiling():
-                self._regions[dtype] = region  # entered again each time: it keeps what it is inside of by thread
+                self._regions[dtype, cache] = region
         return region
 
     def resumed(self) -> autocast:
@@ -115,6 +129,11 @@ class Binding:
         """Return the dtype low ops run in just here; None where casting is off."""
         device = self.device_type or "cpu"
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def by_mode(self) -> AbstractContextManager[object]:
+        """Return a region that casts as the one around it, but sees each op and keeps the casts of weights; none where casting is off."""
+        low = self.low_dtype()
+        return nullcontext() if low is None else self._kept_region(low, "persistent")
 
     def follow(self, first: nn.Parameter | None) -> None:
         """Notice by its first parameter that the model was moved to another device since it was bound."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._torch import forward_ad_level, functorch_level, storage_id, tracing_state, version, view_base
-from ..kernels import stream_number
+from .._torch import forward_ad_level, functorch_level, is_capturing, storage_id, tracing_state, version, view_base
+from ..kernels import has_graph_tables, stream_number
 from ..stamp import Stamp
 
 _hooked = False
@@ -203,6 +203,29 @@ class WeightCastCache:
 
 weight_casts = WeightCastCache()
 """The kept casts of this process: a weight has one in each dtype, whichever region uses it."""
+
+
+def kept_casts(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the kept casts of an accelerator's weights as the region casts them just here, connected to the graph; themselves where none does.
+
+    Args:
+        weight: of a module.
+        bias: of the same, or none.
+
+    Writes: the kept casts, where there is none or a weight has changed since. Syncs: no.
+    """
+    device = weight.device
+    if not torch.is_autocast_enabled(device.type) or (is_capturing(device) and not has_graph_tables()):
+        return weight, bias  # a graph's replays would not make a cast anew that was kept before
+    low = torch.get_autocast_dtype(device.type)
+    return _kept(weight, low), None if bias is None else _kept(bias, low)
+
+
+def _kept(weight: Tensor, low: torch.dtype) -> Tensor:
+    is_cast = weight.dtype is torch.float32 and type(weight) is Parameter and _cacheable(weight)
+    return weight_casts.cast(weight, low, is_first=False) if is_cast else weight
+
+
 _caches: weakref.WeakSet[RegionCache] = weakref.WeakSet()
 """The caches of the regions that are entered now."""
 

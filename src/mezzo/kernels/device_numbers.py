@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .._torch import stream_id
 from ..formats import LOW_DTYPES
 
 T = TypeVar("T")
@@ -109,4 +110,4 @@ def constant(number: float, device: torch.device) -> Tensor:
 
 def stream_number(device: torch.device) -> int:
     """Return the number of the stream that a device's work goes to; 0 on the CPU. Host only."""
-    return 0 if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
+    return 0 if device.type in ("cpu", "meta") else stream_id(device)

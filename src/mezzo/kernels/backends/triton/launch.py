@@ -15,7 +15,7 @@ from torch import Tensor
 from ...._torch import is_capturing
 from ....errors import ConfigError
 from ...device_numbers import has_graph_tables, kept_on_device, on_device
-from ...operands import FORMATS, MODES, Operands
+from ...operands import FORMATS, MODES, Operands, addresses_of
 from ...ops.gradients.scaled import ScaledGradients
 
 BLOCK = 1024
@@ -119,14 +119,14 @@ def launch(
         return
     factors, scaled, found, guarded = factors_of(grads, device)
     count = held.blocks.shape[1]
-    with on(device):
-        step_kernel[(count,)](
-            held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
-            len(weights.values), count, *numbers, **constants,
-            MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
-            MEAN=held.mean_format, MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded, SIZE=BLOCK,
-            ALIGNED=held.is_aligned, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    start(
+        step_kernel, count, device,
+        held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
+        len(weights.values), count, *numbers, **constants,
+        MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
+        MEAN=held.mean_format, MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded, SIZE=BLOCK,
+        ALIGNED=held.is_aligned, num_warps=WARPS,
+    )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))
 
 
@@ -141,13 +141,52 @@ def launch_once(one_kernel: Any, first: Tensor, *rest: object, **constants: obje
 
     Writes: what the kernel does. Syncs: no.
     """
-    with on(first.device):
-        one_kernel[(1,)](first, *rest, **constants, num_warps=1, enable_fp_fusion=False)
+    start(one_kernel, 1, first.device, first, *rest, **constants, num_warps=1)
+
+
+def start(a_kernel: Any, programs: int, device: torch.device, *args: object, **constants: Any) -> None:
+    """Launch a kernel on a device, by the compiled one of the last such launch: Triton's own way to it takes the host five times as long.
+
+    Args:
+        a_kernel: no whole number of its arguments is compiled in.
+        programs: how many.
+        device: where the tensors lie.
+        args: in the kernel's order.
+        constants: the rest of its arguments, and options of Triton's, by name.
+
+    Writes: what the kernel does. Syncs: no.
+    """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    aligned = [address % 16 == 0 for address in addresses_of(tensors)]
+    key = (id(a_kernel), device, *map(_kind, args), *aligned, *constants.values())
+    known = _compiled.get(key)
+    with on(device):
+        if known is not None:
+            compiled_kernel, rest = known
+            compiled_kernel[programs, 1, 1](*args, *rest)
+            return
+        compiled = a_kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
+    if compiled is not None:  # the interpreter has none
+        _compiled[key] = compiled, [constants[name] for name in a_kernel.arg_names[len(args) :]]
+
+
+def _kind(arg: object) -> tuple[object, ...]:
+    """Return what of an argument Triton compiles in, beside whether an address is a multiple of 16."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, _IS_HIP and arg.untyped_storage().nbytes() < _WORD
+    return type(arg), isinstance(arg, int) and not -_WORD <= arg < _WORD
+
+
+_IS_HIP, _WORD = torch.version.hip is not None, 1 << 31
+_compiled: dict[tuple[object, ...], tuple[Any, list[Any]]] = {}
+"""Compiled kernels, and the constants that they take after their arguments."""
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which Triton launches on a device: by itself it takes the current one, whatever the pointers."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+    if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
+        return nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def factors_of(grads: ScaledGradients, device: torch.device) -> tuple[Tensor, bool, Tensor, bool]:

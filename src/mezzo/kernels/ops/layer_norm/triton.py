@@ -8,6 +8,7 @@ Both launches are ops of torch's dispatcher, which traces and recorders see as a
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import partial
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...._torch import is_unwatched
 from ....formats import LOW_DTYPES
-from ...backends.triton.launch import on
+from ...backends.triton.launch import start
 from ...backends.triton.tiles import narrow
 from ...operands import FORMATS
 from . import reference
@@ -92,6 +94,7 @@ def layer_norm_backward_kernel(
         tl.store(p_sums + programs * size.to(tl.int64) + own, bias_sum, mask=mask)
 
 
+@functools.cache
 def constants(size: int) -> dict[str, Any]:
     """Return what both kernels are compiled for: a power of two, and 4 elements a thread, or 8. Host only."""
     block = max(256, triton.next_power_of_2(size))
@@ -113,12 +116,12 @@ def _forward(
         return torch.rms_norm(x, shape, weight, eps), rstd.new_empty(0), rstd
     out, mean, rstd = _forward_memory(is_centred, x, shape, weight, bias, eps)
     size = math.prod(shape)
-    with on(x.device):
-        layer_norm_kernel[(rstd.numel(),)](
-            x, x if weight is None else weight, x if bias is None else bias, out, mean if is_centred else rstd, rstd, size, eps,
-            FORMAT=FORMATS[x.dtype], CENTRED=is_centred, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-            **constants(size), enable_fp_fusion=False,
-        )  # fmt: skip
+    start(
+        layer_norm_kernel, rstd.numel(), x.device,
+        x, x if weight is None else weight, x if bias is None else bias, out, mean if is_centred else rstd, rstd, size, eps,
+        FORMAT=FORMATS[x.dtype], CENTRED=is_centred, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        **constants(size),
+    )  # fmt: skip
     return out, mean, rstd
 
 
@@ -140,11 +143,11 @@ def _backward(
         programs = torch.arange(rows, device=x.device, dtype=torch.int64) % _num_programs(rows)
         return grad_x, terms.new_zeros(len(terms), _num_programs(rows), size).index_add_(1, programs, terms)
     grad_x, sums = _backward_memory(is_centred, grad, x, shape, mean, rstd, weight)
-    with on(x.device):
-        layer_norm_backward_kernel[(_num_programs(rows),)](
-            grad, x, x if weight is None else weight, mean if is_centred else rstd, rstd, grad_x, sums, rows, size,
-            FORMAT=FORMATS[x.dtype], CENTRED=is_centred, HAS_WEIGHT=weight is not None, **constants(size), enable_fp_fusion=False,
-        )  # fmt: skip
+    start(
+        layer_norm_backward_kernel, _num_programs(rows), x.device,
+        grad, x, x if weight is None else weight, mean if is_centred else rstd, rstd, grad_x, sums, rows, size,
+        FORMAT=FORMATS[x.dtype], CENTRED=is_centred, HAS_WEIGHT=weight is not None, **constants(size),
+    )  # fmt: skip
     return grad_x, sums
 
 
@@ -167,14 +170,22 @@ for _way, _arguments, _kernel, _memory in (
 
 def fits(x: Tensor, shape: list[int], *weights: Tensor | None) -> bool:
     """Whether a program holds a row, and the addresses of tensors are those of their values; torch objects to wrong operands. Syncs: no."""
-    given = [x, *(weight for weight in weights if weight is not None)]
-    return (
-        x.numel() > 0
-        and math.prod(shape) <= LONGEST
-        and list(x.shape[-len(shape) :]) == shape
-        and all(list(weight.shape) == shape and weight.is_contiguous() for weight in given[1:])
-        and all(one.device == x.device and not hasattr(one, "__tensor_flatten__") for one in given)
-    )
+    device = x.device
+    if x.numel() == 0 or math.prod(shape) > LONGEST or list(x.shape[-len(shape) :]) != shape or _is_made_of_others(x):
+        return False
+    for weight in weights:
+        if weight is not None and (
+            list(weight.shape) != shape
+            or not weight.is_contiguous()
+            or weight.device != device
+            or _is_made_of_others(weight)
+        ):
+            return False
+    return True
+
+
+def _is_made_of_others(tensor: Tensor) -> bool:
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
 
 
 def forward(
@@ -184,8 +195,10 @@ def forward(
     """Normalise in one launch; arguments and results are those of `reference.forward`. Syncs: no."""
     if not fits(x, shape, weight, bias) or x.dtype is not (low or x.dtype):
         return reference.forward(x, shape, weight, bias, eps, is_centred, low)
+    if is_unwatched():
+        return _forward(is_centred, x.contiguous(), shape, weight, bias, eps)
     op = torch.ops.mezzo.layer_norm if is_centred else torch.ops.mezzo.rms_norm
-    return op(x.contiguous(), shape, weight, bias, eps)
+    return op(x.contiguous(), shape, weight, bias, eps)  # type: ignore[no-any-return]  # torch's own
 
 
 def backward(
@@ -195,7 +208,9 @@ def backward(
     """Return the gradients; arguments and results are those of `reference.backward`, that of the input in its dtype. Syncs: no."""
     if torch.is_grad_enabled() or not fits(x, shape, weight, bias):
         return reference.backward(grad, x, shape, mean, rstd, weight, bias, mask, eps, is_centred)
-    op = torch.ops.mezzo.layer_norm_backward if is_centred else torch.ops.mezzo.rms_norm_backward
-    grad_x, sums = op(grad.contiguous(), x.contiguous(), shape, mean, rstd, weight)
+    run: Any = partial(_backward, is_centred)
+    if not is_unwatched():
+        run = torch.ops.mezzo.layer_norm_backward if is_centred else torch.ops.mezzo.rms_norm_backward
+    grad_x, sums = run(grad.contiguous(), x.contiguous(), shape, mean, rstd, weight)
     found: tuple[Tensor, ...] = sums.sum(1).view(-1, *shape).unbind() if any(mask[1:]) else ()
     return grad_x, found[0] if found else None, found[1] if len(found) > 1 else None
