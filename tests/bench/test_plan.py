@@ -22,6 +22,10 @@ CPU = torch.device("cpu")
             {"variants": ("tf32",)},
             "variant tf32 cannot run here: tf32 is a format of CUDA devices, and this one is cpu.",
         ),
+        (
+            {"variants": ("prepare+capture",)},
+            "variant prepare+capture cannot run here: a step is captured as a CUDA graph, and this device is cpu.",
+        ),
         ({"dtype": "fp32"}, "--dtype fp32 is not a 16-bit dtype; write bf16 or fp16."),
         ({"dtype": "bf61"}, "unknown dtype 'bf61'. Did you mean 'bf16'?"),
         ({"device": "gpu"}, "--device gpu is not a torch device; write cpu or cuda."),

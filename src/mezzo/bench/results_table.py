@@ -42,7 +42,7 @@ def label(measurement: Measurement) -> str:
     name, *also = measurement.variant.split("+")
     if name in VARIANTS and VARIANTS[name].policy:
         name = f"prepare {VARIANTS[name].policy.format(dtype=measurement.number_format)}"
-    words = {"keep": "kept", "compile": "compiled"}
+    words = {"keep": "kept", "compile": "compiled", "capture": "captured"}
     return ", ".join([name, *(words[word] for word in also)])
 
 

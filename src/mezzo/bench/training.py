@@ -63,10 +63,12 @@ class Training:
     init_scale: float = INIT_SCALE
     cache: CacheName = "region"
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return torch's fused optimizer, which `mezzo.prepare` takes over as it is."""
-        kind = torch.optim.AdamW if self.optimizer == "AdamW" else torch.optim.SGD
-        return kind(parameter_groups(model, self.weight_decay), lr=self.lr, fused=True)
+    def make_optimizer(self, model: nn.Module, capturable: bool = False) -> torch.optim.Optimizer:
+        """Return torch's fused optimizer, which `mezzo.prepare` takes over as it is; for a captured step where asked."""
+        groups = parameter_groups(model, self.weight_decay)
+        if self.optimizer == "SGD":
+            return torch.optim.SGD(groups, lr=self.lr, fused=True)
+        return torch.optim.AdamW(groups, lr=self.lr, fused=True, capturable=capturable)
 
 
 def _foreign_optimizer(
@@ -124,7 +126,7 @@ def training_step(
     Writes: `model`. Syncs: no, unless the variant's own step does.
     """
     if variant.optimizer == "torch":
-        optimizer = training.make_optimizer(model)
+        optimizer = training.make_optimizer(model, variant.captured)
     else:
         optimizer = _foreign_optimizer(variant, setting, model, training)
     if variant.policy:
@@ -165,7 +167,7 @@ def _prepared(
         amp.zero_grad()
         return loss.detach()
 
-    return step
+    return amp.capture(step) if variant.captured else step
 
 
 def _in_region(

@@ -28,6 +28,7 @@ class Variant:
         pure: the whole model is converted to the 16-bit dtype, and nothing is kept in fp32.
         tf32: fp32 products may run as tf32.
         compiled: the model goes through torch.compile.
+        captured: `amp.capture` makes a graph of the whole step, which is replayed.
         keeps: the C library keeps what a step frees: by `mezzo.keep_memory()`, for others by the environment.
         enabled: False turns region and scaler into pass-throughs.
     """
@@ -43,6 +44,7 @@ class Variant:
     pure: bool = False
     tf32: bool = False
     compiled: bool = False
+    captured: bool = False
     keeps: bool = False
     enabled: bool = True
 
@@ -73,6 +75,8 @@ class Variant:
         """Return why this variant cannot run on a device here, or nothing if it can."""
         if self.tf32 and device.type != "cuda":
             return f"tf32 is a format of CUDA devices, and this one is {device.type}"
+        if self.captured and device.type != "cuda":
+            return f"a step is captured as a CUDA graph, and this device is {device.type}"
         if self.keeps and device.type != "cpu":
             return f"the memory of {device.type} has an allocator of its own, which keeps it anyway"
         if self.optimizer == "flashoptim" and device.type != "cuda":
@@ -96,6 +100,8 @@ class Variant:
     @property
     def why_no_inference(self) -> str:
         """Why this variant cannot run forwards alone; nothing if it can."""
+        if self.captured:
+            return "it captures a whole training step; leave +capture out"
         if self.wrapper != "none" or self.optimizer != "torch":
             return "it is a way to train; for inference write torch-autocast"
         return ""
@@ -136,6 +142,11 @@ _EAGER = (
         optimizer="torchao",
     ),
 )
+_CAPTURED = tuple(
+    replace(one, name=f"{one.name}+capture", summary=f"{one.summary}, the step a CUDA graph", captured=True)
+    for one in _EAGER
+    if one.policy
+)
 _KEPT = tuple(
     replace(one, name=f"{one.name}+keep", summary=f"{one.summary}, freed memory kept", keeps=True) for one in _EAGER
 )
@@ -143,7 +154,7 @@ VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for one in (*_EAGER, *_KEPT)
     for variant in (one, replace(one, name=f"{one.name}+compile", summary=f"{one.summary}, compiled", compiled=True))
-}
+} | {variant.name: variant for variant in _CAPTURED}
 
 
 def find_variant(name: str, device: torch.device) -> Variant:

@@ -38,6 +38,7 @@ class ModelSteps(Workload):
     steps: int = 8
     lr: float = 1e-4
 
+    variants: ClassVar[tuple[str, ...]] = ("prepare+capture", "prepare-master+capture")
     variants_kept: ClassVar[tuple[str, ...]] = (*RIVALS, "prepare", "prepare-master")
 
     @abstractmethod
