@@ -169,8 +169,11 @@ void check_dtype(std::optional<at::ScalarType> dtype) {
 struct Block {
   size_t bytes;
   uint64_t serial;  // another block may come to lie there
+  uint64_t graph;   // whose own memory has it, allocated by the stream that is captured; 0: none's
   int owners = 1;
 };
+uint64_t graphs = 0, captured = 0;  // how many there were, and the one that is captured now
+c10::StreamId captured_stream = 0;
 std::map<const void*, Block> blocks;  // of the devices, those that live
 uint64_t serials = 0;
 
@@ -181,7 +184,7 @@ void* note(void* data, size_t bytes) {
   if (known != blocks.end())
     ++known->second.owners;
   else
-    blocks[data] = {bytes, ++serials};
+    blocks[data] = {bytes, ++serials, captured_stream == current_stream[current] ? captured : 0};
   return data;
 }
 void forget(const void* data) {
@@ -304,9 +307,9 @@ struct Operand {  // a tensor by its address, as a graph knows it: held only if 
 
 struct Recording {
   std::vector<std::function<void()>> nodes;
-  uint64_t first = serials;
   std::map<const void*, std::pair<Block, std::string>> before;
   std::vector<Tensor> generators;
+  uint64_t graph = 0;
 
   Operand operand(const Tensor& t) const {
     const Storage& storage = t.storage();
@@ -315,7 +318,7 @@ struct Recording {
     auto block = blocks.find(data);
     if (data == nullptr || storage.nbytes() == 0) return {nullptr, 0, 0, std::nullopt, like};
     TORCH_CHECK(block != blocks.end(), "a graph was given memory that nobody allocated");
-    const bool is_own = block->second.serial > first;
+    const bool is_own = block->second.graph == graph;
     return {data, block->second.serial, storage.nbytes(), is_own ? std::optional(storage) : std::nullopt, like};
   }
 };
@@ -353,11 +356,14 @@ struct GraphBody {
     for (auto& [data, block] : blocks)
       tape.before[data] = {block, std::string(static_cast<const char*>(data), block.bytes)};
     for (auto& one : sources()) tape.generators.push_back(one.get_state());
+    tape.graph = captured = ++graphs;
+    captured_stream = current_stream[current];
     recording = &tape;
   }
   void end() {  // nothing has run: memory and random states are as they were, and what is new holds nothing yet
     std::lock_guard held(lock);
     recording = nullptr;
+    captured = 0;
     for (auto& [data, block] : blocks) {
       auto was = tape.before.find(data);
       if (was != tape.before.end() && was->second.first.serial == block.serial)
@@ -371,6 +377,8 @@ struct GraphBody {
   }
   void replay() {
     at::AutoDispatchBelowADInplaceOrView below;
+    for (auto& [data, block] : blocks)  // one block of its own memory may be lent to many tensors, each until the next is written
+      if (block.graph == tape.graph) std::memset(const_cast<void*>(data), 0xFF, block.bytes);
     for (auto& node : tape.nodes) node();
     tell("launch", "graph", current);
   }

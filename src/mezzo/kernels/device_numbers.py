@@ -20,11 +20,18 @@ _open: GraphTables | None = None
 class GraphTables:
     """What the host fills of a captured graph, for as long as the graph lives.
 
-    While a graph is captured nothing reaches the device, so a table is allocated then, in the graph's memory, and filled
-    behind it. What was on the device before the capture may be dropped any time, so none of it is taken.
+    While a graph is captured nothing reaches the device, so a table is allocated then and filled behind it. It lies outside of
+    the graph's own memory, of which one block is lent to many tensors in turn: a replay would write those over it. What was on
+    the device before the capture may be dropped any time, so none of it is taken.
+
+    Args:
+        captured: the stream that is captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, captured: torch.Stream) -> None:
+        self._beside = torch.Stream(captured.device)
+        if self._beside == captured:  # torch lends the same few streams in turn
+            self._beside = torch.Stream(captured.device)
         self._tables: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
@@ -39,7 +46,8 @@ class GraphTables:
 
     def add(self, numbers: Tensor, device: torch.device) -> Tensor:
         """Return a table on the device that will hold numbers of the host. Syncs: no."""
-        table = torch.empty_like(numbers, device=device)
+        with self._beside:
+            table = torch.empty_like(numbers, device=device)
         self._tables.append((table, numbers))
         return table
 

@@ -169,7 +169,7 @@ class CapturedStep(Generic[P, R]):
         leaves, spec = tree_flatten((args, kwargs))
         given = [_own(leaf, self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         own_args, own_kwargs = spec.unflatten(given)
-        graph, tables = new_graph(self._device), GraphTables()
+        graph, tables = new_graph(self._device), GraphTables(self._stream)
         watched, host, before = watched_values(engine), host_values(engine), engine.num_steps
         _drop_casts(engine)
         try:
