@@ -156,6 +156,7 @@ class Bound:
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
         first: where the module's first parameter stands, once somebody asked: a registry and the name there.
+        kept: casts of the module's weights that are kept, and what they are casts of.
     """
 
     binding: Binding
@@ -167,6 +168,7 @@ class Bound:
     idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
     is_regular: bool = field(init=False)
     first: _Place | None = field(default=None, init=False, repr=False)
+    kept: tuple[object, tuple[Tensor, Tensor | None]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.is_regular = self.own is None and not self.attends
@@ -178,8 +180,8 @@ class Bound:
         return None if self.first is None else self.first[0][self.first[1]]
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """Leave out where the first parameter stands: a copy has its own."""
-        return None, {name: None if name == "first" else getattr(self, name) for name in self.__slots__}
+        """Leave out where the first parameter stands, and kept casts: a copy has its own."""
+        return None, {name: None if name in ("first", "kept") else getattr(self, name) for name in self.__slots__}
 
 
 _Place = tuple[Mapping[str, nn.Parameter | None], str]

@@ -5,6 +5,7 @@ from .attention import has_own_attention as has_own_attention
 from .attention import is_attention as is_attention
 from .attention import is_large as is_large
 from .attention import run_attention as run_attention
+from .cast_cache import cast_key as cast_key
 from .cast_cache import kept_casts as kept_casts
 from .cast_cache import watch_optimizers as watch_optimizers
 from .cast_cache import weight_casts as weight_casts

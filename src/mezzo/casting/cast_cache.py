@@ -124,10 +124,13 @@ class WeightCastCache:
 
     Slices of a weight have casts of their own, the latest ones, in no more bytes than the weight's. On an accelerator each
     stream has its own too: nobody waits for the one that made a cast, or that reads it.
+
+    Attributes:
+        generation: how often casts were dropped.
     """
 
     def __init__(self) -> None:
-        self._turn = 0
+        self._turn, self.generation = 0, 0
         self._casts: dict[tuple[object, ...], _WeightCast] = {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype, is_first: bool = True) -> Tensor:
@@ -185,7 +188,7 @@ class WeightCastCache:
 
     def drop(self, tensor: Tensor) -> None:
         """Forget the casts of a tensor's storage. Host only."""
-        storage = storage_key(tensor)
+        storage, self.generation = storage_key(tensor), self.generation + 1
         self._casts = {key: cast for key, cast in self._casts.items() if cast.owner.storage != storage}
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
@@ -198,6 +201,7 @@ class WeightCastCache:
 
     def clear(self) -> None:
         """Drop every cast; each weight is cast anew at its next use."""
+        self.generation += 1
         self._casts.clear()
 
 
@@ -219,6 +223,20 @@ def kept_casts(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
         return weight, bias  # a graph's replays would not make a cast anew that was kept before
     low = torch.get_autocast_dtype(device.type)
     return _kept(weight, low), None if bias is None else _kept(bias, low)
+
+
+def cast_key(weight: Tensor, bias: Tensor | None) -> tuple[object, ...] | None:
+    """Return what two calls of `kept_casts` without gradients have in common that return the same; None where it must be asked. Host only."""
+    device = weight.device
+    if type(weight) is not Parameter or not _cacheable(weight) or (is_capturing(device) and not has_graph_tables()):
+        return None
+    low = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    own = (low, stream_number(device), weight_casts.generation, id(weight), storage_id(weight), version(weight))
+    if bias is None:
+        return own
+    if type(bias) is not Parameter or bias.is_inference():
+        return None
+    return (*own, id(bias), storage_id(bias), version(bias))
 
 
 def _kept(weight: Tensor, low: torch.dtype) -> Tensor:
