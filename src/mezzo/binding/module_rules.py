@@ -25,12 +25,12 @@ from .._torch import (
     push_function_mode,
     tracing_state,
 )
-from ..casting import AttentionMode, CastMode, LstmMode, casts_to_bf16
+from ..casting import AttentionMode, CastMode, RecurrentMode, casts_to_bf16
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import (
     SMALLEST_LINEAR,
     group_norm,
-    is_large_lstm,
+    is_large_recurrent,
     layer_norm,
     linear,
     rms_norm,
@@ -231,7 +231,7 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch.set_autocast_enabled("cuda", False)
 
 
-def run_lstm(module: Any, *args: Any, **kwargs: Any) -> Any:
+def run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of an LSTM, by mezzo's kernel where that trains it faster and nobody looks on."""
     forward = type(module)._mezzo_class.forward
     if (
@@ -240,14 +240,14 @@ def run_lstm(module: Any, *args: Any, **kwargs: Any) -> Any:
         or not _is_large(module, *args)
     ):
         return forward(module, *args, **kwargs)
-    with LstmMode():
+    with RecurrentMode():
         return forward(module, *args, **kwargs)
 
 
 def _is_large(lstm: nn.LSTM, input: object = None, *_: object) -> bool:
     """Whether an LSTM is given a tensor of a size from which it pays to see each of its ops."""
     width = lstm.input_size
-    return isinstance(input, Tensor) and is_large_lstm(input.numel() // width, width, lstm.hidden_size)
+    return isinstance(input, Tensor) and is_large_recurrent(input.numel() // width, width, lstm.hidden_size)
 
 
 def is_linear(module: nn.Module) -> bool:

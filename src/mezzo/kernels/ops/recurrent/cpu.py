@@ -135,7 +135,7 @@ def products() -> int:
 def _function(name: str) -> Any:
     """Return a compiled function, with the types of its arguments."""
     pointer, whole = ctypes.c_void_p, ctypes.c_int32
-    function = getattr(library(SOURCE), f"mezzo_lstm_{name}")
+    function = getattr(library(SOURCE), f"mezzo_recurrent_{name}")
     function.restype = None if name in ("forward", "backward") else ctypes.c_int64
     function.argtypes = {
         "forward": [*[pointer] * 4, whole, pointer, whole], "backward": [*[pointer] * 5, whole, pointer, whole],

@@ -200,13 +200,13 @@ void run_forward(const Forward& call, int64_t first, int64_t last, uint16_t* ope
 }
 
 // Bytes that forward needs: packed weights, biases, and two operands of each row. `sizes`: steps, batch, inputs, units.
-extern "C" int64_t mezzo_lstm_forward_workspace(const int64_t* sizes) {
+extern "C" int64_t mezzo_recurrent_forward_workspace(const int64_t* sizes) {
   const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3]};
   return s.groups() * s.pairs() * 16 * kUnits + s.groups() * 16 * kUnits + 4 * s.batch * s.operand_row();
 }
 
 // tensors: x, y, w_ih, w_hh, b_ih, b_hh, h, c, gates; the last five may be null. strides: time and batch of x and of y.
-extern "C" void mezzo_lstm_forward(uint16_t* const* tensors, float* cells, const int64_t* strides, const int64_t* sizes, int32_t is_reversed, char* workspace, int32_t threads) {
+extern "C" void mezzo_recurrent_forward(uint16_t* const* tensors, float* cells, const int64_t* strides, const int64_t* sizes, int32_t is_reversed, char* workspace, int32_t threads) {
   const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3]};
   uint16_t* packed = (uint16_t*)workspace;
   float* bias = (float*)(packed + s.groups() * s.pairs() * 8 * kUnits);
@@ -304,13 +304,13 @@ void pack_block(uint16_t* to, const uint16_t* weight, int64_t units, int64_t blo
 }
 
 // Bytes that backward needs: packed weights.
-extern "C" int64_t mezzo_lstm_backward_workspace(const int64_t* sizes) {
+extern "C" int64_t mezzo_recurrent_backward_workspace(const int64_t* sizes) {
   const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3]};
   return (s.groups() + 3) / 4 * 2 * s.units * 16 * kUnits;
 }
 
 // tensors: dy, dh, w_hh, c, gates, and where the gradients of the sums go; dy, dh and c may be null. strides: time and batch of dy.
-extern "C" void mezzo_lstm_backward(uint16_t* const* tensors, const float* cells, float* dc, const int64_t* strides, const int64_t* sizes, int32_t is_reversed, char* workspace, int32_t threads) {
+extern "C" void mezzo_recurrent_backward(uint16_t* const* tensors, const float* cells, float* dc, const int64_t* strides, const int64_t* sizes, int32_t is_reversed, char* workspace, int32_t threads) {
   const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3]};
   uint16_t* packed = (uint16_t*)workspace;
   const int64_t blocks = (s.groups() + 3) / 4;
@@ -329,4 +329,4 @@ extern "C" void mezzo_lstm_backward(uint16_t* const* tensors, const float* cells
 #endif
 
 // What multiplies here: 1 pairs of bf16, 0 nothing that this is written for, or tiles, which torch's own kernel takes.
-extern "C" int64_t mezzo_lstm_products() { return has_pairs() && !has_tiles(); }
+extern "C" int64_t mezzo_recurrent_products() { return has_pairs() && !has_tiles(); }

@@ -12,11 +12,11 @@ from tests.step.step_models import Dtypes
 from torch import Tensor, nn
 
 from mezzo.errors import OperandError
-from mezzo.kernels import lstm, registry, takes_lstm
-from mezzo.kernels.ops.lstm import cpu, reference
+from mezzo.kernels import recurrent, registry, takes_recurrent
+from mezzo.kernels.ops.recurrent import cpu, reference
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
-HAS_KERNEL = registry.choose("lstm", CPU, BF16).backend == "cpu" and cpu.products() > 0
+HAS_KERNEL = registry.choose("recurrent", CPU, BF16).backend == "cpu" and cpu.products() > 0
 needs_kernel = pytest.mark.skipif(not HAS_KERNEL, reason="the processor multiplies no pairs of bf16, or no compiler")
 
 Results = list[Tensor]
@@ -75,7 +75,7 @@ def test_values_and_gradients_are_no_farther_from_fp64_than_torchs(shape: tuple[
     grads = drawn_grads(model, given)
     wide = [[one.double() for one in group] for group in (given, grads)]
     true = results(torch.lstm, wide[0], copy.deepcopy(model).double(), wide[1])
-    ours, theirs = results(lstm, given, model, grads), results(torch.lstm, given, model, grads)
+    ours, theirs = results(recurrent, given, model, grads), results(torch.lstm, given, model, grads)
     for own, their, want in zip(ours, theirs, true, strict=True):
         assert (own.shape, own.dtype) == (their.shape, their.dtype)
         rounding = 2**-7 * float(want.norm()) / want.numel() ** 0.5  # of a few elements either may be the lucky one
@@ -90,7 +90,7 @@ def test_gradients_of_one_result_alone(which: int) -> None:
     grads = [grad if n == which else None for n, grad in enumerate(drawn_grads(model, given))]
     wide = [[one if one is None else one.double() for one in group] for group in (given, grads)]
     true = results(torch.lstm, wide[0], copy.deepcopy(model).double(), wide[1])  # type: ignore[arg-type]  # none of the operands is None
-    for own, want in zip(results(lstm, given, model, grads), true, strict=True):
+    for own, want in zip(results(recurrent, given, model, grads), true, strict=True):
         assert distance(own, want) <= 0.03 * float(want.norm())
 
 
@@ -99,10 +99,10 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers(20, 70)
     given = operands(model, 5, 29)
     grads = drawn_grads(model, given)
-    once = results(lstm, given, model, grads)
+    once = results(recurrent, given, model, grads)
     for threads in (1, 3, 50):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert all(map(torch.equal, once, results(lstm, given, model, grads)))
+        assert all(map(torch.equal, once, results(recurrent, given, model, grads)))
 
 
 def in_a_wider_one(x: Tensor) -> Tensor:
@@ -123,7 +123,9 @@ def test_however_operands_lie_the_results_are_the_same(layout: str) -> None:
     given = operands(model, 6, 5)
     grads = drawn_grads(model, given)
     others = [[LAID[layout](one) for one in group] for group in (given, grads)]
-    for one, other in zip(results(lstm, given, model, grads), results(lstm, others[0], model, others[1]), strict=True):
+    for one, other in zip(
+        results(recurrent, given, model, grads), results(recurrent, others[0], model, others[1]), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -134,7 +136,9 @@ def test_gradients_that_are_one_number_for_all() -> None:
     one = torch.ones((), dtype=BF16)
     grads = [one.expand(grad.shape) for grad in drawn_grads(model, given)]
     alike = zip(
-        results(lstm, given, model, grads), results(lstm, given, model, [g.contiguous() for g in grads]), strict=True
+        results(recurrent, given, model, grads),
+        results(recurrent, given, model, [g.contiguous() for g in grads]),
+        strict=True,
     )
     assert all(torch.equal(a, b) for a, b in alike)
 
@@ -151,7 +155,9 @@ def test_gates_that_are_open_or_shut(size: float) -> None:
         [p.double() for p in model.parameters()],
         *arguments(model),
     )
-    for own, true in zip(lstm(given[0], given[1:], list(model.parameters()), *arguments(model)), want, strict=True):
+    for own, true in zip(
+        recurrent(given[0], given[1:], list(model.parameters()), *arguments(model)), want, strict=True
+    ):
         assert own.isfinite().all()
         torch.testing.assert_close(own.double(), true, rtol=2**-7, atol=2**-7)
 
@@ -162,7 +168,7 @@ def test_nan_and_inf_stay_in_their_row_of_the_batch(value: float) -> None:
     model = layers(17, 20)
     given = operands(model, 6, 8)
     given[0][2, 3, 16] = value
-    y = lstm(given[0], given[1:], list(model.parameters()), *arguments(model))[0]
+    y = recurrent(given[0], given[1:], list(model.parameters()), *arguments(model))[0]
     others = [row for row in range(8) if row != 3]
     assert y[:, others].isfinite().all() and y[:2].isfinite().all()
     assert bool(y[2:, 3].isnan().all()) is (value != value)
@@ -173,7 +179,7 @@ def test_dropout_is_drawn_as_torch_draws_it() -> None:
     model = layers(16, 32, num_layers=3, dropout=0.5)
     given = operands(model, 6, 4)
     found = []
-    for run in (lstm, torch.lstm):
+    for run in (recurrent, torch.lstm):
         torch.manual_seed(7)
         found.append(run(given[0], given[1:], list(model.parameters()), *arguments(model))[0])
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
@@ -190,7 +196,7 @@ def test_a_second_derivative_is_torchs() -> None:
         first = torch.autograd.grad(out.float().square().sum(), leaves, create_graph=True)
         return torch.autograd.grad(sum((one.float().square().sum() for one in first), torch.zeros(())), leaves)
 
-    for own, their in zip(penalty(lstm), penalty(torch.lstm), strict=True):
+    for own, their in zip(penalty(recurrent), penalty(torch.lstm), strict=True):
         torch.testing.assert_close(own, their, rtol=0.03, atol=0.03 * float(their.abs().max()))
 
 
@@ -199,7 +205,7 @@ def test_batched_gradients_are_those_of_one_after_the_other() -> None:
     model = layers(8, 12)
     given = operands(model, 4, 3)
     x = given[0].requires_grad_()
-    y = lstm(x, given[1:], list(model.parameters()), *arguments(model))[0]
+    y = recurrent(x, given[1:], list(model.parameters()), *arguments(model))[0]
     grads = torch.randn(2, *y.shape).to(BF16)
     (found,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
     for one, grad in zip(found, grads, strict=True):
@@ -233,8 +239,8 @@ def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
         "hx": state,
         "params": list(model.parameters()),
     }
-    assert takes_lstm(**good)
-    assert not takes_lstm(**{**good, **REFUSED[name](good)})
+    assert takes_recurrent(**good)
+    assert not takes_recurrent(**{**good, **REFUSED[name](good)})
 
 
 @needs_kernel
@@ -244,7 +250,7 @@ def test_more_threads_than_rows_to_share_are_left_to_torch(monkeypatch: pytest.M
     taken = []
     for threads in (6, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        taken.append(takes_lstm(x, state, list(model.parameters()), *arguments(model)))
+        taken.append(takes_recurrent(x, state, list(model.parameters()), *arguments(model)))
     assert taken == [True, False]
 
 
@@ -252,8 +258,8 @@ def test_more_threads_than_rows_to_share_are_left_to_torch(monkeypatch: pytest.M
 def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers(8, 12)
     x, *state = operands(model, 4, 300)
-    monkeypatch.setattr("mezzo.kernels.ops.lstm._kernel", lambda: reference)
-    assert not takes_lstm(x, state, list(model.parameters()), *arguments(model))
+    monkeypatch.setattr("mezzo.kernels.ops.recurrent._kernel", lambda: reference)
+    assert not takes_recurrent(x, state, list(model.parameters()), *arguments(model))
 
 
 class BackwardKernels(Dtypes):
@@ -267,12 +273,12 @@ def test_who_watches_ops_sees_torchs() -> None:
     model, seen = layers(8, 12), []
     x, *state = operands(model, 4, 300)
     given = (state, list(model.parameters()), *arguments(model))
-    y = lstm(x, *given)[0]
+    y = recurrent(x, *given)[0]
     with FlopCounterMode(display=False):
-        seen.append(takes_lstm(x, *given))
+        seen.append(takes_recurrent(x, *given))
         with BackwardKernels() as kernels:
             y.sum().backward()  # type: ignore[no-untyped-call]
-    torch.func.vmap(lambda row: seen.append(takes_lstm(row, *given)) or row)(x[None])
+    torch.func.vmap(lambda row: seen.append(takes_recurrent(row, *given)) or row)(x[None])
     assert not any(seen)
     assert [dtype for _, dtype in kernels.seen] == [BF16]
 
@@ -283,7 +289,7 @@ def test_hooks_that_give_back_something_else_are_refused_before_anything_is_read
     x, *state = operands(model, 4, 3)
     for wrong in (lambda t: t[:1], lambda t: t.double(), lambda t: t.to("meta")):
         with torch.autograd.graph.saved_tensors_hooks(wrong, lambda t: t):
-            loss = lstm(x, state, list(model.parameters()), *arguments(model))[0].sum()
+            loss = recurrent(x, state, list(model.parameters()), *arguments(model))[0].sum()
         with pytest.raises(OperandError, match="gradients of LSTM layers cannot be computed: its"):
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -299,7 +305,7 @@ def test_what_waits_for_backward_takes_twelve_bytes_an_output_beside_operands() 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = lstm(x, state, list(model.parameters()), *arguments(model))[0]
+        y = recurrent(x, state, list(model.parameters()), *arguments(model))[0]
     given = sum(one.nbytes for one in (y, x, *state, *model.parameters()))
     assert sum(saved.values()) == given + 12 * y.numel()
 
@@ -308,7 +314,7 @@ def test_what_waits_for_backward_takes_twelve_bytes_an_output_beside_operands() 
 def test_a_result_that_is_written_before_backward_is_an_error() -> None:
     model = layers(8, 12)
     x, *state = operands(model, 4, 3)
-    y = lstm(x, state, list(model.parameters()), *arguments(model))[0]
+    y = recurrent(x, state, list(model.parameters()), *arguments(model))[0]
     loss = y.sum()
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -8,11 +8,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .._torch import function_modes
-from ..kernels import lstm, takes_lstm
+from ..kernels import recurrent, takes_recurrent
 from .attention import AttentionMode
 
 
-class LstmMode(TorchFunctionMode):
+class RecurrentMode(TorchFunctionMode):
     """Have `torch.lstm` in a region on the CPU run as it is fastest in bf16, where a backward pass may follow.
 
     What mezzo's kernel is not for, packed sequences and projections among them, is left to torch and the region.
@@ -24,8 +24,8 @@ class LstmMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run LSTMs their own way, leave the rest alone."""
-        if func is torch.lstm and _is_low_and_unwatched() and _is_whole(args) and takes_lstm(*args):
-            return lstm(*args)
+        if func is torch.lstm and _is_low_and_unwatched() and _is_whole(args) and takes_recurrent(*args):
+            return recurrent(*args)
         return func(*args, **(kwargs or {}))
 
 

@@ -21,8 +21,8 @@ whatever their number: 1.06 times at 64 rows of 128 units, 0.93 at 256 of 64 (EP
 _CASTABLE = (torch.float32, *LOW_DTYPES)
 
 
-def is_large_lstm(rows: int, inputs: int, units: int) -> bool:
-    """Whether a layer is of a size from which `lstm` is faster than torch's.
+def is_large_recurrent(rows: int, inputs: int, units: int) -> bool:
+    """Whether a layer is of a size from which `recurrent` is faster than torch's.
 
     Args:
         rows: of its input, T times B.
@@ -34,11 +34,11 @@ def is_large_lstm(rows: int, inputs: int, units: int) -> bool:
     return (rows + 16) * units * (inputs + units) >= SMALLEST
 
 
-def takes_lstm(
+def takes_recurrent(
     input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> bool:  # fmt: skip
-    """Whether `lstm` takes these operands, trains them faster than torch, and is seen by nobody.
+    """Whether `recurrent` takes these operands, trains them faster than torch, and is seen by nobody.
 
     Args:
         input: any tensor; the arguments are those of `torch.lstm`.
@@ -81,17 +81,17 @@ def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
 
 
 def _kernel() -> ModuleType:
-    return registry.choose("lstm", torch.device("cpu"), torch.bfloat16).module
+    return registry.choose("recurrent", torch.device("cpu"), torch.bfloat16).module
 
 
-def lstm(
+def recurrent(
     input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return output and last h and c of an LSTM for which `takes_lstm` says yes: all that torch.autocast to bf16 returns.
+    """Return output and last h and c of an LSTM for which `takes_recurrent` says yes: all that torch.autocast to bf16 returns.
 
     Args:
-        input: [T, B, D], fp32, bf16 or fp16, or [B, T, D]; the arguments are those of `takes_lstm`.
+        input: [T, B, D], fp32, bf16 or fp16, or [B, T, D]; the arguments are those of `takes_recurrent`.
         hx: first h and c, [layers times directions, B, H] each.
         params: of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh.
         has_biases: whether `params` has any.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.test_lstm import needs_kernel
+from tests.kernels.test_recurrent import needs_kernel
 from tests.step.step_models import Dtypes
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.kernels.ops.lstm import cpu
+from mezzo.kernels.ops.recurrent import cpu
 
 BF16 = torch.bfloat16
 pytestmark = needs_kernel
@@ -78,7 +78,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr("mezzo.kernels.ops.lstm.SMALLEST", 0)
+    monkeypatch.setattr("mezzo.kernels.ops.recurrent.SMALLEST", 0)
     return Calls(monkeypatch)
 
 
