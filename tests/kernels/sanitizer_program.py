@@ -280,7 +280,8 @@ def main(calls: int) -> None:
         if products:
             check_attention(seed, 1 + seed % products)
         if recurrent_cpu.products():
-            check_recurrent(seed)
+            check_recurrent(seed, 4)
+            check_recurrent(seed, 3)
         if convolution_cpu.is_faster():
             check_convolution(seed)
         if training_cpu.is_faster():

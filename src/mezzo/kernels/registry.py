@@ -94,7 +94,7 @@ def _said(error: NativeBuildError) -> str:
     if not _warned:
         _warned.append(str(error))
         _log.warning(
-            "optimizer steps, gradient checks, gradients of attention and convolutions, LSTMs, RMS norms, dropout and linear layers on the CPU run in plain torch, not in compiled kernels: %s. %s",
+            "optimizer steps, gradient checks, gradients of attention and convolutions, recurrent layers, RMS norms, dropout and linear layers on the CPU run in plain torch, not in compiled kernels: %s. %s",
             error,
             error.remedy,
         )
