@@ -153,7 +153,7 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
 
 
 def _own_op(module: nn.Module) -> Callable[..., Any] | None:
-    if isinstance(module, nn.LSTM):
+    if isinstance(module, nn.LSTM | nn.GRU):
         return run_recurrent
     if is_convolution(module):
         return run_convolution
