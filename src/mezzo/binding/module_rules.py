@@ -246,7 +246,7 @@ def _may_take(module: nn.RNNBase, input: object = None, *_: object) -> bool:
     if not isinstance(input, Tensor):
         return False
     if isinstance(module, nn.GRU):
-        return input.shape[module.batch_first and input.dim() == 3] >= FEWEST_GRU_STEPS
+        return input.dim() > 1 and input.shape[module.batch_first and input.dim() == 3] >= FEWEST_GRU_STEPS
     width = module.input_size
     is_trained = module.training or torch.is_grad_enabled()
     return is_trained and is_large_lstm(input.numel() // width, width, module.hidden_size)

@@ -18,8 +18,8 @@ from . import reference
 SMALLEST = 2_300_000
 """Products of an LSTM layer's gate from which it is faster than torch's, for each of its rows and for 16 more, since weights are cast and packed
 whatever their number: 1.06 times at 64 rows of 128 units, 0.93 at 256 of 64 (EPYC, one thread)."""
-FEWEST_GRU_STEPS = 4
-"""Steps of time from which a GRU of any size is faster than torch's, which computes each by a dozen ops: 1.03 to 2.7 times at 6, 0.56 at 1."""
+FEWEST_GRU_STEPS = 5
+"""Steps of time from which a GRU of any size is faster than torch's, which computes each by a dozen ops: 1.03 to 2.7 times at 6, 0.98 to 1.5 at 4."""
 _CASTABLE = (torch.float32, *LOW_DTYPES)
 
 
