@@ -115,6 +115,7 @@ def test_a_gru_carries_its_state_in_the_dtype_that_it_was_given(name: str, dtype
     with torch.autocast("cpu", BF16):
         ours, theirs = results(recurrent, given, model, grads), results(torch.gru, given, model, grads)
     assert ours[0].dtype is ours[1].dtype is dtypes[1]
+    assert torch.equal(ours[0], ours[0].to(BF16)) is (dtypes[1] is BF16)
     assert_no_farther(ours, theirs, true)
 
 
