@@ -18,8 +18,8 @@ from mezzo.kernels.ops.layer_norm import cpu as norm_cpu
 from mezzo.kernels.ops.layer_norm import reference as norm_reference
 from mezzo.kernels.ops.linear import cpu as linear_cpu
 from mezzo.kernels.ops.linear_training import cpu as training_cpu
-from mezzo.kernels.ops.lstm import cpu as lstm_cpu
-from mezzo.kernels.ops.lstm import reference as lstm_reference
+from mezzo.kernels.ops.recurrent import cpu as recurrent_cpu
+from mezzo.kernels.ops.recurrent import reference as recurrent_reference
 
 OUTCOMES: Counter[str] = Counter()
 
@@ -127,31 +127,35 @@ def check_attention(seed: int, products: int) -> None:
     OUTCOMES["attended"] += 1
 
 
-def check_lstm(seed: int) -> None:
-    """Take an LSTM forward and back, its operands at the ends of their memory, and look at it."""
+def check_recurrent(seed: int, gates: int) -> None:
+    """Take an LSTM (4 gates) or a GRU (3) forward and back, its operands at the ends of their memory, and look at it."""
     rng = random.Random(seed)
     steps, batch, inputs, units = (
         rng.choice(one) for one in ([1, 2, 5], [1, 3, 8, 13], [1, 7, 32, 65], [1, 16, 17, 64, 70])
     )
-    count, is_reversed = 4 * units, rng.random() < 0.5
+    count, is_reversed = gates * units, rng.random() < 0.5
     shapes = [(steps, batch, inputs), (batch, units), (batch, units), (count, inputs), (count, units)]
     shapes += [(count,)] * (2 * (rng.random() < 0.7))
     given = [(0.3 * torch.randn(shape)).bfloat16() for shape in shapes]
-    grads = [at_the_end(torch.randn(shape).bfloat16()) for shape in [(steps, batch, units), *shapes[1:3]]]
-    y, last, cells, gates = lstm_cpu.forward([at_the_end(one) for one in given], is_reversed, True)
-    assert gates is not None
-    sums, first = lstm_cpu.backward(grads, given, y, cells, gates, is_reversed)
-    wide = [one.double() for one in given]
-    found = [sums.flatten(0, 1).t().double() @ wide[0].flatten(0, 1), first]
+    grads: list[Tensor | None] = [
+        at_the_end(torch.randn(shape).bfloat16()) for shape in [(steps, batch, units), *shapes[1:3]]
+    ]
+    if gates == 3:
+        given[2], grads[1] = given[1], None
+    y, states, kept = recurrent_cpu.forward([at_the_end(one) for one in given], is_reversed, True)
+    assert kept is not None
+    sums, first = recurrent_cpu.backward(grads, given, y, states, kept, is_reversed)
+    last = states[0 if is_reversed else -1, :, :units]
+    wide, of_input, of_h = [one.double() for one in given], sums[0].flatten(0, 1), sums[-1, -1 if is_reversed else 0]
+    found = [of_input.t().double() @ wide[0].flatten(0, 1), first + of_h @ given[4] if gates == 3 else first]
+    wide_grads, asked = [g if g is None else g.double() for g in grads], [n in (2, 3) for n in range(len(wide))]
     with torch.no_grad():
-        wide_grads, asked = [one.double() for one in grads], [n in (2, 3) for n in range(len(wide))]
-        wanted = lstm_reference.gradients(wide_grads, wide, is_reversed, asked)
-    x = wide[0].flip(0) if is_reversed else wide[0]
-    out, _, c = torch.lstm(x, (wide[1][None], wide[2][None]), wide[3:], len(wide) > 5, 1, 0.0, True, False, False)
-    assert close(y, out.flip(0) if is_reversed else out, 0.01) and close(last, c[0], 0.01), f"seed {seed}"
+        wanted = recurrent_reference.gradients(wide_grads, wide, is_reversed, asked)
+    out, _, state = recurrent_reference.layer(wide, is_reversed)
+    assert close(y, out, 0.01) and close(last, state, 0.01), f"seed {seed}"
     assert all(
         close(one, true, 0.03) for one, true in zip(found, (wanted[3], wanted[2]), strict=True) if true is not None
-    )
+    ), f"seed {seed}"
     OUTCOMES["remembered"] += 1
 
 

@@ -25,8 +25,8 @@ from tests.kernels.sanitized_layers import (
     check_dropout,
     check_linear,
     check_linear_training,
-    check_lstm,
     check_norm,
+    check_recurrent,
 )
 from tests.kernels.test_cpu_kernels import same
 from torch import Tensor
@@ -44,7 +44,7 @@ from mezzo.kernels.ops.dropout import cpu as dropout_cpu
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.linear_training import cpu as training_cpu
-from mezzo.kernels.ops.lstm import cpu as lstm_cpu
+from mezzo.kernels.ops.recurrent import cpu as recurrent_cpu
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
 from mezzo.kernels.ops.sgd import reference as sgd_reference
@@ -279,8 +279,9 @@ def main(calls: int) -> None:
             check_dropout(seed)
         if products:
             check_attention(seed, 1 + seed % products)
-        if lstm_cpu.products():
-            check_lstm(seed)
+        if recurrent_cpu.products():
+            check_recurrent(seed, 4)
+            check_recurrent(seed, 3)
         if convolution_cpu.is_faster():
             check_convolution(seed)
         if training_cpu.is_faster():

@@ -21,7 +21,7 @@ from .equal_ops import equal_op
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import hand_written_gelu, hand_written_rms_norm
 from .kept_casts import with_kept_casts
-from .module_rules import FUSED, Precision, is_linear, run_linear, run_lstm, run_unfused
+from .module_rules import FUSED, Precision, is_linear, run_linear, run_recurrent, run_unfused
 
 _WRITTEN = (RECORD, "forward")
 
@@ -156,8 +156,8 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
 
 
 def _own_op(module: nn.Module) -> Callable[..., Any] | None:
-    if isinstance(module, nn.LSTM):
-        return run_lstm
+    if isinstance(module, nn.LSTM | nn.GRU):
+        return run_recurrent
     if is_convolution(module):
         return run_convolution
     return run_linear if is_linear(module) else equal_op(module)

@@ -71,7 +71,7 @@ class Binding:
             watch_optimizers()
 
     def _has_own_ops(self) -> bool:
-        """Whether attention, LSTMs, convolutions and linear layers run mezzo's way."""
+        """Whether attention, recurrent layers, convolutions and linear layers run mezzo's way."""
         if not (self.fuses and has_own_attention(self.device_type)):
             return False
         return self.policy.why_engine("cpu", self.cache).engine == "dispatcher"
@@ -354,7 +354,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
             return _run_inside(bound, self, own_forward, args, kwargs, traced=False)
         return own_forward(self, *args, **kwargs) if is_inside else _run(bound, self, own_forward, args, kwargs)
 
-    if issubclass(original, nn.LSTM):  # it runs between the compiler's graphs, where mezzo's kernel may
+    if issubclass(original, nn.LSTM | nn.GRU):  # it runs between the compiler's graphs, where mezzo's kernel may
         dynamo_skip_frame(forward)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:

@@ -25,9 +25,10 @@ from .._torch import (
     push_function_mode,
     tracing_state,
 )
-from ..casting import AttentionMode, CastMode, LstmMode, casts_to_bf16
+from ..casting import AttentionMode, CastMode, RecurrentMode, casts_to_bf16
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import (
+    FEWEST_GRU_STEPS,
     SMALLEST_LINEAR,
     group_norm,
     is_large_lstm,
@@ -231,23 +232,24 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch.set_autocast_enabled("cuda", False)
 
 
-def run_lstm(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of an LSTM, by mezzo's kernel where that trains it faster and nobody looks on."""
+def run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of an LSTM or a GRU, by mezzo's kernel where that is faster and nobody looks on."""
     forward = type(module)._mezzo_class.forward
-    if (
-        torch.compiler.is_compiling()
-        or not (module.training or torch.is_grad_enabled())
-        or not _is_large(module, *args)
-    ):
+    if torch.compiler.is_compiling() or not _may_take(module, *args):
         return forward(module, *args, **kwargs)
-    with LstmMode():
+    with RecurrentMode():
         return forward(module, *args, **kwargs)
 
 
-def _is_large(lstm: nn.LSTM, input: object = None, *_: object) -> bool:
-    """Whether an LSTM is given a tensor of a size from which it pays to see each of its ops."""
-    width = lstm.input_size
-    return isinstance(input, Tensor) and is_large_lstm(input.numel() // width, width, lstm.hidden_size)
+def _may_take(module: nn.RNNBase, input: object = None, *_: object) -> bool:
+    """Whether layers are given a tensor of a size from which it pays to see each of their ops."""
+    if not isinstance(input, Tensor):
+        return False
+    if isinstance(module, nn.GRU):
+        return input.dim() > 1 and input.shape[module.batch_first and input.dim() == 3] >= FEWEST_GRU_STEPS
+    width = module.input_size
+    is_trained = module.training or torch.is_grad_enabled()
+    return is_trained and is_large_lstm(input.numel() // width, width, module.hidden_size)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -12,9 +12,9 @@ from .cast_cache import weight_casts as weight_casts
 from .frame import bind_recompute as bind_recompute
 from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
-from .lstm import LstmMode as LstmMode
-from .lstm import casts_to_bf16 as casts_to_bf16
 from .mode import CastMode as CastMode
 from .provenance import backward_message as backward_message
+from .recurrent import RecurrentMode as RecurrentMode
+from .recurrent import casts_to_bf16 as casts_to_bf16
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts

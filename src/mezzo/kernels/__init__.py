@@ -49,9 +49,10 @@ from .ops.linear import small_linear as small_linear
 from .ops.linear_training import SMALLEST_LINEAR as SMALLEST_LINEAR
 from .ops.linear_training import linear as linear
 from .ops.linear_training import takes_linear as takes_linear
-from .ops.lstm import is_large_lstm as is_large_lstm
-from .ops.lstm import lstm as lstm
-from .ops.lstm import takes_lstm as takes_lstm
+from .ops.recurrent import FEWEST_GRU_STEPS as FEWEST_GRU_STEPS
+from .ops.recurrent import is_large_lstm as is_large_lstm
+from .ops.recurrent import recurrent as recurrent
+from .ops.recurrent import takes_recurrent as takes_recurrent
 from .ops.rounding import mix as mix
 from .ops.rounding import random_bits as random_bits
 from .ops.rounding import random_key as random_key

@@ -30,7 +30,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "linear": ("cpu", "reference"),
     "linear_training": ("cpu", "reference"),
     "attention": ("cpu", "reference"),
-    "lstm": ("cpu", "reference"),
+    "recurrent": ("cpu", "reference"),
     "convolution": ("cpu", "reference"),
     "dropout": ("cpu", "reference"),
     "decision": ("triton", "reference"),
@@ -94,7 +94,7 @@ def _said(error: NativeBuildError) -> str:
     if not _warned:
         _warned.append(str(error))
         _log.warning(
-            "optimizer steps, gradient checks, gradients of attention and convolutions, LSTMs, RMS norms, dropout and linear layers on the CPU run in plain torch, not in compiled kernels: %s. %s",
+            "optimizer steps, gradient checks, gradients of attention and convolutions, recurrent layers, RMS norms, dropout and linear layers on the CPU run in plain torch, not in compiled kernels: %s. %s",
             error,
             error.remedy,
         )
@@ -125,7 +125,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
     While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
 
     Args:
-        op: "gradients", "adamw", "sgd", "linear", "linear_training", "attention", "convolution", "dropout", "lstm", "decision" or "layer_norm".
+        op: "gradients", "adamw", "sgd", "linear", "linear_training", "attention", "convolution", "dropout", "recurrent", "decision" or "layer_norm".
         device: where the tensors lie.
         dtype: of the weights, or of the gradients for op "gradients".
         backend: "auto", or the one that must run.

@@ -1,4 +1,4 @@
-"""LSTMs on a CPU, by the kernel that trains them faster than torch's in bf16."""
+"""LSTMs and GRUs on a CPU, by the kernel that is faster than torch's in bf16."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .._torch import function_modes
-from ..kernels import lstm, takes_lstm
+from ..kernels import recurrent, takes_recurrent
 from .attention import AttentionMode
 
 
-class LstmMode(TorchFunctionMode):
-    """Have `torch.lstm` in a region on the CPU run as it is fastest in bf16, where a backward pass may follow.
+class RecurrentMode(TorchFunctionMode):
+    """Have `torch.lstm` and `torch.gru` in a region on the CPU run as they are fastest in bf16.
 
     What mezzo's kernel is not for, packed sequences and projections among them, is left to torch and the region.
 
@@ -23,9 +23,9 @@ class LstmMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run LSTMs their own way, leave the rest alone."""
-        if func is torch.lstm and _is_low_and_unwatched() and _is_whole(args) and takes_lstm(*args):
-            return lstm(*args)
+        """Run recurrent layers their own way, leave the rest alone."""
+        if func in (torch.lstm, torch.gru) and _is_low_and_unwatched() and _is_whole(args) and takes_recurrent(*args):
+            return recurrent(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -39,5 +39,5 @@ def _is_low_and_unwatched() -> bool:
 
 
 def _is_whole(args: tuple[Any, ...]) -> bool:
-    """Whether arguments of `torch.lstm` are those for a tensor, not for a packed sequence."""
-    return len(args) == 9 and isinstance(args[1], tuple)
+    """Whether arguments of `torch.lstm` or `torch.gru` are those for a tensor, not for a packed sequence."""
+    return len(args) == 9 and isinstance(args[3], bool)

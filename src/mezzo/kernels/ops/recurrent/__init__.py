@@ -1,4 +1,4 @@
-"""Layers of LSTMs in bf16 on the CPU, forward and backward, by a kernel of mezzo's."""
+"""Layers of LSTMs and GRUs in bf16 on the CPU, forward and backward, by a kernel of mezzo's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from ...dtensor import PLAIN
 from . import reference
 
 SMALLEST = 2_300_000
-"""Products of a layer's gate from which it is faster than torch's, for each of its rows and for 16 more, since weights are cast and packed
+"""Products of an LSTM layer's gate from which it is faster than torch's, for each of its rows and for 16 more, since weights are cast and packed
 whatever their number: 1.06 times at 64 rows of 128 units, 0.93 at 256 of 64 (EPYC, one thread)."""
+FEWEST_GRU_STEPS = 5
+"""Steps of time from which a GRU of any size is faster than torch's, which computes each by a dozen ops: 1.03 to 2.7 times at 6, 0.98 to 1.5 at 4."""
 _CASTABLE = (torch.float32, *LOW_DTYPES)
 
 
 def is_large_lstm(rows: int, inputs: int, units: int) -> bool:
-    """Whether a layer is of a size from which `lstm` is faster than torch's.
+    """Whether a layer of an LSTM is of a size from which `recurrent` is faster than torch's.
 
     Args:
         rows: of its input, T times B.
@@ -34,15 +36,15 @@ def is_large_lstm(rows: int, inputs: int, units: int) -> bool:
     return (rows + 16) * units * (inputs + units) >= SMALLEST
 
 
-def takes_lstm(
-    input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
-    train: bool, bidirectional: bool, batch_first: bool,
+def takes_recurrent(
+    input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
 ) -> bool:  # fmt: skip
-    """Whether `lstm` takes these operands, trains them faster than torch, and is seen by nobody.
+    """Whether `recurrent` takes these operands, is faster than torch unless they are small, and is seen by nobody.
 
     Args:
-        input: any tensor; the arguments are those of `torch.lstm`.
-        hx: first h and c.
+        input: any tensor; the arguments are those of `torch.lstm` or `torch.gru`.
+        hx: first h and c, or first h alone: a GRU's.
         params: of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh.
         has_biases: whether `params` has any.
         num_layers: one above the other.
@@ -53,22 +55,28 @@ def takes_lstm(
 
     Host only.
     """
-    given = (input, *hx, *params)
-    if not (is_unwatched() and len(hx) == 2 and all([_is_plain(one) for one in given])):
+    state = _state(hx)
+    given = (input, *state, *params)
+    if not (is_unwatched() and all([_is_plain(one) for one in given])):
         return False
-    if not (input.dim() == hx[0].dim() == 3 and input.numel() > 0 < hx[0].numel()):
+    if not (input.dim() == state[0].dim() == 3 and input.numel() > 0 < state[0].numel()):
         return False
-    directions, units, batch = 1 + bidirectional, hx[0].shape[-1], input.shape[0 if batch_first else 1]
-    shapes: list[tuple[int, ...]] = [(num_layers * directions, batch, units)] * 2
+    directions, units, batch = 1 + bidirectional, state[0].shape[-1], input.shape[0 if batch_first else 1]
+    sums = (4 if len(state) == 2 else 3) * units
+    shapes: list[tuple[int, ...]] = [(num_layers * directions, batch, units)] * len(state)
     for layer in range(num_layers):
         inputs = directions * units if layer else input.shape[2]
-        shapes += directions * [(4 * units, inputs), (4 * units, units), *[(4 * units,)] * (2 * has_biases)]
+        shapes += directions * [(sums, inputs), (sums, units), *[(sums,)] * (2 * has_biases)]
     return (
         [one.shape for one in given[1:]] == shapes  # another number of weights: projections
-        and (train or _may_be_differentiated(given))
+        and (train or len(state) == 1 or _may_be_differentiated(given))
         and 2 * batch >= torch.get_num_threads()  # they share out the batch
         and _kernel().products() > 0
     )
+
+
+def _state(hx: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [hx] if isinstance(hx, Tensor) else hx
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -81,18 +89,18 @@ def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
 
 
 def _kernel() -> ModuleType:
-    return registry.choose("lstm", torch.device("cpu"), torch.bfloat16).module
+    return registry.choose("recurrent", torch.device("cpu"), torch.bfloat16).module
 
 
-def lstm(
-    input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
-    train: bool, bidirectional: bool, batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return output and last h and c of an LSTM for which `takes_lstm` says yes: all that torch.autocast to bf16 returns.
+def recurrent(
+    input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return output and last h and c of an LSTM, or last h of a GRU, for which `takes_recurrent` says yes: all that torch.autocast to bf16 returns.
 
     Args:
-        input: [T, B, D], fp32, bf16 or fp16, or [B, T, D]; the arguments are those of `takes_lstm`.
-        hx: first h and c, [layers times directions, B, H] each.
+        input: [T, B, D], fp32, bf16 or fp16, or [B, T, D]; the arguments are those of `takes_recurrent`.
+        hx: first h and c, or first h alone, [layers times directions, B, H] each.
         params: of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh.
         has_biases: whether `params` has any.
         num_layers: one above the other.
@@ -102,27 +110,27 @@ def lstm(
         batch_first: the input is [B, T, D].
 
     Returns:
-        [T, B, directions times H], or [B, T, ...], and two like `hx`, bf16.
+        [T, B, directions times H], or [B, T, ...], and what is like `hx`; bf16, of a GRU fp32 unless its first h is bf16.
 
     Syncs: no.
     """
-    keeps = _may_be_differentiated((input, *hx, *params))
-    x = (input.transpose(0, 1) if batch_first else input).to(torch.bfloat16)
-    first_h, first_c = (one.to(torch.bfloat16).unbind(0) for one in hx)
+    state = _state(hx)
+    keeps, is_lstm, low = _may_be_differentiated((input, *state, *params)), len(state) == 2, torch.bfloat16
+    x, first_h = input.transpose(0, 1) if batch_first else input, state[0].to(low).unbind(0)
+    first_c = state[-1].to(low if is_lstm else torch.promote_types(state[0].dtype, low)).unbind(0)
     directions, count = 1 + bidirectional, 2 + 2 * has_biases
-    last: list[tuple[Tensor, Tensor]] = []
+    last: list[list[Tensor]] = []
     for layer in range(num_layers):
-        outs = []
+        outs, x = [], x.to(low)
         for n in range(layer * directions, (layer + 1) * directions):
-            weights = [one.to(torch.bfloat16) for one in params[n * count : (n + 1) * count]]
+            weights = [one.to(low) for one in params[n * count : (n + 1) * count]]
             y, *ends = _Layer.apply(n % directions == 1, keeps, x, first_h[n], first_c[n], *weights)  # type: ignore[no-untyped-call]  # torch's own
             outs.append(y)
-            last.append((ends[0], ends[1]))
+            last.append(ends if is_lstm else ends[1:])
         x = torch.cat(outs, -1) if bidirectional else outs[0]
         if dropout and train and layer + 1 < num_layers:
             x = torch.dropout(x, dropout, True)
-    h_n, c_n = (torch.stack(ends) for ends in zip(*last, strict=True))
-    return x.transpose(0, 1) if batch_first else x, h_n, c_n
+    return x.transpose(0, 1) if batch_first else x, *(torch.stack(ends) for ends in zip(*last, strict=True))
 
 
 class _Layer(torch.autograd.Function):
@@ -130,22 +138,26 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, is_reversed: bool, keeps: bool, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, last_c, cells, gates = _kernel().forward(operands, is_reversed, keeps)
+        y, states, kept = _kernel().forward(operands, is_reversed, keeps)
         ctx.set_materialize_grads(False)
         if keeps:
-            ctx.save_for_backward(y, cells, gates, *operands)
+            ctx.save_for_backward(y, states, kept, *operands)
             ctx.is_reversed = is_reversed
-        return y, y[0 if is_reversed else -1].clone(), last_c
+        end, real = 0 if is_reversed else -1, states[..., : y.shape[-1]]
+        last = y[end].clone(), real[end].to(operands[2].dtype, copy=True)
+        if reference.is_gru(operands):  # not rounded twice, and as torch's it may be written
+            y = (real[:-1] if is_reversed else real[1:]).to(operands[2].dtype, copy=True)
+        return y, *last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        y, cells, gates, *operands = ctx.saved_tensors
+        y, states, kept, *operands = ctx.saved_tensors
         wanted, there = ctx.needs_input_grad[2:], [grad for grad in grads if grad is not None]
         if not there:
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled() or dispatch_modes() or any(map(is_batched_gradient, there)):
             return (None, None, *reference.gradients(grads, operands, ctx.is_reversed, wanted))
-        d_sums, d_c = _kernel().backward(grads, operands, y, cells, gates, ctx.is_reversed)
+        d_sums, d_c = _kernel().backward(grads, operands, y, states, kept, ctx.is_reversed)
         return (None, None, *_gradients(d_sums, d_c, operands, y, ctx.is_reversed, wanted))
 
 
@@ -154,16 +166,16 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of a layer's operands from those of the sums that its gates are made of."""
     x, h, _, w_ih, w_hh, *_ = operands
-    rows = d_sums.flatten(0, 1)
+    of_x, of_h = d_sums[0].flatten(0, 1), d_sums[-1].flatten(0, 1)
     before = [y[1:], h[None]] if is_reversed else [h[None], y[:-1]]
     found: list[Tensor | None] = [
-        (rows @ w_ih).view_as(x) if wanted[0] else None,
-        d_sums[-1 if is_reversed else 0] @ w_hh if wanted[1] else None,
+        (of_x @ w_ih).view_as(x) if wanted[0] else None,
+        d_sums[-1, -1 if is_reversed else 0] @ w_hh if wanted[1] else None,
         d_c if wanted[2] else None,
-        rows.t() @ x.flatten(0, 1) if wanted[3] else None,
-        rows.t() @ torch.cat(before).flatten(0, 1) if wanted[4] else None,
+        of_x.t() @ x.flatten(0, 1) if wanted[3] else None,
+        of_h.t() @ torch.cat(before).flatten(0, 1) if wanted[4] else None,
     ]
     if any(wanted[5:]):
-        sums = rows.sum(0, dtype=torch.float32).to(torch.bfloat16)
-        found += [sums.clone() if want else None for want in wanted[5:]]
+        sums = d_sums.flatten(1, 2).sum(1, dtype=torch.float32).to(torch.bfloat16)
+        found += [one.clone() if want else None for one, want in zip((sums[0], sums[-1]), wanted[5:], strict=True)]
     return found + [None] * (len(operands) - len(found))

@@ -1,4 +1,4 @@
-"""Gradients of one direction of an LSTM layer by torch's own kernels: the definition, for somebody who watches ops or differentiates twice."""
+"""Gradients of one direction of a layer of an LSTM or a GRU by torch's own kernels: the definition, for somebody who watches ops or differentiates twice."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ def products() -> int:
     return 0
 
 
+def is_gru(operands: Sequence[Tensor]) -> bool:
+    """Whether operands of a layer, as `gradients` takes them, are those of a GRU, by the rows of a weight. Host only."""
+    return operands[4].shape[0] == 3 * operands[1].shape[-1]
+
+
 def gradients(
     grads: Sequence[Tensor | None], operands: Sequence[Tensor], is_reversed: bool, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """Run the layer again and return the gradients of its operands; differentiable where gradients are on.
 
     Args:
-        grads: of its results y [T, B, H], h [B, H] and c [B, H]; None: none.
-        operands: x [T, B, D], h [B, H], c [B, H], then w_ih [4 H, D] and w_hh [4 H, H], and both biases [4 H] if it has any.
+        grads: of its results y [T, B, H], h [B, H] and c [B, H]; None: none. A GRU's c is its h.
+        operands: x [T, B, D], h [B, H], c [B, H], then w_ih [4 H, D] and w_hh [4 H, H], and both biases [4 H] if it has any;
+            of a GRU 3 H, and c is h as it was before it was rounded, which is read.
         is_reversed: time runs backward.
         wanted: of each operand, whether its gradient is.
 
@@ -32,7 +38,7 @@ def gradients(
     again = torch.is_grad_enabled()
     given = [one if again else one.detach().requires_grad_(want) for one, want in zip(operands, wanted, strict=True)]
     with torch.enable_grad():
-        found = zip(_layer(given, is_reversed), grads, strict=True)
+        found = zip(layer(given, is_reversed), grads, strict=True)
         pairs = [(out, grad) for out, grad in found if grad is not None]
         inputs = [one for one, want in zip(given, wanted, strict=True) if want]
         got = iter(
@@ -43,8 +49,15 @@ def gradients(
     return [next(got) if want else None for want in wanted]
 
 
-def _layer(operands: Sequence[Tensor], is_reversed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def layer(operands: Sequence[Tensor], is_reversed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, the last h and the last c of a layer, given what `gradients` is given. Syncs: no."""
     x, h, c, *weights = operands
     x = x.flip(0) if is_reversed else x
-    y, h_n, c_n = torch.lstm(x, (h[None], c[None]), weights, len(weights) == 4, 1, 0.0, True, False, False)
+    flags = len(weights) == 4, 1, 0.0, True, False, False
+    if is_gru(operands):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # the state may be fp32
+            y, h_n = torch.gru(x, c[None], weights, *flags)
+        c_n = h_n
+    else:
+        y, h_n, c_n = torch.lstm(x, (h[None], c[None]), weights, *flags)
     return y.flip(0) if is_reversed else y, h_n[0], c_n[0]

@@ -1,4 +1,4 @@
-"""LSTMs inside prepared models on the CPU: trained by mezzo's kernel, torch's own where that must not be seen."""
+"""LSTMs and GRUs inside prepared models on the CPU: by mezzo's kernel, torch's own where that must not be seen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.test_lstm import needs_kernel
+from tests.kernels.test_recurrent import needs_kernel
 from tests.step.step_models import Dtypes
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
@@ -16,21 +16,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.kernels.ops.lstm import cpu
+from mezzo.kernels.ops.recurrent import cpu
 
 BF16 = torch.bfloat16
+Kind = type[nn.LSTM] | type[nn.GRU]
 pytestmark = needs_kernel
 
 
-class Model(nn.Module):
-    """An LSTM in front of a linear layer."""
+@pytest.fixture(params=[nn.LSTM, nn.GRU])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
 
-    def __init__(self, **options: Any) -> None:
+
+class Model(nn.Module):
+    """Recurrent layers in front of a linear layer."""
+
+    def __init__(self, kind: Kind, **options: Any) -> None:
         super().__init__()
-        self.lstm, self.out = nn.LSTM(12, 20, **options), nn.Linear(20 * (1 + options.get("bidirectional", False)), 3)
+        self.layers, self.out = kind(12, 20, **options), nn.Linear(20 * (1 + options.get("bidirectional", False)), 3)
 
     def run(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lstm(x)[0]
+        y: Tensor = self.layers(x)[0]
         return y
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +85,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr("mezzo.kernels.ops.lstm.SMALLEST", 0)
+    monkeypatch.setattr("mezzo.kernels.ops.recurrent.SMALLEST", 0)
     return Calls(monkeypatch)
 
 
@@ -106,21 +113,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_prepared_model_is_trained_by_it_as_torch_autocast_trains(name: str, policy: str, calls: Calls) -> None:
-    model, x = Model(**OPTIONS[name]), torch.randn(6, 8, 12)
+def test_a_prepared_model_is_trained_by_it_as_torch_autocast_trains(
+    kind: Kind, name: str, policy: str, calls: Calls
+) -> None:
+    model, x = Model(kind, **OPTIONS[name]), torch.randn(6, 8, 12)
     with torch.autocast("cpu", BF16):
         wanted = trained(copy.deepcopy(model), x)
     assert calls == (0, 0)
     amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
     found = trained(amp.model, x)
     assert_alike([found[0].to(BF16), *(one.float() for one in found[1:])], wanted)
-    count = model.lstm.num_layers * (1 + model.lstm.bidirectional)
+    count = model.layers.num_layers * (1 + model.layers.bidirectional)
     assert calls == (count, count)
 
 
-def test_results_lie_and_are_stored_as_torchs(calls: Calls) -> None:
-    model, x, seen = Model(num_layers=2, batch_first=True), torch.randn(8, 6, 12), []
-    model.lstm.register_forward_hook(lambda module, given, out: seen.append((out[0], *out[1])))
+def test_results_lie_and_are_stored_as_torchs(kind: Kind, calls: Calls) -> None:
+    model, x, seen = Model(kind, num_layers=2, batch_first=True), torch.randn(8, 6, 12), []
+    model.layers.register_forward_hook(lambda module, given, out: seen.append((out[0], *out[1])))
     with torch.autocast("cpu", BF16):
         model(x)
     prepared(model)(x)
@@ -130,18 +139,18 @@ def test_results_lie_and_are_stored_as_torchs(calls: Calls) -> None:
     assert calls.counts["forward"] == 2
 
 
-def test_what_is_given_without_a_batch_is_taken_too(calls: Calls) -> None:
-    model, x = Model(), torch.randn(6, 12)
+def test_what_is_given_without_a_batch_is_taken_too(kind: Kind, calls: Calls) -> None:
+    model, x = Model(kind), torch.randn(6, 12)
     with torch.autocast("cpu", BF16):
         wanted = trained(copy.deepcopy(model), x)
     assert_alike([one.float() for one in trained(prepared(model), x)], [one.float() for one in wanted])
     assert calls == (1, 1)
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
-def test_a_checkpoint_computes_the_same_again(kind: type[Checkpointed], calls: Calls) -> None:
-    plain, x = Model(), torch.randn(6, 8, 12, requires_grad=True)
-    model = kind()
+@pytest.mark.parametrize("how", [Checkpointed, Reentrant])
+def test_a_checkpoint_computes_the_same_again(kind: Kind, how: type[Checkpointed], calls: Calls) -> None:
+    plain, x = Model(kind), torch.randn(6, 8, 12, requires_grad=True)
+    model = how(kind)
     model.load_state_dict(plain.state_dict())
     wanted = trained(prepared(plain), x)
     assert calls == (1, 1)
@@ -150,68 +159,87 @@ def test_a_checkpoint_computes_the_same_again(kind: type[Checkpointed], calls: C
     assert calls == (3, 2)
 
 
-def test_gradients_of_two_passes_add_up(calls: Calls) -> None:
-    model, x = prepared(Model()), torch.randn(6, 8, 12)
+def test_gradients_of_two_passes_add_up(kind: Kind, calls: Calls) -> None:
+    model, x = prepared(Model(kind)), torch.randn(6, 8, 12)
     once, twice = trained(model, x), trained(model, x)
     for one, two in zip(once[1:], twice[1:], strict=True):
         torch.testing.assert_close(two, 2 * one)
     assert calls == (2, 2)
 
 
-def test_a_copy_is_trained_by_it_too(calls: Calls) -> None:
-    model, x = prepared(Model()), torch.randn(6, 8, 12)
+def test_a_copy_is_trained_by_it_too(kind: Kind, calls: Calls) -> None:
+    model, x = prepared(Model(kind)), torch.randn(6, 8, 12)
     assert all(map(torch.equal, trained(copy.deepcopy(model), x), trained(model, x)))
     assert calls == (2, 2)
 
 
-def test_frozen_weights_have_no_gradient(calls: Calls) -> None:
-    model, x = Model(), torch.randn(6, 8, 12, requires_grad=True)
-    model.lstm.weight_hh_l0.requires_grad_(False)
-    model.lstm.bias_ih_l0.requires_grad_(False)
+def test_frozen_weights_have_no_gradient(kind: Kind, calls: Calls) -> None:
+    model, x = Model(kind), torch.randn(6, 8, 12, requires_grad=True)
+    model.layers.weight_hh_l0.requires_grad_(False)
+    model.layers.bias_ih_l0.requires_grad_(False)
     trained(prepared(model), x)
     missing = [name for name, p in model.named_parameters() if p.grad is None]
-    assert missing == ["lstm.weight_hh_l0", "lstm.bias_ih_l0"] and x.grad is not None
+    assert missing == ["layers.weight_hh_l0", "layers.bias_ih_l0"] and x.grad is not None
     assert calls == (1, 1)
 
 
-def test_what_it_is_not_for_is_torchs(calls: Calls) -> None:
+def test_what_it_is_not_for_is_torchs(kind: Kind, calls: Calls) -> None:
     x = torch.randn(6, 8, 12)
     for policy in (
         "fp16",
         "bf16, modules=none",
         "fp32",
         "bf16, ops=mezzo",
-        "bf16, module:LSTM=fp32",
+        f"bf16, module:{kind.__name__}=fp32",
         "bf16, module:Model=fp32",
     ):
-        trained(prepared(Model(), policy), x)
+        trained(prepared(Model(kind), policy), x)
     packed = pack_padded_sequence(x, torch.tensor([6, 5, 5, 4, 3, 2, 1, 1]))
-    out = prepared(nn.LSTM(12, 20))(packed)[0]
+    out = prepared(kind(12, 20))(packed)[0]
     assert isinstance(out, PackedSequence)
-    with pytest.warns(UserWarning, match="projections"):
-        prepared(nn.LSTM(12, 20, proj_size=7))(x)
-    with torch.no_grad():
-        prepared(Model()).eval()(x)
-    prepared(nn.GRU(12, 20))(x)
+    if kind is nn.LSTM:
+        with pytest.warns(UserWarning, match="projections"):
+            prepared(nn.LSTM(12, 20, proj_size=7))(x)
+    prepared(nn.RNN(12, 20))(x)
     assert calls == (0, 0)
 
 
-@pytest.mark.parametrize(("rows", "is_taken"), [(30, False), (80, True)])
-def test_small_ones_are_torchs(rows: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_without_gradients_an_lstm_is_torchs_and_a_gru_what_it_is_in_training(
+    kind: Kind, is_trained: bool, calls: Calls
+) -> None:
+    model, x = prepared(Model(kind)).train(is_trained), torch.randn(6, 8, 12)
+    wanted = model(x).detach()
+    with torch.no_grad():
+        found = model(x)
+    is_taken = kind is nn.GRU or is_trained
+    assert calls == (1 + is_taken, 0)
+    assert not is_taken or torch.equal(found, wanted)
+
+
+SMALL = [(nn.LSTM, (2, 15), False), (nn.LSTM, (2, 40), True), (nn.GRU, (4, 40), False), (nn.GRU, (5, 2), True)]
+
+
+@pytest.mark.parametrize(("kind", "shape", "is_taken"), SMALL, ids=str)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_small_ones_are_torchs(
+    kind: Kind, shape: tuple[int, int], is_taken: bool, batch_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = Calls(monkeypatch)
-    trained(prepared(nn.Sequential(nn.LSTM(128, 128), First())), torch.randn(2, rows // 2, 128))
+    x = torch.randn(*shape, 128).transpose(0, 1) if batch_first else torch.randn(*shape, 128)
+    trained(prepared(nn.Sequential(kind(128, 128, batch_first=batch_first), First())), x)
     assert calls == (is_taken, is_taken)
 
 
 class Kernels(Dtypes):
-    OPS = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+    OPS = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "sigmoid_", "sigmoid_backward")
 
 
-def test_who_watches_ops_sees_torchs(calls: Calls) -> None:
-    model, x = prepared(Model()), torch.randn(6, 8, 12)
+def test_who_watches_ops_sees_torchs(kind: Kind, calls: Calls) -> None:
+    model, x = prepared(Model(kind)), torch.randn(6, 8, 12)
     with Kernels() as kernels:
         trained(model, x)
-    assert [name for name, _ in kernels.seen] == ["mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"]
+    assert {name for name, _ in kernels.seen} == set(Kernels.OPS[:2] if kind is nn.LSTM else Kernels.OPS[2:])
     with mezzo.diagnose.trace(model):
         trained(model, x)
     assert calls == (0, 0)
@@ -227,24 +255,24 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_who_watches_functions_sees_torchs(calls: Calls) -> None:
-    model, x = prepared(Model()), torch.randn(6, 8, 12)
+def test_who_watches_functions_sees_torchs(kind: Kind, calls: Calls) -> None:
+    model, x = prepared(Model(kind)), torch.randn(6, 8, 12)
     with Functions() as functions:
         trained(model, x)
-    assert torch.lstm in functions.seen
+    assert (torch.lstm if kind is nn.LSTM else torch.gru) in functions.seen
     assert calls == (0, 0)
 
 
-def test_one_inside_an_attention_is_taken(calls: Calls) -> None:
-    class LstmAttention(Model):
+def test_one_inside_an_attention_is_taken(kind: Kind, calls: Calls) -> None:
+    class RecurrentAttention(Model):
         pass
 
-    trained(prepared(LstmAttention()), torch.randn(60, 8, 12))
+    trained(prepared(RecurrentAttention(kind)), torch.randn(60, 8, 12))
     assert calls == (1, 1)
 
 
-def test_functional_gradients_are_torchs(calls: Calls) -> None:
-    model, x = prepared(Model()), torch.randn(6, 8, 12)
+def test_functional_gradients_are_torchs(kind: Kind, calls: Calls) -> None:
+    model, x = prepared(Model(kind)), torch.randn(6, 8, 12)
 
     def loss(params: dict[str, Tensor]) -> Tensor:
         out: Tensor = torch.func.functional_call(model, params, (x,))
@@ -261,8 +289,8 @@ def test_functional_gradients_are_torchs(calls: Calls) -> None:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # at every break of a graph
-def test_a_compiled_model_gives_the_same_and_runs_the_kernel_between_its_graphs(calls: Calls) -> None:
-    plain, x = Model(), torch.randn(6, 8, 12)
+def test_a_compiled_model_gives_the_same_and_runs_the_kernel_between_its_graphs(kind: Kind, calls: Calls) -> None:
+    plain, x = Model(kind), torch.randn(6, 8, 12)
     wanted = trained(prepared(copy.deepcopy(plain)), x)
     assert calls == (1, 1)
     model = prepared(plain)
