@@ -15,7 +15,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 KINDS = ("code", "docstring", "comment", "blank")
-FILES_AT_MOST, LINES_AT_MOST = 294, 46_520
+FILES_AT_MOST, LINES_AT_MOST = 296, 46_800
 LONGER = {"_torch.py": 600}
 """Files that may have more than 400 lines: all private names of torch stand in one."""
 _NO_CODE = {

@@ -243,8 +243,7 @@ def is_capturing(device: torch.device) -> bool:
 
 def stream_id(device: torch.device) -> int:
     """Return the number of the stream that an accelerator's work goes to: in a fifth of the time of `torch.accelerator.current_stream`. Host only."""
-    index = -1 if device.index is None else device.index
-    stream: int = torch._C._accelerator_getStream(index).stream_id
+    stream: int = torch._C._accelerator_getStream(-1 if device.index is None else device.index).stream_id
     return stream
 
 

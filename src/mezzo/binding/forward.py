@@ -27,16 +27,15 @@ from .._torch import (
     replaces_tensors,
     saved_tensors_hooks,
 )
-from ..casting import autocast, bind_recompute, has_own_attention, is_large, run_attention, watch_optimizers
+from ..casting import autocast, bind_recompute, has_own_attention, is_large, run_attention
 from ..errors import StepError, listed
 from ..formats import dtype_name
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, has_module_rules, run_ruled
+from .refusals import REFUSALS
 
 RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
-
-
 AfterForward = Callable[[object], None]
 BeforeForward = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
 
@@ -67,8 +66,6 @@ class Binding:
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
         self.has_own_ops = self._has_own_ops()
         self.keeps_casts = self._keeps_casts()
-        if self.keeps_casts:
-            watch_optimizers()
 
     def _has_own_ops(self) -> bool:
         """Whether attention, recurrent layers, convolutions and linear layers run mezzo's way."""
@@ -78,9 +75,9 @@ class Binding:
 
     def _keeps_casts(self) -> bool:
         """Whether modules take kept casts by themselves: on an accelerator, where seeing each op would take the host longer than the casts."""
-        if not self._is_low or self.cache != "persistent" or self.device_type in (None, "cpu"):
-            return False
-        return self.policy.why_engine(self.device_type).engine == "dispatcher"
+        device = self.device_type or "cpu"
+        keeps = self._is_low and self.cache == "persistent" and device != "cpu"
+        return keeps and self.policy.why_engine(device).engine == "dispatcher"
 
     def __getstate__(self) -> dict[str, Any]:
         watch = self.stepper._note_copy() if self.is_trained else None
@@ -366,11 +363,10 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {RECORD: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
     own |= replaces_tensors(original, _refuse_other_dtypes)
-    refusals = {"__prepare_scriptable__": _refuse_script, "qconfig": property(_no_qconfig, _refuse_quantization)}
     make: Any = type(original)
     registers = hasattr(original.__init_subclass__, "__func__")  # a registry of its own is told of no class of ours
     base = nn.Module if registers else original
-    subclass: type[nn.Module] = make(original.__name__, (base,), {**kept, **own, **refusals})
+    subclass: type[nn.Module] = make(original.__name__, (base,), {**kept, **own, **REFUSALS})
     subclass.__bases__ = (original,)
     return subclass
 
@@ -389,24 +385,6 @@ def _refuse_other_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor]
                 f"{dtype_name(kind)}, behind the back of its policy, {bound.binding.policy!s}, and of its optimizers. Call "
                 "amp.release() first, which gives the plain model back, to be cast and prepared again; nothing was changed."
             )
-
-
-def _refuse_script(module: nn.Module) -> None:
-    raise StepError(
-        "torch.jit.script was given a prepared model, and its compiler cannot follow a policy. Call amp.release() first, "
-        "which gives the plain model back; torch.export takes prepared models."
-    )
-
-
-def _no_qconfig(module: nn.Module) -> None:
-    raise AttributeError("qconfig")
-
-
-def _refuse_quantization(module: nn.Module, qconfig: object) -> None:
-    raise StepError(
-        "torch.ao.quantization was given a prepared model, and it replaces modules by their exact class, so it would "
-        "quantize none of them. Call amp.release() first, which gives the plain model back."
-    )
 
 
 def _new_bound(original: type[nn.Module]) -> nn.Module:

@@ -7,7 +7,6 @@ from .attention import is_large as is_large
 from .attention import run_attention as run_attention
 from .cast_cache import cast_key as cast_key
 from .cast_cache import kept_casts as kept_casts
-from .cast_cache import watch_optimizers as watch_optimizers
 from .cast_cache import weight_casts as weight_casts
 from .frame import bind_recompute as bind_recompute
 from .function import custom_bwd as custom_bwd

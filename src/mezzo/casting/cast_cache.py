@@ -240,8 +240,10 @@ def cast_key(weight: Tensor, bias: Tensor | None) -> tuple[object, ...] | None:
 
 
 def _kept(weight: Tensor, low: torch.dtype) -> Tensor:
-    is_cast = weight.dtype is torch.float32 and type(weight) is Parameter and _cacheable(weight)
-    return weight_casts.cast(weight, low, is_first=False) if is_cast else weight
+    if weight.dtype is not torch.float32 or type(weight) is not Parameter or not _cacheable(weight):
+        return weight
+    watch_optimizers()
+    return weight_casts.cast(weight, low, is_first=False)
 
 
 _caches: weakref.WeakSet[RegionCache] = weakref.WeakSet()
