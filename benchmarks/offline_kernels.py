@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 from mezzo.kernels.backends.triton.launch import BLOCK, WARPS
 from mezzo.kernels.backends.triton.tiles import BF16, FP16, FP32, KAHAN, MASTER, OWN, SPLIT, STOCHASTIC
+from mezzo.kernels.ops.adamw.triton import SCALARS
 from mezzo.kernels.ops.decision.triton import constants as decision_constants
 from mezzo.kernels.ops.layer_norm.triton import LONGEST
 from mezzo.kernels.ops.layer_norm.triton import constants as norm_constants
@@ -48,11 +49,12 @@ KERNELS: dict[str, dict[str, Any]] = {
     "sgd": {"DECAYS": True, "SUMS": True, "NESTEROV": False},
 }
 COMMON = {"MAXIMIZE": False, "SCALED": True, "GUARDED": True, "SIZE": BLOCK}
-# The decision of a step: of one optimizer, and of two that decide each for itself; and the loss scale after it.
+# The decision of a step: of one optimizer, and of two that decide each for itself; the loss scale after it; what AdamW's step reads.
 DECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "decide one optimizer": ("decide", {**decision_constants(1), "TOGETHER": True, "CLIPS": True}),
     "decide two optimizers": ("decide", {**decision_constants(2), "TOGETHER": False, "CLIPS": True}),
     "move the loss scale": ("move_scale", {"LOSS": 5, "BUFFERS": 6, "DYNAMIC": True}),
+    "numbers of adamw": ("adamw_scalars", {"SIZE": SCALARS}),
 }
 # Sizes of layer norms: of programs of two warps, of eight and of the most, with multiples of 16 and without.
 NORMED = (768, 256, 4089, LONGEST, LONGEST - 7)
@@ -104,7 +106,7 @@ def variants(every: bool = True, target: str = "sm_90") -> Iterator[tuple[str, s
 
 def function_of(kernel: str) -> Any:
     """Return a kernel by the name that `variants` gives it."""
-    op = {"decide": "decision", "move_scale": "decision", "layer_norm_backward": "layer_norm"}.get(kernel, kernel)
+    op = {"decide": "decision", "move_scale": "decision", "layer_norm_backward": "layer_norm", "adamw_scalars": "adamw"}.get(kernel, kernel)
     suffix = "_step" if kernel in KERNELS else ""
     return getattr(importlib.import_module(f"mezzo.kernels.ops.{op}.triton"), f"{kernel}{suffix}_kernel")
 

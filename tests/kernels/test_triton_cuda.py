@@ -96,6 +96,14 @@ def test_steps_have_the_bits_of_the_reference(mode: str, dtype: torch.dtype, sta
         check("sgd", sgd_reference, weights, sums, grads, turn, sgd_scalars(step, turn, 0.1, 0.2), step)
 
 
+def test_the_numbers_of_a_step_are_the_hosts() -> None:
+    step = torch.tensor([1, 2, 3, 10, 999, 1000, 12345, 10**6, 2**24, *range(4, 3000)], dtype=torch.float32)
+    kernel = registry.choose("adamw", GPU, torch.float32, "triton").module
+    for beta1, beta2, lr, decay in ((0.9, 0.999, 1e-3, 0.01), (0.5, 0.9999, 3.7e-5, 0.1)):
+        rule = AdamWRule(beta1=beta1, beta2=beta2, eps=1e-8, lr=lr, decay=decay)
+        assert same([kernel.scalars(step.to(GPU), rule).cpu()], [adamw_reference.scalars(step, rule)])
+
+
 def test_decisions_have_the_bits_of_the_reference() -> None:
     kernel = registry.choose("decision", GPU, torch.float32, "triton").module
     flags = torch.tensor([0.0, 0.0, 0.0, 1.0, torch.nan])

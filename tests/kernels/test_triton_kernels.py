@@ -22,7 +22,7 @@ def test_steps_equal_the_reference_under_the_interpreter(cases: str) -> None:
     command = [sys.executable, "-m", "tests.kernels.triton_program", cases]
     done = subprocess.run(command, env={**os.environ, **ALONE}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-500:]
-    assert done.stdout.count("equal ") == 9
+    assert done.stdout.count("equal ") == 10
 
 
 def test_without_a_gpu_triton_is_refused_by_name() -> None:

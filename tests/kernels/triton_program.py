@@ -106,6 +106,18 @@ def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
         assert same(got[1][name], want[1][name]), name
 
 
+def check_scalars(every: bool) -> None:
+    """The numbers of AdamW's step are those that the host makes for parameters on the CPU, bit for bit."""
+    from mezzo.kernels.ops.adamw import triton as kernel
+
+    counts = [1, 2, 3, 10, 999, 1000, 12345, 10**6, 2**24, *(range(4, 300) if every else ())]
+    step = torch.tensor(counts, dtype=torch.float32)
+    for beta1, beta2, lr, decay in ((0.9, 0.999, 1e-3, 0.01), (0.5, 0.9999, 3.7e-5, 0.1), (0.9, 0.95, 0.0, 0.0)):
+        rule = AdamWRule(beta1=beta1, beta2=beta2, eps=1e-8, lr=lr, decay=decay)
+        assert same([kernel.scalars(step, rule)], [adamw_reference.scalars(step, rule)]), rule
+    print("equal scalars", flush=True)
+
+
 def check_decisions(count: int) -> None:
     """Every kind of finding, of one to three optimizers: the vector is the reference's, bit for bit."""
     from mezzo.kernels.ops.decision import decision_slots, pack_decision, reference, triton
@@ -227,6 +239,7 @@ def main(every: bool) -> None:
     if version < (3, 7):
         count_by_numbers()
     Tensor.sqrt = rounded_alone(Tensor.sqrt)  # type: ignore[method-assign]  # a process of its own
+    check_scalars(every)
     check_decisions(960 if every else 120)
     check_loss_scales(200 if every else 25)
     check_layer_norms(every)

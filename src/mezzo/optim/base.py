@@ -197,7 +197,8 @@ class MasterOptimizer(KeepsMasters):
         kernel = self.definition if chosen is None else chosen.module
         makes_scalars = chosen is not None and chosen.makes_scalars
         wide = torch.promote_types(dtype, torch.float32)
-        scalars = None if makes_scalars else self.definition.scalars(step, rule, wide)
+        maker = kernel if hasattr(kernel, "scalars") else self.definition
+        scalars = None if makes_scalars else maker.scalars(step, rule, wide)
         kernel.step_(operands, rule, scalars, step)
 
     def why(self) -> list[str]:

@@ -1,12 +1,14 @@
 """The AdamW step on CUDA: one launch over all tensors; `reference.py` defines it."""
 
 import ctypes
+import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import launch
+from ...backends.triton.launch import launch, start
 from ...backends.triton.tiles import (
     FP32,
     block_of,
@@ -26,6 +28,34 @@ from ...backends.triton.tiles import (
 from ...operands import Operands
 from . import reference
 from .reference import AdamWRule
+
+
+@triton.jit
+def powers_less_one(count, log_beta):
+    """Return beta^count - 1 in fp64: what rounds in the exponential is divided out by its logarithm."""
+    x = count * log_beta
+    power = tl.exp(x)
+    is_lost = (power == 1.0) | (power == 0.0)
+    return tl.where(
+        is_lost, tl.where(power == 0.0, -1.0, x), (power - 1.0) * (x / tl.log(tl.where(is_lost, 0.5, power)))
+    )
+
+
+@triton.jit(do_not_specialize=["tensors"])
+def adamw_scalars_kernel(
+    p_step, p_scalars, tensors, high1, middle1, low1, high2, middle2, low2, high_lr, middle_lr, low_lr, decay, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Compute the three numbers of SIZE parameters from the steps that each has taken; the host's numbers are fp64, in three parts."""
+    indices = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    mask = indices < tensors
+    count = tl.load(p_step + indices, mask=mask, other=1.0).to(tl.float64)
+    none = tl.zeros((SIZE,), tl.float64)
+    over1 = powers_less_one(count, none + high1 + middle1 + low1)
+    over2 = powers_less_one(count, none + high2 + middle2 + low2)
+    size = (none + high_lr + middle_lr + low_lr) / over1
+    tl.store(p_scalars + 3 * indices, tl.zeros((SIZE,), tl.float32) + decay, mask=mask)
+    tl.store(p_scalars + 3 * indices + 1, size.to(tl.float32), mask=mask)
+    tl.store(p_scalars + 3 * indices + 2, tl.sqrt(-over2).to(tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tensors", "count"])
@@ -76,6 +106,31 @@ def adamw_step_kernel(
             store_fp32(peaks, indices, mask, b_peak)
         else:
             store_low(peaks, indices, mask, narrow(b_peak, MEAN))
+
+
+SCALARS = 128
+"""Parameters that a program computes the numbers of."""
+
+
+def scalars(step: Tensor, rule: AdamWRule, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers of `reference.scalars`, in one launch where the rate is a number of the host's. Syncs: no."""
+    if isinstance(rule.lr, Tensor) or dtype is not torch.float32 or not (rule.beta1 > 0 and rule.beta2 > 0):
+        return reference.scalars(step, rule, dtype)
+    found = torch.empty((*step.shape, 3), dtype=dtype, device=step.device)
+    parts = [part for number in (math.log(rule.beta1), math.log(rule.beta2), float(rule.lr)) for part in _parts(number)]
+    programs = -(-step.numel() // SCALARS)
+    decay = 1 - float(rule.lr) * rule.decay
+    start(
+        adamw_scalars_kernel, programs, step.device, step, found, step.numel(), *parts, decay, SIZE=SCALARS, num_warps=4
+    )
+    return found
+
+
+def _parts(number: float) -> tuple[float, float, float]:
+    """Return three fp32 numbers whose sum is an fp64 one."""
+    high = ctypes.c_float(number).value
+    middle = ctypes.c_float(number - high).value
+    return high, middle, number - high - middle
 
 
 def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) -> None:
