@@ -11,27 +11,29 @@ import torch
 from torch import Tensor
 
 from .._torch import stream_id
+from ..errors import ConfigError
 from ..formats import LOW_DTYPES
 
 T = TypeVar("T")
 _open: GraphTables | None = None
+_asked = 0
 
 
 class GraphTables:
     """What the host fills of a captured graph, for as long as the graph lives.
 
-    While a graph is captured nothing reaches the device, so a table is allocated then and filled behind it. It lies outside of
-    the graph's own memory, of which one block is lent to many tensors in turn: a replay would write those over it. What was on
-    the device before the capture may be dropped any time, so none of it is taken.
+    While a graph is captured nothing reaches the device, so a table is filled behind it. It lies in memory of before: of the
+    graph's own, one block is lent to many tensors in turn, and a replay would write those over the table. What was on the device
+    before the capture may be dropped any time, so none of it is taken.
 
     Args:
-        captured: the stream that is captured.
+        device: of the graph.
+        room: whole numbers that all tables together may take, by `num_asked`.
     """
 
-    def __init__(self, captured: torch.Stream) -> None:
-        self._beside = torch.Stream(captured.device)
-        if self._beside == captured:  # torch lends the same few streams in turn
-            self._beside = torch.Stream(captured.device)
+    def __init__(self, device: torch.device, room: int) -> None:
+        self._room = torch.empty(room, dtype=torch.int64, device=device)
+        self._used = 0
         self._tables: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
@@ -45,9 +47,14 @@ class GraphTables:
             _open = None
 
     def add(self, numbers: Tensor, device: torch.device) -> Tensor:
-        """Return a table on the device that will hold numbers of the host. Syncs: no."""
-        with self._beside:
-            table = torch.empty_like(numbers, device=device)
+        """Return a table on the device that will hold numbers of the host; a ConfigError if there is no room for it. Syncs: no."""
+        begin, self._used = self._used, self._used + _padded(numbers)
+        if self._used > self._room.numel() or device != self._room.device:
+            raise ConfigError(
+                f"a step that was captured asked for more tables on {device} than the same step before it ({self._room.numel()} numbers). "
+                "Call the captured step again after a few calls of the function itself."
+            )
+        table = self._room[begin : begin + numbers.numel()]
         self._tables.append((table, numbers))
         return table
 
@@ -105,9 +112,21 @@ def kept_on_device(make: Callable[[T, torch.device], Tensor]) -> Callable[[T, to
 
     @functools.wraps(make)
     def get(numbers: T, device: torch.device) -> Tensor:
-        return make(numbers, device) if _open is not None else known(numbers, device, stream_number(device))
+        global _asked  # noqa: PLW0603  # a count
+        found = make(numbers, device) if _open is not None else known(numbers, device, stream_number(device))
+        _asked += _padded(found)
+        return found
 
     return get
+
+
+def num_asked() -> int:
+    """Return the whole numbers of all tables that were asked for in this process, kept ones too: what a step asks for is the difference. Host only."""
+    return _asked
+
+
+def _padded(table: Tensor) -> int:
+    return -(-table.numel() // 32) * 32  # the next begins at an address that kernels read vectors from
 
 
 @kept_on_device

@@ -14,7 +14,7 @@ from .._torch import begin_capture, new_graph, tree_flatten, tree_map_only
 from ..casting import weight_casts
 from ..errors import StepError, first_line
 from ..formats import describe
-from ..kernels import GraphTables
+from ..kernels import GraphTables, num_asked
 from .buffer_slot import Copy
 from .capture_rules import (
     held_tensors,
@@ -117,7 +117,7 @@ class CapturedStep(Generic[P, R]):
         self._device = engine.gradients.home
         self._stream = torch.Stream(self._device)
         self._graph: _Graph | None = None
-        self._num_run = 0
+        self._num_run, self._room = 0, 0
         self.result: StepResult | None = None
         self.num_replayed = 0
 
@@ -151,6 +151,7 @@ class CapturedStep(Generic[P, R]):
     def _run(self, args: Any, kwargs: Any) -> R:
         """Run the function, on the stream that it is captured on. What its graph holds remembers the stream it was made on."""
         before, current = self._engine.num_steps, torch.accelerator.current_stream(self._device)
+        asked = num_asked()
         self._stream.wait_stream(current)
         try:
             with self._stream:
@@ -159,7 +160,7 @@ class CapturedStep(Generic[P, R]):
             current.wait_stream(self._stream)
         self._check_one_step(self._engine.num_steps - before)
         self.result = self._engine.result
-        self._num_run += 1
+        self._num_run, self._room = self._num_run + 1, max(self._room, num_asked() - asked)
         return out
 
     def _captured(self, args: Any, kwargs: Any) -> _Graph:
@@ -169,7 +170,7 @@ class CapturedStep(Generic[P, R]):
         leaves, spec = tree_flatten((args, kwargs))
         given = [_own(leaf, self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         own_args, own_kwargs = spec.unflatten(given)
-        graph, tables = new_graph(self._device), GraphTables(self._stream)
+        graph, tables = new_graph(self._device), GraphTables(self._device, 2 * self._room)
         watched, host, before = watched_values(engine), host_values(engine), engine.num_steps
         _drop_casts(engine)
         try:

@@ -49,11 +49,11 @@ def adamw_scalars_kernel(
     indices = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     mask = indices < tensors
     count = tl.load(p_step + indices, mask=mask, other=1.0).to(tl.float64)
-    none = tl.zeros((SIZE,), tl.float64)
+    none = tl.full((SIZE,), 0.0, tl.float64)
     over1 = powers_less_one(count, none + high1 + middle1 + low1)
     over2 = powers_less_one(count, none + high2 + middle2 + low2)
     size = (none + high_lr + middle_lr + low_lr) / over1
-    tl.store(p_scalars + 3 * indices, tl.zeros((SIZE,), tl.float32) + decay, mask=mask)
+    tl.store(p_scalars + 3 * indices, tl.full((SIZE,), 0.0, tl.float32) + decay, mask=mask)
     tl.store(p_scalars + 3 * indices + 1, size.to(tl.float32), mask=mask)
     tl.store(p_scalars + 3 * indices + 2, tl.sqrt(-over2).to(tl.float32), mask=mask)
 
