@@ -43,7 +43,7 @@ for name in ("resnet", "lstm", "vit"):
         print(json.dumps([name, variant, [(op.name, op.flops, op.width, sorted(op.devices)) for op in ops]]))
 model = torch.nn.Sequential(torch.nn.Linear(768, 768, device="meta"), torch.nn.LayerNorm(768, device="meta"))
 with gpu_model.fake_gpu.entered():
-    x = torch.empty(512, 768, device="cuda")
+    x = torch.empty(2048, 768, device="cuda")
     mezzo.prepare(gpu_model.fake_gpu.placed(model), None, "bf16")
     with gpu_model.Recorder() as recorder:
         model(x).sum().backward()

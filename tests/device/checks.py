@@ -27,6 +27,7 @@ from mezzo.diagnose.explain.explanation import _seconds
 from mezzo.diagnose.watch.samples import is_taken
 from mezzo.errors import ConfigError, StepError
 from mezzo.kernels import registry
+from mezzo.kernels.ops import layer_norm
 from mezzo.kernels.ops.gradients import reference
 from mezzo.step.replay import Replay
 from mezzo.trace.diagnosis import preserve_state
@@ -249,6 +250,7 @@ def a_layer_norm_with_fp32_weights_is_three_launches() -> None:
 
 
 def _check_launches(net: nn.Module, copies: int) -> None:
+    layer_norm.SMALL = 0  # so that none is torch's
     x = torch.randn(9, 8)
 
     def run_on(device: str) -> tuple[list[Tensor], sim.Seen]:
@@ -271,6 +273,7 @@ def _check_launches(net: nn.Module, copies: int) -> None:
 
 def a_layer_norm_by_triton_is_seen_by_a_trace() -> None:
     """A healthy one is healthy, repeated in fp64; one that overflows is named."""
+    layer_norm.SMALL = 0  # so that none is torch's
     norms = (nn.LayerNorm(2048), "layer_norm"), (nn.RMSNorm(2048), "rms_norm")
     for (size, events), (norm, name) in itertools.product(((1.0, 0), (1e6, 1)), norms):
         net = nn.Sequential(nn.Linear(8, 2048), copy.deepcopy(norm), nn.Linear(2048, 8)).to("sim")
