@@ -12,7 +12,7 @@ _PLOT = 190
 _LEFT, _RIGHT, _TOP = 56, 12, 30
 _BAND_HEIGHT, _ROW_HEIGHT, _NAME_WIDTH = 12, 15, 210
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
-_LABELS, _LONGEST, _NAMES = 16, 20, 5
+_LABELS, _LONGEST, _NAMES = 16, 30, 5
 _NEAREST = 1e-300
 _FAINT = 1e-3
 """Share of a row's largest value below which nothing is drawn."""
