@@ -261,3 +261,9 @@ def modules_take_kept_casts_by_themselves() -> None:
             amp.step()
         assert same()
         assert all(torch.equal(p, q) for p, q in zip(*(one.parameters() for one in nets.values()), strict=True))
+    alone = mezzo.prepare(nn.Sequential(nn.Linear(8, 8)).to("sim"), None, "bf16", cache="persistent").model
+    for number in range(20):  # the new weight may come to lie where the old one lay
+        del alone[0].weight
+        alone[0].weight = nn.Parameter(torch.full((8, 8), float(number), device="sim"))
+        with torch.no_grad(), torch.autocast("sim", torch.bfloat16):
+            assert torch.equal(alone(x).float(), nn.functional.linear(x, alone[0].weight, alone[0].bias).float())

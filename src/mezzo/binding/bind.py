@@ -144,11 +144,11 @@ def _own_forward(before: Bound | None) -> _Own | None:
 
 def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> Callable[..., Any] | None:
     """Return what runs in place of the forward of a module's class, if anything does."""
+    if binding.keeps_casts and own is None and (run := with_kept_casts(module)) is not None:
+        return run
     if isinstance(module, FUSED):
         return run_unfused
     if binding.has_own_ops and own is None and (run := _own_op(module)) is not None:
-        return run
-    if binding.keeps_casts and own is None and (run := with_kept_casts(module)) is not None:
         return run
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._torch import own_parameters
 from ..casting import cast_key, kept_casts
 from .forward import Bound, record
-from .module_rules import is_linear
+from .module_rules import FUSED, is_linear, run_unfused
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _UNCAST = (nn.Embedding, nn.EmbeddingBag, nn.modules.batchnorm._BatchNorm)
@@ -42,7 +42,7 @@ def _run_convolution(module: Any, input: Tensor) -> Tensor:
 
 def _run_by_mode(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a module that casts its weights who knows where, in a region that sees each op."""
-    forward = type(module)._mezzo_class.forward
+    forward = run_unfused if isinstance(module, FUSED) else type(module)._mezzo_class.forward
     if torch.compiler.is_compiling():
         return forward(module, *args, **kwargs)
     with _bound(module).binding.by_mode():

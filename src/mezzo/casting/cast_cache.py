@@ -231,12 +231,17 @@ def cast_key(weight: Tensor, bias: Tensor | None) -> tuple[object, ...] | None:
     if type(weight) is not Parameter or not _cacheable(weight) or (is_capturing(device) and not has_graph_tables()):
         return None
     low = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    own = (low, stream_number(device), weight_casts.generation, id(weight), storage_id(weight), version(weight))
+    # Compared in this order: of equal numbers, the two references are one, or that of what is gone.
+    own = (low, stream_number(device), weight_casts.generation, *_mark(weight))
     if bias is None:
         return own
     if type(bias) is not Parameter or bias.is_inference():
         return None
-    return (*own, id(bias), storage_id(bias), version(bias))
+    return (*own, *_mark(bias))
+
+
+def _mark(weight: Tensor) -> tuple[int, weakref.ref[Tensor], int, int]:
+    return id(weight), weakref.ref(weight), storage_id(weight), version(weight)
 
 
 def _kept(weight: Tensor, low: torch.dtype) -> Tensor:
