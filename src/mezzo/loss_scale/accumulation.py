@@ -179,7 +179,9 @@ def is_bad(number: Tensor, home: torch.device) -> Flag:
     """Return whether a tensor of one element is inf or NaN: on a device NaN if so, else 0. Syncs: only where the host decides."""
     if host_decides(home):
         return not math.isfinite(number.item())
-    return move(number.detach() * 0, home).reshape(()).to(torch.float32)  # inf and NaN times 0 are NaN
+    flag = number.detach() * 0  # NaN of inf and of NaN
+    is_there = flag.dim() == 0 and flag.dtype is torch.float32 and flag.device == home
+    return flag if is_there else move(flag, home).reshape(()).to(torch.float32)
 
 
 def either(*flags: Flag) -> Flag:

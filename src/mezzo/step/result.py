@@ -190,16 +190,19 @@ def _decide_on_device(
         "flushed": [0.0 if pending.flushed is None else pending.flushed],
         "max_norm": [0.0 if max_norm is None else max_norm], "norms": norms[:num],
     }  # fmt: skip
-    there = {name: [_on_device(home, value) for value in values] for name, values in found.items()}
-    vector = pack_decision(there, constant(0.0, home))
+    zero = constant(0.0, home)
+    there = {name: [_on_device(home, value, zero) for value in values] for name, values in found.items()}
+    vector = pack_decision(there, zero)
     together, clips = skip == "together", max_norm is not None
     choose("decision", home, torch.float32).module.decide_(vector, num, together=together, clips=clips)
     return StepFlags.of(vector, num, clips=clips, together=together)
 
 
-def _on_device(home: torch.device, value: Tensor | float) -> Tensor:
+def _on_device(home: torch.device, value: Tensor | float, zero: Tensor) -> Tensor:
     """Return a number or a flag as a tensor of shape (). Syncs: no."""
-    return move(value, home).reshape(()) if isinstance(value, Tensor) else constant(float(value), home)
+    if isinstance(value, Tensor):
+        return value if value.dim() == 0 and value.device == home else move(value, home).reshape(())
+    return constant(float(value), home) if value else zero
 
 
 class StepResult:
