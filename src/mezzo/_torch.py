@@ -334,9 +334,13 @@ math_attention = torch.ops.aten._scaled_dot_product_attention_math
 """Attention of ops that can be differentiated twice."""
 
 
+autograd_engine: Any = torch.autograd.Variable._execution_engine
+"""What runs backward passes."""
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward pass ends. Without it no scaler can tell which pass made a gradient."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    autograd_engine.queue_callback(callback)
 
 
 saved_tensors_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)

@@ -145,7 +145,7 @@ def run_ruled(
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
     norm = None
     if low is not None and not is_compiling():
-        mode = set_mode_aside(CastMode, AttentionMode)
+        mode = set_mode_aside(CastMode, AttentionMode) if num_function_modes() else None
         try:
             norm = _low_norm(module, forward, args, kwargs, low, traced)
             if norm is not None and num_function_modes() == 0:
