@@ -137,7 +137,9 @@ class Binding:
 
     def follow(self, first: nn.Parameter | None) -> None:
         """Notice by its first parameter that the model was moved to another device since it was bound."""
-        if first is not None and self.device_type is not None and first.device.type != self.device_type:
+        if first is None or self.device_type is None or (first.is_cpu and self.device_type == "cpu"):
+            return
+        if first.device.type != self.device_type:
             self.device_type = None
             self._regions.clear()
 
