@@ -335,7 +335,6 @@ math_attention = torch.ops.aten._scaled_dot_product_attention_math
 
 
 autograd_engine: Any = torch.autograd.Variable._execution_engine
-"""What runs backward passes."""
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -8,7 +8,6 @@ from .accumulation import either as either
 from .accumulation import grads_by_id as grads_by_id
 from .accumulation import host_decides as host_decides
 from .accumulation import is_bad as is_bad
-from .accumulation import run_backward as run_backward
 from .accumulation import stamps_of as stamps_of
 from .accumulation import without as without
 from .fused import StepScaling as StepScaling

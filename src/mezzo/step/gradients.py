@@ -16,17 +16,7 @@ from ..casting import backward_message
 from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, did_you_mean, listed
 from ..kernels import GradientCheck, move, norm_and_finite
-from ..loss_scale import (
-    AccumulationState,
-    Flag,
-    GradVersions,
-    check_loss,
-    either,
-    host_decides,
-    is_bad,
-    run_backward,
-    without,
-)
+from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
@@ -155,7 +145,7 @@ class Gradients:
         pending.broken = _HALF_A_SUM
         with NOTHING if probing is None else measure_flush(pending, scaled, params, probing):
             try:
-                run_backward(scaled, retain_graph, create_graph, inputs)
+                pending.run_backward(scaled, retain_graph, create_graph, inputs)
             except RuntimeError as error:
                 if (message := backward_message(error)) is None:
                     raise
