@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.loss_scale import stamps_of
-from mezzo.stamp import Stamp
+from mezzo.stamp import Stamp, versions_of
 
 
 def nothing(tensor: Tensor) -> Tensor:
@@ -76,3 +76,5 @@ def test_a_tensor_of_inference_mode_keeps_no_count() -> None:
         tensor = torch.ones(2)
     assert Stamp.of(tensor).version == -1 and Stamp.of(tensor).is_current(tensor)
     assert stamps_of([(0, tensor), (1, torch.ones(1))])[0].version == -1
+    assert versions_of([tensor, None, torch.ones(1).add_(1)]) == [-1, None, 1]
+    assert versions_of([None, torch.ones(1)]) == [None, 0]

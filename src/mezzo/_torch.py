@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import _GeneratorContextManager
 from operator import attrgetter
 from traceback import walk_stack
@@ -135,6 +135,14 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers registered on a module itself, by name, to be read and assigned; of a scripted one to be read. Host only."""
     return module._buffers if isinstance(module._buffers, dict) else dict(module._buffers.items())
+
+
+def buffers_at(places: Iterable[tuple[nn.Module, str]]) -> list[Tensor | None]:
+    """Return the buffers that are registered now under names on modules; None where none is. Host only."""
+    try:
+        return [module._buffers.get(name) for module, name in places]
+    except AttributeError:  # of a scripted module
+        return [own_buffers(module).get(name) for module, name in places]
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -309,12 +317,12 @@ def has_amx() -> bool:
 
 def is_unwatched() -> bool:
     """Whether nothing is at work that wants to see each op of torch: a compiler, functorch, a tracer, a dispatch mode. Host only."""
-    return (
-        not torch.compiler.is_compiling()
-        and functorch_level() is None
-        and forward_ad_level() < 0
-        and tracing_state() is None
-        and not dispatch_modes()
+    return not (
+        torch.compiler.is_compiling()
+        or num_dispatch_modes()
+        or functorch_level() is not None
+        or tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
     )
 
 
@@ -325,9 +333,12 @@ math_attention = torch.ops.aten._scaled_dot_product_attention_math
 """Attention of ops that can be differentiated twice."""
 
 
+autograd_engine: Any = torch.autograd.Variable._execution_engine
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward pass ends. Without it no scaler can tell which pass made a gradient."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    autograd_engine.queue_callback(callback)
 
 
 saved_tensors_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
@@ -552,6 +563,7 @@ tree_leaves = pytree.tree_leaves
 next_node_number: Callable[[], int] = _get_sequence_nr
 """The number autograd gives its next node; a backward op is placed by it."""
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
 without_autocast = torch._C._DisableAutocast
 without_dispatch_modes: Callable[[], _GeneratorContextManager[Any]] = _disable_current_modes
 """No mode sees an op. Without it kernels are tried on tensors without memory, and count as failing from then on."""

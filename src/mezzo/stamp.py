@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -59,3 +60,11 @@ def version_of(tensor: Tensor) -> int:
         return version(tensor)
     except RuntimeError:  # made in inference mode
         return -1
+
+
+def versions_of(tensors: Iterable[Tensor | None]) -> list[int | None]:
+    """Return the version counters of many tensors, None of none; no Python call for each. Host only."""
+    try:
+        return [None if tensor is None else version(tensor) for tensor in tensors]
+    except RuntimeError:
+        return [None if tensor is None else version_of(tensor) for tensor in tensors]

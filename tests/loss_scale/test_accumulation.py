@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import math
 import weakref
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import mezzo
 from mezzo.errors import ScalerError, StepError
-from mezzo.loss_scale import GradScaler, GradVersions, check_loss, either, is_bad, without
+from mezzo.loss_scale import AccumulationState, GradScaler, GradVersions, check_loss, either, is_bad, without
 
 
 def noted(*values: list[float]) -> tuple[GradVersions, list[Tensor]]:
@@ -241,3 +243,50 @@ def test_a_loss_is_one_number_with_a_graph_and_wide_enough(loss: object, wanted:
         return
     with pytest.raises(StepError, match=words):
         check_loss(loss, wanted)  # type: ignore[arg-type]
+
+
+class TestBackwardPass:
+    """As `loss.backward`, for whoever looks on."""
+
+    @pytest.mark.filterwarnings("ignore:Using backward")  # with create_graph
+    @pytest.mark.parametrize("inputs", [False, True])
+    def test_leaves_gradients_and_graph_as_torch_does(self, inputs: bool) -> None:
+        found = []
+        for run in (lambda loss, **asked: loss.backward(**asked), AccumulationState.run_backward):
+            x, y = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+            loss = (x * x * y).reshape(1)
+            asked = {"retain_graph": True, "create_graph": False, "inputs": [x] if inputs else None}
+            run(loss, **asked)
+            run(loss, **{**asked, "retain_graph": None})
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                run(loss, **asked)
+            again = x.square().sum()
+            run(again, retain_graph=None, create_graph=True, inputs=None)
+            found.append((x.grad, y.grad, x.grad.requires_grad))
+        assert found[0] == found[1]
+
+    @pytest.mark.parametrize("owner", [Tensor, torch.autograd])
+    def test_runs_what_somebody_put_in_its_place(self, owner: object, monkeypatch: pytest.MonkeyPatch) -> None:
+        theirs, seen = owner.backward, []  # type: ignore[attr-defined]  # both have one
+        monkeypatch.setattr(owner, "backward", lambda *args, **named: (seen.append(1), theirs(*args, **named))[1])
+        x = torch.ones(1, requires_grad=True)
+        AccumulationState.run_backward(x.sum(), None, False, None)
+        assert seen == [1] and x.grad is not None
+
+    def test_is_seen_by_a_mode_and_by_the_log_of_torch(self, caplog: pytest.LogCaptureFixture) -> None:
+        seen: list[object] = []
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(
+                self, func: object, types: object, args: object = (), kwargs: object = None
+            ) -> object:
+                seen.append(func)
+                return func(*args, **(kwargs or {}))  # type: ignore[operator, misc]
+
+        loss = torch.ones(1, requires_grad=True).sum()
+        with Mode():
+            AccumulationState.run_backward(loss, True, False, None)
+        assert Tensor.backward in seen
+        with caplog.at_level(logging.DEBUG, torch.autograd.graph.__name__):
+            AccumulationState.run_backward(loss, True, False, None)
+        assert "SumBackward0" in caplog.text

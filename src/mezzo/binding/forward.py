@@ -64,8 +64,7 @@ class Binding:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
         self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
-        self.has_own_ops = self._has_own_ops()
-        self.keeps_casts = self._keeps_casts()
+        self.has_own_ops, self.keeps_casts = self._has_own_ops(), self._keeps_casts()
 
     def _has_own_ops(self) -> bool:
         """Whether attention, recurrent layers, convolutions and linear layers run mezzo's way."""
@@ -134,7 +133,9 @@ class Binding:
 
     def follow(self, first: nn.Parameter | None) -> None:
         """Notice by its first parameter that the model was moved to another device since it was bound."""
-        if first is not None and self.device_type is not None and first.device.type != self.device_type:
+        if first is None or self.device_type is None or (first.is_cpu and self.device_type == "cpu"):
+            return
+        if first.device.type != self.device_type:
             self.device_type = None
             self._regions.clear()
 

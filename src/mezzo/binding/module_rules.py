@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .._torch import (
     TREE_NODES,
@@ -143,8 +144,8 @@ def run_ruled(
             return forward(module, *args, **kwargs)
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
     norm = None
-    if low is not None and not torch.compiler.is_compiling():
-        mode = set_mode_aside(CastMode, AttentionMode)
+    if low is not None and not is_compiling():
+        mode = set_mode_aside(CastMode, AttentionMode) if num_function_modes() else None
         try:
             norm = _low_norm(module, forward, args, kwargs, low, traced)
             if norm is not None and num_function_modes() == 0:
@@ -235,7 +236,7 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of an LSTM or a GRU, by mezzo's kernel where that is faster and nobody looks on."""
     forward = type(module)._mezzo_class.forward
-    if torch.compiler.is_compiling() or not _may_take(module, *args):
+    if is_compiling() or not _may_take(module, *args):
         return forward(module, *args, **kwargs)
     with RecurrentMode():
         return forward(module, *args, **kwargs)
@@ -260,9 +261,9 @@ def is_linear(module: nn.Module) -> bool:
 
 def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it is the faster one and nobody looks on."""
-    if len(args) != 1 or kwargs or torch.compiler.is_compiling():
+    if len(args) != 1 or kwargs or is_compiling():
         return nn.Linear.forward(module, *args, **kwargs)
-    mode = set_mode_aside(AttentionMode)
+    mode = set_mode_aside(AttentionMode) if num_function_modes() else None
     try:
         x, weight, bias = args[0], module.weight, module.bias
         if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:

@@ -5,6 +5,7 @@ Shared by the scaler and the step.
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .._torch import version
+from .._torch import autograd_engine, functorch_level, num_dispatch_modes, num_function_modes, tracing_state, version
 from ..errors import StepError
 from ..formats import dtype_name
 from ..kernels import move, sum_of_bits
@@ -25,6 +27,8 @@ Flag = Tensor | bool
 
 On accelerators it is fp32 from the start, so that packing a step's findings casts nothing."""
 _FIRST_STEPS = 3
+_BACKWARD = Tensor.backward, torch.autograd.backward  # torch's, whatever somebody puts in their place later
+_graph_log = logging.getLogger(torch.autograd.graph.__name__)  # where torch names each node of a pass
 _new, _ref = tuple.__new__, weakref.ref
 
 
@@ -173,6 +177,25 @@ class AccumulationState:
             return loss
         with torch.enable_grad():  # backward runs where gradients are off too, as in torch
             return loss * move(self.scale, loss.device)
+
+    @staticmethod
+    def run_backward(
+        loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
+    ) -> None:
+        """Do what `loss.backward` does, without torch's Python around it where nobody sees that: it takes as long as a small layer.
+
+        Writes: gradients. Syncs: no.
+        """
+        is_theirs = (Tensor.backward, torch.autograd.backward) == _BACKWARD and type(loss) is Tensor and loss.is_cpu
+        is_seen = (
+            num_function_modes() or num_dispatch_modes() or tracing_state() is not None or functorch_level() is not None
+        )
+        if inputs is not None or not is_theirs or is_seen or is_compiling() or _graph_log.isEnabledFor(logging.DEBUG):
+            loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)  # type: ignore[no-untyped-call]  # torch's own
+            return
+        keeps, seeds = create_graph if retain_graph is None else retain_graph, (torch.ones_like(loss),)
+        options = {"allow_unreachable": True, "accumulate_grad": True}
+        autograd_engine.run_backward((loss,), seeds, keeps, create_graph, (), **options)
 
 
 def is_bad(number: Tensor, home: torch.device) -> Flag:

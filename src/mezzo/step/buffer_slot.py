@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .._torch import own_buffers
+from .._torch import buffers_at, own_buffers
 from ..stamp import Stamp
 from .copies import choose_, copies_of, is_plain
 
@@ -127,7 +127,7 @@ def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
 
 def take_copies(slots: Sequence[Slot]) -> None:
     """Copy the buffers of slots, which were just left. Writes: the slots. Syncs: no."""
-    buffers = [slot.buffer for slot in slots]
+    buffers = buffers_at([(slot.module, slot.key) for slot in slots])
     values = iter(copies_of([buffer for buffer in buffers if buffer is not None]))
     for slot, buffer in zip(slots, buffers, strict=True):
         slot.copy, slot.is_stale = Copy(slot.left, None if buffer is None else next(values)), False

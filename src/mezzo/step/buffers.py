@@ -11,8 +11,8 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
-from .._torch import NormBase, active_ddp, functorch_level, own_buffers, tree_leaves
-from ..stamp import version_of
+from .._torch import NormBase, active_ddp, buffers_at, functorch_level, own_buffers, tree_leaves
+from ..stamp import versions_of
 from .buffer_slot import ABSENT, Copy, Slot, is_alike, restore_, stamp_of, take_copies
 
 _FIRST_FORWARDS = 3
@@ -85,6 +85,7 @@ class Buffers:
                     slot = Slot(name, module, key, isinstance(module, NormBase))
                     self._exempt.add(name)  # nobody knows yet what it is meant to hold
                 self.slots[name] = slot
+        self._places = [(slot.module, slot.key) for slot in self.slots.values()]
         self.registries = [own_buffers(module) for module in self._model.modules()]
         self._num_registered = sum(map(len, self.registries))
 
@@ -128,7 +129,7 @@ class Buffers:
         moved, unlike = self._find()
         self._found = None if self._left is None else (self._left, moved, unlike)
         names = self._exempt | unlike
-        buffers = [slot.buffer for slot, _ in moved if slot.name not in names]
+        buffers = buffers_at([(slot.module, slot.key) for slot, _ in moved if slot.name not in names])
         return [buffer for buffer in buffers if buffer is not None and buffer.is_floating_point()]
 
     def settle(self, void: Tensor | bool) -> None:
@@ -191,7 +192,7 @@ class Buffers:
             self._notice_silent_writes(forward.before)
         if not any(slot.is_moved(forward.before.get(name, ABSENT)) for name, slot in self.slots.items()):
             return
-        leaves = tree_leaves(output)
+        leaves = [output] if type(output) is Tensor else tree_leaves(output)
         in_graph = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         for tensor in in_graph:
             tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch's own
@@ -208,7 +209,8 @@ class Buffers:
     def _find(self) -> tuple[list[tuple[Slot, Copy]], set[str]]:
         """Return the buffers that the step wrote, with what they were, and the names of those that are no longer like it."""
         moved = self._moved()
-        return moved, {slot.name for slot, before in moved if not is_alike(before.value, slot.buffer)}
+        now = buffers_at([(slot.module, slot.key) for slot, _ in moved])
+        return moved, {s.name for (s, was), buffer in zip(moved, now, strict=True) if not is_alike(was.value, buffer)}
 
     def _moved(self) -> list[tuple[Slot, Copy]]:
         """Return the buffers that the step wrote, with what they were."""
@@ -256,8 +258,8 @@ class Buffers:
 
     def _look(self) -> _Look:
         """Return the buffers as they are. Host only: of all of them at once, since a step asks five times."""
-        buffers = [slot.buffer for slot in self.slots.values()]
-        return buffers, [None if buffer is None else version_of(buffer) for buffer in buffers]
+        buffers = buffers_at(self._places)
+        return buffers, versions_of(buffers)
 
     def _is_left(self) -> bool:
         """Whether all buffers are as the step left them, none of them foreign. Host only."""
@@ -265,6 +267,8 @@ class Buffers:
 
     def _leave_slots(self, assigned: bool = False) -> None:
         now = self._look()
+        if self._left is not None and _is_same(now, self._left):
+            return
         before: _Look = ([ABSENT] * len(now[0]), now[1]) if self._left is None else self._left
         for slot, buffer, version, was, old in zip(self.slots.values(), *now, *before, strict=True):
             if buffer is not was or version != old:

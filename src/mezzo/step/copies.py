@@ -60,13 +60,12 @@ def _by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[list[tuple[Tens
     return kinds.values()
 
 
-@torch.no_grad()
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors, made in as many launches as there are dtypes and devices, or one by one on the CPU. Syncs: no."""
     if all([tensor.is_cpu for tensor in tensors]):
-        return [tensor.clone() for tensor in tensors]
+        return [(tensor.detach() if tensor.requires_grad else tensor).clone() for tensor in tensors]
     plain = list(map(is_plain, tensors))
     copies = [torch.empty_like(x) if is_made else x.detach().clone() for x, is_made in zip(tensors, plain, strict=True)]
-    for alike in _by_kind(compress(zip(copies, tensors, strict=True), plain)):
+    for alike in _by_kind(compress(zip(copies, tensors, strict=True), plain)):  # without what requires gradients
         foreach_copy_([copy for copy, _ in alike], [tensor for _, tensor in alike])
     return copies

@@ -69,6 +69,7 @@ class Engine:
         self._skip: Skip = skip
         self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
+        self._may_capture = self.gradients.home.type != "cpu"  # asked anew each time, it is a text made anew
         self.buffers = Buffers(self.root)
         self.loss_scale = (
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
@@ -152,8 +153,7 @@ class Engine:
         Raises:
             StepError: somebody does.
         """
-        home = self.gradients.home
-        if home.type != "cpu" and not self.is_captured and is_capturing(home):
+        if self._may_capture and not self.is_captured and is_capturing(home := self.gradients.home):
             raise StepError(
                 f"{call} was called while a graph is captured on {home}: the host reads what each step found, and would not "
                 "know of a replay. Write step = amp.capture(function), which captures the function's step and replays it, or "

@@ -145,9 +145,7 @@ class Gradients:
         pending.broken = _HALF_A_SUM
         with NOTHING if probing is None else measure_flush(pending, scaled, params, probing):
             try:
-                scaled.backward(  # type: ignore[no-untyped-call]  # torch's own
-                    retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-                )
+                pending.run_backward(scaled, retain_graph, create_graph, inputs)
             except RuntimeError as error:
                 if (message := backward_message(error)) is None:
                     raise

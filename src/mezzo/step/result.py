@@ -127,7 +127,7 @@ def check_grads(
     """
     home, scale = pending.device, pending.scale
     by_host = host_decides(home)
-    if by_host and consensus is None and not written and len(grads) == 1 and (norm := _all_well(grads[0], pending)):
+    if by_host and consensus is None and len(grads) == 1 and (norm := _all_well(grads[0], pending, written)):
         return StepFlags(**_HEALTHY, grad_norm=norm, norms=(norm,), skipped=(0.0,))
     unusable = False if scale is None else is_bad(scale, home)  # one of 0 shows in the norms, which were divided by it
     own = Findings(
@@ -147,11 +147,14 @@ def check_grads(
     return _decide_on_device(bad, norms, pending, skip, max_norm)
 
 
-def _all_well(one: OptimizerGrads, pending: AccumulationState) -> Any:
+def _all_well(one: OptimizerGrads, pending: AccumulationState, written: Sequence[Tensor]) -> Any:
     """Return the norm of gradients without a loss scale where nothing is wrong with anything, which needs no deciding; else None."""
     is_doubted = pending.gradients_bad or pending.penalty_bad or pending.loss_bad or pending.flushed is not None
     known = None if is_doubted or not one.check.is_plain else one.check.known
-    return known if known is not None and known.is_finite() else None
+    if known is None or not known.is_finite():
+        return None
+    buffers = norm_and_finite(written).known if written else known
+    return known if buffers is not None and buffers.is_finite() else None
 
 
 def _decide_on_host(bad: Findings, norms: Sequence[Any], pending: AccumulationState, skip: Skip) -> StepFlags[float]:
