@@ -252,7 +252,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
     "gaps": lambda x, w, b: (torch.cat([x, x], 1)[:, :64], w, b),
     "meta": lambda x, w, b: (x.to("meta"), w, b),
     "many rows": lambda x, w, b: (torch.zeros(4097, 64, dtype=BF16), w, b),
-    "much waste": lambda x, w, b: (torch.zeros(2048, 64, dtype=BF16), w.detach()[:2].clone().requires_grad_(), b.detach()[:2]),
+    "much waste": lambda x, w, b: (torch.zeros(4096, 512, dtype=BF16), torch.zeros(2, 512).requires_grad_(), b.detach()[:2]),
 }  # fmt: skip
 
 
@@ -266,6 +266,12 @@ def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     with torch.no_grad():
         assert takes_linear(x, weight, bias)
         assert takes_linear(*REFUSED[name](x.detach(), weight, bias)) == (name == "a frozen weight")
+
+
+@needs_pairs
+@pytest.mark.parametrize("shape", [(512, 64, 2), (256, 256, 10), (2048, 256, 10), (4096, 4, 64)], ids=str)
+def test_a_narrow_layer_is_taken_where_products_are_few(shape: tuple[int, ...]) -> None:
+    assert takes_linear(*operands(shape))
 
 
 @needs_pairs
