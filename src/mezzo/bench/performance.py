@@ -26,8 +26,8 @@ This page is made from `benchmarks/results/*.json` by `mezzo bench docs`; a test
 How to read it: each variant ran in a process of its own, the rounds took the variants in turn, and the figures are
 medians over the rounds, with the fastest and the slowest beside them. "Faster than" is a ratio of medians in one run.
 `prepare` names its policy; "kept" means that the C library keeps what a step frees, by `mezzo.keep_memory()` or, for
-other libraries, by the environment; "compiled" means `torch.compile`. A rival is the mixed precision of another library,
-and the fastest one run in the same way counts. "Of roofline" is the least time the machine could take, from
+other libraries, by the environment; "compiled" means `torch.compile`, "captured" a step that `amp.capture` replays as a CUDA graph. A rival is the mixed
+precision of another library, and the fastest one run in the same way, not captured, counts. "Of roofline" is the least time the machine could take, from
 limits measured in the same run, over the time it took: 100% cannot be beaten. Peak memory is what the process held
 above its size after import; on CUDA, what was allocated. The loss is taken after the last round, at the same number
 of steps for every variant. Raw samples, versions, clocks and commits stand in the JSON.
