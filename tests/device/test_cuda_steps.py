@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from tests.cuda_waits import no_waiting
 from torch import Tensor, nn
 
 import mezzo
@@ -42,17 +41,6 @@ def model(norm: Any = nn.LayerNorm) -> nn.Module:
 
 def batches() -> Tensor:
     return torch.randn(STEPS, 16, 128, 64, generator=torch.Generator().manual_seed(1)).cuda()
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def losses_of(net: nn.Module, optimizer: Any, policy: str, norm: float | None = 1.0) -> list[float]:

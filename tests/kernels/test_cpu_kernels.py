@@ -28,6 +28,15 @@ STORED = [
     ("none", torch.float32), ("split", torch.bfloat16), ("fp32", torch.bfloat16), ("fp32", torch.float16),
     ("kahan", torch.bfloat16), ("kahan", torch.float16), ("stochastic", torch.bfloat16), ("stochastic", torch.float16),
 ]  # fmt: skip
+ADAMW_RULES = (
+    AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8),
+    AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True, l2=0.1),
+)
+SGD_RULES = (
+    SGDRule(weight_decay=0.0, momentum=0.9),
+    SGDRule(weight_decay=0.1, momentum=0.9, nesterov=True),
+    SGDRule(weight_decay=0.1, momentum=0.0),
+)
 EVERY = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
 SIZES = (0, 1, 63, 127, 1 << 16, (1 << 16) + 5)
 
@@ -133,10 +142,7 @@ def nearest_roots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("mode", "dtype"), STORED)
 def test_adamw_equals_the_reference(mode: str, dtype: torch.dtype, state: torch.dtype, how: dict[str, Any]) -> None:
-    for wide, rule in (
-        (False, AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8)),
-        (True, AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True, l2=0.1)),
-    ):
+    for wide, rule in zip((False, True), ADAMW_RULES, strict=True):
         weights = weights_of(mode, dtype)
         moments = moments_of(weights, state, rule.amsgrad)
         one, other = (copy(weights), copy(moments)), (copy(weights), copy(moments))
@@ -156,11 +162,7 @@ def test_adamw_equals_the_reference(mode: str, dtype: torch.dtype, state: torch.
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("mode", "dtype"), STORED)
 def test_sgd_equals_the_reference(mode: str, dtype: torch.dtype, state: torch.dtype, how: dict[str, Any]) -> None:
-    for wide, rule in (
-        (False, SGDRule(weight_decay=0.0, momentum=0.9)),
-        (True, SGDRule(weight_decay=0.1, momentum=0.9, nesterov=True)),
-        (False, SGDRule(weight_decay=0.1, momentum=0.0)),
-    ):
+    for wide, rule in zip((False, True, False), SGD_RULES, strict=True):
         weights = weights_of(mode, dtype)
         sums = sums_of(weights, lambda shape: torch.randn(shape).to(state)) if rule.momentum else {}
         one, other = (copy(weights), copy(sums)), (copy(weights), copy(sums))

@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.test_cpu_kernels import HOW, STORED, copy, counts, grads_of, moments_of, same, sums_of, weights_of
+from tests.kernels.test_cpu_kernels import (
+    ADAMW_RULES,
+    HOW,
+    SGD_RULES,
+    STORED,
+    copy,
+    counts,
+    grads_of,
+    moments_of,
+    nearest_roots,  # noqa: F401  # a fixture
+    same,
+    sums_of,
+    weights_of,
+)
 from torch import Tensor, nn
 
 from mezzo import kernels
@@ -16,27 +29,15 @@ from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.decision import decision_slots, pack_decision
 from mezzo.kernels.ops.decision import reference as decision_reference
-from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import reference as sgd_reference
+from mezzo.kernels.ops.sgd import sgd_scalars
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("nearest_roots"),
+]
 GPU = torch.device("cuda")
-ADAMW = (
-    AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8),
-    AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True, l2=0.1),
-)
-SGD = (
-    SGDRule(weight_decay=0.0, momentum=0.9),
-    SGDRule(weight_decay=0.1, momentum=0.9, nesterov=True),
-    SGDRule(weight_decay=0.1, momentum=0.0),
-)
-
-
-@pytest.fixture(autouse=True)
-def nearest_roots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give torch's unfused fp32 root on the CPU the nearest value."""
-    root = Tensor.sqrt
-    monkeypatch.setattr(Tensor, "sqrt", lambda x: root(x.double()).to(x.dtype))
 
 
 def whole(item: Any) -> Any:
@@ -86,10 +87,10 @@ def check(
 def test_steps_have_the_bits_of_the_reference(mode: str, dtype: torch.dtype, state: torch.dtype, way: int) -> None:
     weights = whole(weights_of(mode, dtype))
     grads, step = whole(grads_of(torch.float32 if way else dtype, **HOW[way])), counts(weights, 7)
-    rule = ADAMW[way]
+    rule = ADAMW_RULES[way]
     moments = moments_of(weights, state, rule.amsgrad)
     check("adamw", adamw_reference, weights, moments, grads, rule, adamw_scalars(step, rule, 0.01, 0.1), step)
-    for turn in SGD:
+    for turn in SGD_RULES:
         weights = whole(weights_of(mode, dtype))
         grads = whole(grads_of(torch.float32 if way else dtype, **HOW[way]))
         sums = sums_of(weights, lambda shape: torch.randn(shape).to(state)) if turn.momentum else {}

@@ -16,7 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from tests.kernels.test_cpu_kernels import HOW, STORED, copy, counts, grads_of, moments_of, same, sums_of, weights_of
+from tests.kernels.test_cpu_kernels import (
+    ADAMW_RULES,
+    HOW,
+    SGD_RULES,
+    STORED,
+    copy,
+    counts,
+    grads_of,
+    moments_of,
+    same,
+    sums_of,
+    weights_of,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +38,8 @@ from mezzo.kernels.operands import operands
 from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.gradients import ScaledGradients
-from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import reference as sgd_reference
+from mezzo.kernels.ops.sgd import sgd_scalars
 from mezzo.loss_scale import LossScale, next_state
 from mezzo.policy import ScalingConfig
 
@@ -246,16 +258,7 @@ def main(every: bool) -> None:
     check_decisions(960 if every else 120)
     check_loss_scales(200 if every else 25)
     check_layer_norms(every)
-    adamw_rules = (
-        AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8),
-        AdamWRule(beta1=0.3, beta2=0.9, eps=1e-3, amsgrad=True, l2=0.1),
-    )
-    sgd_rules = (
-        SGDRule(weight_decay=0.0, momentum=0.9),
-        SGDRule(weight_decay=0.1, momentum=0.9, nesterov=True),
-        SGDRule(weight_decay=0.1, momentum=0.0),
-    )
-    turns = itertools.cycle(sgd_rules)
+    turns = itertools.cycle(SGD_RULES)
     for number, (mode, dtype) in enumerate(STORED):
         for way, state in enumerate((torch.float32, torch.bfloat16)):
             if not every and way != number % 2:
@@ -265,7 +268,7 @@ def main(every: bool) -> None:
                 weights = replace(weights, offsets=[1000 * place for place in range(len(weights.values))])
             grads = trim(grads_of(torch.float32 if way else dtype, **HOW[way]))
             step = counts(weights, 7)
-            moments, rule = moments_of(weights, state, bool(way)), adamw_rules[way]
+            moments, rule = moments_of(weights, state, bool(way)), ADAMW_RULES[way]
             rest = (rule, adamw_scalars(step, rule, 0.01, 0.1), step)
             check(adamw.step_, adamw_reference.step_, weights, moments, grads, rest)
             turn = next(turns)

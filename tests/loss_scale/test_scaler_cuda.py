@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.cuda_waits import no_waiting
 from torch import nn
 
 from mezzo.errors import LossScaleExhausted
@@ -15,17 +14,6 @@ from mezzo.loss_scale import GradScaler, unscale_
 from mezzo.loss_scale.scale_state import AsyncFlag
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture
-def no_waiting() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
@@ -40,12 +28,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler,
     scaler.update()
 
 
-@pytest.mark.usefixtures("no_waiting")
 def test_a_healthy_step_never_waits_for_the_device() -> None:
     """P22."""
-    model, optimizer, scaler = parts()
-    for _ in range(20):
-        step(model, optimizer, scaler)
+    with no_waiting():
+        model, optimizer, scaler = parts()
+        for _ in range(20):
+            step(model, optimizer, scaler)
 
 
 def test_exhaustion_is_raised_a_few_steps_late_with_the_weights_intact() -> None:
