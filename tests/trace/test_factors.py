@@ -51,9 +51,9 @@ def test_a_matrix_that_only_16_bit_leaves_without_a_factor_is_underflow_and_the_
 
 
 def nearly_singular() -> Tensor:
-    """A kernel of two points that nearly meet: its fp32 values have a Cholesky factor in fp64, and none in fp32."""
+    """A kernel of points of which two nearly meet: its fp32 values have a Cholesky factor in fp64, and none in fp32."""
     for seed in range(100):
-        points = torch.rand(6, 2, generator=torch.Generator().manual_seed(seed))
+        points = torch.rand(24, 2, generator=torch.Generator().manual_seed(seed))
         points[-1] = points[0] + 1e-4
         kernel = (-((points[:, None] - points) / 0.2).square().sum(-1) / 2).exp()
         if torch.linalg.cholesky_ex(kernel).info and not torch.linalg.cholesky_ex(kernel.double()).info:

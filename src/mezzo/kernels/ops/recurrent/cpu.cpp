@@ -266,6 +266,9 @@ struct Backward {
   int64_t time(int64_t n) const { return is_reversed ? sizes.steps - 1 - n : n; }
 };
 
+// Not a lambda: those do not inherit the target of the function that they are in.
+ON_PAIRS inline void store_low(uint16_t* to, __mmask16 there, __m512 values) { _mm256_mask_storeu_epi16(to, there, (__m256i)_mm512_cvtneps_pbh(values)); }
+
 // Steps back of R rows, from `b` on, of four groups of units.
 template <int R, int Gates> ON_PAIRS void step_back(const Backward& call, int64_t n, int64_t block, int64_t b) {
   const Sizes& s = call.sizes;
@@ -315,12 +318,10 @@ template <int R, int Gates> ON_PAIRS void step_back(const Backward& call, int64_
         found[0] = _mm512_mul_ps(_mm512_mul_ps(found[3], of_h), _mm512_sub_ps(one, reset));
         found[1] = _mm512_mul_ps(_mm512_mul_ps(dhz, _mm512_sub_ps(old, fresh)), z);
       }
-      const auto store = [&](uint16_t* to, int gate, __m512 values) {
-        _mm256_mask_storeu_epi16(to + row * width + gate * s.units + unit, real, (__m256i)_mm512_cvtneps_pbh(values));
-      };
-      for (int gate = 0; gate < Gates; gate++) store(call.d_input, gate, found[gate]);
+      const int64_t at = row * width + unit;
+      for (int gate = 0; gate < Gates; gate++) store_low(call.d_input + at + gate * s.units, real, found[gate]);
       if constexpr (Gates == kGru)
-        for (int gate = 0; gate < Gates; gate++) store(call.d_hidden, gate, found[gate < 2 ? gate : 3]);
+        for (int gate = 0; gate < Gates; gate++) store_low(call.d_hidden + at + gate * s.units, real, found[gate < 2 ? gate : 3]);
     }
 }
 
