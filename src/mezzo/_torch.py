@@ -315,6 +315,12 @@ def has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
+def has_fast_kernels(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there and takes a 16-bit dtype on this CPU. It may emulate bf16."""
+    name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    return bool(torch._C._has_mkldnn and getattr(torch.ops.mkldnn, name, lambda: False)())
+
+
 def is_unwatched() -> bool:
     """Whether nothing is at work that wants to see each op of torch: a compiler, functorch, a tracer, a dispatch mode. Host only."""
     return not (

@@ -13,6 +13,7 @@ from mezzo import Policy
 from mezzo.binding import convert_
 from mezzo.binding.bind import bind
 from mezzo.binding.storage import storage_targets, store_
+from mezzo.casting import products
 
 MASTER = "bf16-master"
 
@@ -54,7 +55,10 @@ def test_what_goes_to_16_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}], ids=str)
-def test_a_stored_lstm_has_the_bits_of_one_that_is_cast(options: dict[str, int]) -> None:
+def test_a_stored_lstm_has_the_bits_of_one_that_is_cast(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "is_emulated", lambda dtype: False)
     lstm = nn.LSTM(8, 16, **options)  # type: ignore[arg-type]  # flags and sizes
     stored, x = copy.deepcopy(lstm), torch.randn(5, 3, 8)
     policy = Policy.parse(MASTER)

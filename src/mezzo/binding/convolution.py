@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import num_function_modes, push_function_mode
+from .._torch import num_function_modes
 from ..casting import AttentionMode, casts_to_bf16
 from ..formats import LOW_DTYPES
 from ..kernels import convolution, has_weight_gradient
-from .module_rules import set_mode_aside
+from .module_rules import put_back, set_modes_aside
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -34,15 +34,14 @@ def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
 
     Syncs: no.
     """
-    mode = set_mode_aside(AttentionMode)
+    aside = set_modes_aside(AttentionMode)
     try:
         operands = _operands(module, *args) if len(args) == 1 and not kwargs else None
-        if operands is None:
-            return type(module)._mezzo_class.forward(module, *args, **kwargs)
-        return convolution(*operands, module.stride, module.padding)
+        if operands is not None:
+            return convolution(*operands, module.stride, module.padding)
     finally:
-        if mode is not None:
-            push_function_mode(mode)
+        put_back(aside)
+    return type(module)._mezzo_class.forward(module, *args, **kwargs)
 
 
 def _operands(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | None:

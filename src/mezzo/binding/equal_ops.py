@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import is_unwatched, num_function_modes, push_function_mode
+from .._torch import is_unwatched, num_function_modes
 from ..casting import AttentionMode
 from ..kernels import dropout, takes_dropout
-from .module_rules import set_mode_aside
+from .module_rules import put_back, set_modes_aside
 
 SMALLEST_POOL = 1 << 14
 """Elements of an input from which on two copies cost less than they save."""
@@ -36,13 +36,12 @@ def equal_op(module: nn.Module) -> Callable[..., Any] | None:
 def run_dropout(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a `Dropout`, with torch's random numbers drawn by mezzo's kernel where that is the faster one and nobody looks on."""
     if len(args) == 1 and not kwargs and module.training and not (module.inplace or torch.compiler.is_compiling()):
-        x, mode = args[0], set_mode_aside(AttentionMode)
+        x, aside = args[0], set_modes_aside(AttentionMode)
         try:
             if isinstance(x, Tensor) and not num_function_modes() and takes_dropout(x, module.p):
                 return dropout(x, module.p)
         finally:
-            if mode is not None:
-                push_function_mode(mode)
+            put_back(aside)
     return type(module)._mezzo_class.forward(module, *args, **kwargs)
 
 

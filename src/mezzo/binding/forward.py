@@ -22,16 +22,24 @@ from .._torch import (
     dynamo_skip_frame,
     functorch_level,
     graph_task_id,
-    own_modules,
-    own_parameters,
+    is_unwatched,
     replaces_tensors,
     saved_tensors_hooks,
 )
-from ..casting import autocast, bind_recompute, has_own_attention, is_large, run_attention
+from ..casting import (
+    autocast,
+    bind_recompute,
+    has_own_attention,
+    is_emulated,
+    is_large,
+    products_in_fp32,
+    run_attention,
+)
 from ..errors import StepError, listed
 from ..formats import dtype_name
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, has_module_rules, run_ruled
+from .module_weights import Place, first_place, largest_matrix
 from .refusals import REFUSALS
 
 RECORD = "_mezzo_bound"
@@ -65,6 +73,7 @@ class Binding:
         self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
         self.has_own_ops, self.keeps_casts = self._has_own_ops(), self._keeps_casts()
+        self.emulates = self.fuses and has_own_attention(self.device_type) and is_emulated(self.policy.compute)
 
     def _has_own_ops(self) -> bool:
         """Whether attention, recurrent layers, convolutions and linear layers run mezzo's way."""
@@ -153,7 +162,8 @@ class Bound:
         attends: whether attention inside it runs mezzo's way.
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
-        first: where the module's first parameter stands, once somebody asked: a registry and the name there.
+        first: where the module's first parameter stands, once somebody asked.
+        largest: elements of its largest weight that multiplies, once somebody asked; 0 before.
         kept: casts of the module's weights that are kept, and what they are casts of.
     """
 
@@ -165,7 +175,8 @@ class Bound:
     attends: bool = False
     idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
     is_regular: bool = field(init=False)
-    first: _Place | None = field(default=None, init=False, repr=False)
+    first: Place | None = field(default=None, init=False, repr=False)
+    largest: int = field(default=0, init=False, repr=False)
     kept: tuple[object, tuple[Tensor, Tensor | None]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -174,27 +185,12 @@ class Bound:
     def first_parameter(self, module: nn.Module) -> nn.Parameter | None:
         """Return the first of the module's parameters, sought anew where it no longer stands where it did. Host only."""
         if self.first is None or self.first[1] not in self.first[0]:
-            self.first = _first_place(module)
+            self.first = first_place(module)
         return None if self.first is None else self.first[0][self.first[1]]
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """Leave out where the first parameter stands, and kept casts: a copy has its own."""
         return None, {name: None if name in ("first", "kept") else getattr(self, name) for name in self.__slots__}
-
-
-_Place = tuple[Mapping[str, nn.Parameter | None], str]
-
-
-def _first_place(module: nn.Module) -> _Place | None:
-    """Return the registry and the name under which the first of a module's parameters stands; None if it has none."""
-    own = own_parameters(module)
-    for name, parameter in own.items():
-        if parameter is not None:
-            return own, name
-    for child in own_modules(module).values():
-        if child is not None and (found := _first_place(child)) is not None:
-            return found
-    return None
 
 
 class _Here(threading.local):
@@ -279,7 +275,7 @@ def _run_inside(
 @dynamo_skip_frame
 def _open(
     bound: Bound, module: nn.Module, args: tuple[Any, ...], kwargs: Any, traced: bool
-) -> tuple[autocast, tuple[Any, ...], Any, AfterForward | None, torch.dtype | None]:
+) -> tuple[AbstractContextManager[object], tuple[Any, ...], Any, AfterForward | None, torch.dtype | None]:
     """Return the region to run a module in, its arguments there, what to call with its output, and the output's dtype."""
     binding, is_eager, after = bound.binding, not is_compiling(), None
     resumes = not bound.is_root and _is_recompute()
@@ -291,7 +287,10 @@ def _open(
         bind_recompute(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
-    region = binding.resumed() if resumes else binding.region(bound.around, traced)
+    region: AbstractContextManager[object] = binding.resumed() if resumes else binding.region(bound.around, traced)
+    if binding.emulates and not resumes and is_unwatched():
+        bound.largest = bound.largest or largest_matrix(module)
+        region = products_in_fp32(region, bound.largest, args, kwargs)
     is_inside = resumes or _here.binding is binding
     return region, args, kwargs, after, None if is_inside else binding.policy.output
 

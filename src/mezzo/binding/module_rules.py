@@ -110,10 +110,16 @@ def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def set_mode_aside(*kinds: type[Any]) -> Any:
-    """Take a function mode of one of these kinds off, for ops that it leaves alone, if no other one is at work; the caller puts it back. Host only."""
-    modes = function_modes() if num_function_modes() == 1 else []
-    return pop_function_mode() if modes and isinstance(modes[0], kinds) else None
+def set_modes_aside(*kinds: type[Any]) -> list[Any]:
+    """Take function modes of these kinds off, for ops that they leave alone, if no other one is at work; `put_back` is to follow. Host only."""
+    modes = function_modes() if num_function_modes() else []
+    return [pop_function_mode() for _ in modes] if all([isinstance(mode, kinds) for mode in modes]) else []
+
+
+def put_back(modes: list[Any]) -> None:
+    """Put function modes back that were set aside. Host only."""
+    while modes:
+        push_function_mode(modes.pop())
 
 
 def run_ruled(
@@ -145,14 +151,13 @@ def run_ruled(
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
     norm = None
     if low is not None and not is_compiling():
-        mode = set_mode_aside(CastMode, AttentionMode) if num_function_modes() else None
+        aside = set_modes_aside(CastMode, AttentionMode)
         try:
             norm = _low_norm(module, forward, args, kwargs, low, traced)
             if norm is not None and num_function_modes() == 0:
                 return norm(module, *args)  # all its ops say their dtype: no region needed
         finally:
-            if mode is not None:
-                push_function_mode(mode)
+            put_back(aside)
     with regions.region(precision, traced):
         if norm is not None:
             return norm(module, *args)
@@ -263,16 +268,15 @@ def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it is the faster one and nobody looks on."""
     if len(args) != 1 or kwargs or is_compiling():
         return nn.Linear.forward(module, *args, **kwargs)
-    mode = set_mode_aside(AttentionMode) if num_function_modes() else None
+    x, weight, bias = args[0], module.weight, module.bias
+    aside = set_modes_aside(AttentionMode)
     try:
-        x, weight, bias = args[0], module.weight, module.bias
         if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
             if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
                 return linear(x, weight, bias)
-        return F.linear(x, weight, bias)
     finally:
-        if mode is not None:
-            push_function_mode(mode)
+        put_back(aside)
+    return F.linear(x, weight, bias)
 
 
 def _low_norm(

@@ -12,8 +12,10 @@ from .frame import bind_recompute as bind_recompute
 from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
 from .mode import CastMode as CastMode
+from .products import products_in_fp32 as products_in_fp32
 from .provenance import backward_message as backward_message
 from .recurrent import RecurrentMode as RecurrentMode
 from .recurrent import casts_to_bf16 as casts_to_bf16
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts
+from .wide import is_emulated as is_emulated

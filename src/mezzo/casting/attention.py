@@ -6,7 +6,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -17,18 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import (
     dynamo_pass_through,
-    forward_ad_level,
-    functorch_level,
     has_amx,
     is_unwatched,
     safe_softmax,
-    saved_tensors_hooks,
-    version,
 )
-from ..formats import LOW_DTYPES, describe
 from ..kernels import attention, draws_faster, dropout, has_gradients, takes_dropout
 from .frame import bind_recompute
 from .op_rule_table import decomposed_composites
+from .wide import is_castable, is_emulated, saved_as_given
 
 LONGEST = 256
 """Keys up to which the fp32 kernel is the faster one, forward and backward: 1.6 times at 128 keys, 1.1 at 256, 0.8 at 1024
@@ -163,7 +158,7 @@ class AttentionMode(TorchFunctionMode):
         draws = dropout_p > 0 and draws_faster()
         if not (torch.compiler.is_compiling() or (dropout_p and not draws)):
             self.has_met = True
-        takes = torch.is_autocast_enabled("cpu") and all(map(_is_castable, inputs)) and query.numel() >= SMALLEST
+        takes = torch.is_autocast_enabled("cpu") and all(map(is_castable, inputs)) and query.numel() >= SMALLEST
         if takes and draws and _is_well_formed(*inputs, attn_mask, is_causal, enable_gqa):
             return _dropped(query.to(low), key.to(low), value.to(low), attn_mask, dropout_p, is_causal, scale)
         takes = takes and not dropout_p
@@ -187,6 +182,8 @@ class AttentionMode(TorchFunctionMode):
 
     def _gains(self, key: Tensor) -> bool:
         """Whether the fp32 kernel is faster than torch's 16-bit one for so many keys."""
+        if is_emulated(torch.get_autocast_dtype("cpu")):
+            return True
         if has_amx():
             return self.trains and key.shape[-2:].numel() <= LARGEST_BESIDE_TILES
         return key.shape[-2] <= LONGEST
@@ -239,43 +236,7 @@ def _wide(inputs: Sequence[Tensor], mask: Tensor | None, is_causal: bool, **opti
     torch.set_autocast_enabled("cpu", False)
     try:
         query, key, value = wide = [t.float() for t in inputs]
-        with _saved_as_given(inputs, wide):
+        with saved_as_given("query, key or value of an attention", inputs, wide, query.dtype):
             return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
     finally:
         torch.set_autocast_enabled("cpu", True)
-
-
-def _is_castable(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _CASTABLE and forward_ad_level() < 0
-
-
-_CASTABLE = (torch.float32, *LOW_DTYPES)
-
-
-def _saved_as_given(inputs: Sequence[Tensor], wide_inputs: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """Have backward keep 16-bit inputs as they were given and widen them again: half the bytes for the same values.
-
-    Hooks on saved tensors that are there already, such as a checkpoint's, get what is kept.
-    """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or functorch_level() is not None:
-        return nullcontext()
-    given = {wide.data_ptr(): low for low, wide in zip(inputs, wide_inputs, strict=True) if low is not wide}
-    around = saved_tensors_hooks()
-
-    def pack(tensor: Tensor) -> tuple[Any, bool, int]:
-        low = given.get(tensor.data_ptr())
-        is_given = low is not None and low.shape == tensor.shape
-        kept = low.detach() if low is not None and is_given else tensor
-        return (kept if around is None else around[0](kept)), is_given, version(kept) if is_given else 0
-
-    def unpack(packed: tuple[Any, bool, int]) -> Tensor:
-        held, is_given, counted = packed
-        kept: Tensor = held if around is None else around[1](held)
-        if is_given and around is None and version(kept) != counted:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"query, key or value of an attention, {describe(kept)}. Write to a copy of it."
-            )
-        return kept.float() if is_given else kept
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -22,6 +22,7 @@ from ..random_state import accelerator_in_use
 from .cast_cache import RegionCache
 from .cast_plan import CastPlan, current_switch, device_types, plan_of
 from .mode import CastMode, drop_mode
+from .products import beside_products
 from .provenance import traceback_message
 from .tracing import record_entry, record_exit
 
@@ -313,9 +314,9 @@ def _new_mode(plan: CastPlan) -> CastMode | None:
         return None
     # A compiled graph casts at every use, and what a cache sets up cannot be traced.
     if not plan.caches or torch.compiler.is_compiling():
-        return CastMode(plan.book, None, current=_repeat)
+        return CastMode(plan.book, None, current=_recompute)
     store = None if plan.store is not None and _goes_into_a_graph() else plan.store
-    return CastMode(plan.book, RegionCache(store), current=_repeat)
+    return CastMode(plan.book, RegionCache(store), current=_recompute)
 
 
 def _goes_into_a_graph() -> bool:
@@ -352,6 +353,11 @@ def _innermost_mode() -> CastMode | None:
 def _ask(*asked: Any) -> autocast:
     *positional, policy, cache, strict = asked
     return autocast(*positional, policy=policy, cache=cache, strict=strict)
+
+
+def _recompute(mode: CastMode) -> AbstractContextManager[object]:
+    """Return what a checkpoint's recompute enters: as `mode`, and in fp32 what is in fp32 now."""
+    return beside_products(_repeat(mode))
 
 
 def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
