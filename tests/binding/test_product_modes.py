@@ -86,6 +86,20 @@ def test_evaluation_training_and_inference_mode_give_the_same(low: torch.dtype, 
     assert torch.equal(second, third)
 
 
+@LOW
+def test_a_region_that_keeps_casts_takes_them(low: torch.dtype, calls: Calls) -> None:
+    needs_emulation(low)
+    model, x = Block(), torch.randn(4, 32, 64)
+    with torch.no_grad():
+        want = prepared(copy.deepcopy(model), low, ", output=none")(x)
+        for _ in range(2):
+            with mezzo.autocast("cpu", low, cache="persistent"):
+                found = model(x)
+            assert torch.equal(found, want)
+    assert calls.count == 9
+    assert mezzo.casting.weight_casts.nbytes() > 0
+
+
 class Other(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

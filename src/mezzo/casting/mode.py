@@ -70,6 +70,7 @@ class CastMode(TorchFunctionMode):
         cache: where casts are kept; None casts at every use.
         standalone: act although torch's autocast is off, in this dtype: for tests.
         current: makes the region that a checkpoint's recompute enters.
+        run: runs a ruled op another way, or returns `NotImplemented`; taken where casts of weights outlive the region.
 
     The switch is torch's own autocast state: a nested `torch.autocast(enabled=False)` or `dtype=` is obeyed. A ruled
     op runs as one unit, with torch's own casting of its parts off. Syncs: no.
@@ -81,6 +82,7 @@ class CastMode(TorchFunctionMode):
         cache: RegionCache | None,
         standalone: torch.dtype | None = None,
         current: Callable[[CastMode], AbstractContextManager[Any]] | None = None,
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
         super().__init__()
         self.book = book
@@ -90,6 +92,7 @@ class CastMode(TorchFunctionMode):
         self.keeps_weights = cache is not None and cache.store is not None  # they are there for a faster kernel, too
         self.standalone = standalone
         self.current = current
+        self.run = run if self.keeps_weights else None
         self.suspended = False
         self.has_grad = torch.is_grad_enabled()  # a reentrant checkpoint's first run has none
         self._device = next(iter(book.rows))
@@ -181,6 +184,8 @@ class CastMode(TorchFunctionMode):
                 return small_linear(*args, **kwargs)
             if not torch.is_grad_enabled() and takes_linear(*args, **kwargs):
                 return linear(*args, **kwargs)
+        if self.run is not None and device == "cpu" and (found := self.run(func, args, kwargs)) is not NotImplemented:
+            return found
         if self.standalone is not None:
             return func(*args, **kwargs)
         torch.set_autocast_enabled(device, False)

@@ -87,10 +87,7 @@ def _counted() -> Mapping[Callable[..., Any], Callable[..., int]]:
 
 
 class ProductMode(AttentionMode):
-    """Have large products on the CPU run in fp32 where the processor emulates the dtype that a region casts to, or that operands have.
-
-    Operands are rounded as torch.autocast rounds them, products are summed in fp32, and the result is rounded once: the arithmetic of
-    16-bit units. For backward the operands wait in 16 bit. Attention runs as in `AttentionMode`.
+    """Have large products on the CPU run as `run_in_fp32` says, and attention as in `AttentionMode`.
 
     Syncs: no.
     """
@@ -99,16 +96,36 @@ class ProductMode(AttentionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run large products in fp32, leave the rest to `AttentionMode`."""
-        kwargs = kwargs or {}
-        count = _counted().get(func) if is_unwatched() else None
-        num_products = 0 if count is None else _num_products(count, args)
-        low = _emulated_dtype(args, kwargs) if num_products >= min(SMALLEST.values()) else None
-        if count is None or low is None or num_products < SMALLEST[low]:
-            return super().__torch_function__(func, types, args, kwargs)
-        if self.has_grad:
-            bind_recompute(ProductMode)
-        layer = _as_layer(count, *args, **kwargs)
-        return in_fp32(func, args, kwargs, low) if layer is None else wide_linear(*layer, low)
+        found = run_in_fp32(func, args, kwargs or {}, self.has_grad)
+        return super().__torch_function__(func, types, args, kwargs) if found is NotImplemented else found
+
+
+def run_in_fp32(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], recomputes: bool = False) -> Any:
+    """Run a large product in fp32 where the processor emulates the dtype that a region casts to, or that operands have.
+
+    Operands are rounded as torch.autocast rounds them, products are summed in fp32, and the result is rounded once: the arithmetic of
+    16-bit units. For backward the operands wait in 16 bit.
+
+    Args:
+        func: any function of torch.
+        args: of the call.
+        kwargs: of the call.
+        recomputes: whether a checkpoint that runs just now does so too when it runs again.
+
+    Returns:
+        The result; `NotImplemented` for what is no such product, or seen by somebody.
+
+    Syncs: no.
+    """
+    count = _counted().get(func) if is_unwatched() else None
+    num_products = 0 if count is None else _num_products(count, args)
+    low = _emulated_dtype(args, kwargs) if num_products >= min(SMALLEST.values()) else None
+    if count is None or low is None or num_products < SMALLEST[low]:
+        return NotImplemented
+    if recomputes:
+        bind_recompute(ProductMode)
+    layer = _as_layer(count, *args, **kwargs)
+    return in_fp32(func, args, kwargs, low) if layer is None else wide_linear(*layer, low)
 
 
 def _emulated_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype | None:

@@ -22,7 +22,7 @@ from ..random_state import accelerator_in_use
 from .cast_cache import RegionCache
 from .cast_plan import CastPlan, current_switch, device_types, plan_of
 from .mode import CastMode, drop_mode
-from .products import beside_products
+from .products import beside_products, run_in_fp32
 from .provenance import traceback_message
 from .tracing import record_entry, record_exit
 
@@ -316,7 +316,7 @@ def _new_mode(plan: CastPlan) -> CastMode | None:
     if not plan.caches or torch.compiler.is_compiling():
         return CastMode(plan.book, None, current=_recompute)
     store = None if plan.store is not None and _goes_into_a_graph() else plan.store
-    return CastMode(plan.book, RegionCache(store), current=_recompute)
+    return CastMode(plan.book, RegionCache(store), current=_recompute, run=run_in_fp32)
 
 
 def _goes_into_a_graph() -> bool:

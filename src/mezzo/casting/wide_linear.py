@@ -37,7 +37,8 @@ def wide_linear(input: Tensor, weight: Tensor, bias: Tensor | None, low: torch.d
     Syncs: no.
     """
     source = weight if weight._base is None else weight._base
-    operands = input.to(low), weight if source.is_leaf else weight.to(low), bias
+    is_parameter = isinstance(source, torch.nn.Parameter) or (source.is_leaf and source.requires_grad)
+    operands = input.to(low), weight if is_parameter else weight.to(low), bias
     apply = _WideLinear.apply if torch.is_grad_enabled() else _forward
     with outside_autocast():
         out: Tensor = apply(*operands)
