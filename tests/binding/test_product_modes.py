@@ -193,6 +193,29 @@ def test_an_operand_that_is_written_before_backward_is_an_error_as_in_torch(low:
 
 
 @LOW
+def test_a_batch_may_be_written_before_backward(low: torch.dtype, calls: Calls) -> None:
+    """As under torch.autocast, whose backward has a cast of it."""
+    needs_emulation(low)
+
+    class Both(nn.Linear):
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]  # two operands
+            return super().forward(x) @ other
+
+    model, x, other = prepared(Both(64, 96), low), torch.randn(96, 64), torch.randn(96, 64)
+    grads = []
+    for overwrites in (False, True):
+        held = other.clone()
+        out = model(x.clone(), held)
+        if overwrites:
+            held.zero_()
+        model.zero_grad()
+        out.sum().backward()
+        grads.append(model.weight.grad)
+    assert calls.count == 4
+    assert torch.equal(*grads)
+
+
+@LOW
 @pytest.mark.usefixtures("calls")
 def test_threads_have_memory_of_their_own(low: torch.dtype) -> None:
     needs_emulation(low)
