@@ -66,6 +66,14 @@ def test_laws(matmul: float, stream: float, flops: float, moved: float, factor: 
     assert roofline_seconds(split, slow, "fp32") >= phase.seconds(slow, "fp32")
 
 
+def test_an_emulated_format_is_held_to_the_rate_of_fp32() -> None:
+    """Its operands may be widened; fp32 is not held to another one's rate."""
+    emulated = PeakRates(matmul={"fp32": 100.0, "bf16": 20.0, "fp16": 5.0}, stream={1: 1.0})
+    phase = Phase(name="products", flops=1000.0)
+    assert [phase.seconds(emulated, name) for name in ("fp32", "bf16", "fp16")] == [10.0, 10.0, 10.0]
+    assert phase.seconds(PEAK_RATES, "bf16") == 2.5
+
+
 def test_an_unmeasured_format_is_an_error() -> None:
     with pytest.raises(BenchError, match="needs the matmul rate of fp16, but only fp32, bf16 were measured"):
         Phase(name="products", flops=1.0).seconds(PEAK_RATES, "fp16")

@@ -46,6 +46,11 @@ class PeakRates:
         at = max((size for size in self.stream if size <= moved_bytes), default=min(self.stream))
         return max(rate for size, rate in self.stream.items() if size >= at)
 
+    def products(self, number_format: str) -> float:
+        """Return the floating-point operations per second of products that nothing beats: 16-bit operands may be widened, where that is faster."""
+        wider = ("fp32",) if number_format in ("bf16", "fp16") else ()
+        return max(self.matmul.get(name, 0.0) for name in (number_format, *wider))
+
     def best(self, other: PeakRates) -> PeakRates:
         """Return the higher of two measurements of the same machine, rate by rate."""
         return PeakRates(
@@ -79,7 +84,7 @@ class Phase:
                 f"the roofline of '{self.name}' needs the matmul rate of {number_format}, but only "
                 f"{', '.join(peak_rates.matmul)} were measured; add {number_format} to the peak rates of this run."
             )
-        computing = self.flops / peak_rates.matmul[number_format] if self.flops else 0.0
+        computing = self.flops / peak_rates.products(number_format) if self.flops else 0.0
         moving = self.moved_bytes / peak_rates.bandwidth(self.moved_bytes) if self.moved_bytes else 0.0
         return max(computing, moving)
 
