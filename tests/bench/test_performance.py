@@ -120,6 +120,15 @@ def test_the_sentence_keeps_machines_apart(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("rate", "said"), [(2.0, ""), (0.5, ", where bf16 is emulated and fp32 alone is faster")])
+def test_the_sentence_says_where_16_bit_is_emulated(rate: float, said: str, tmp_path: Path) -> None:
+    both = (measured("torch-autocast", 2.0), measured("prepare+keep", 1.0))
+    rates = PeakRates(matmul={"fp32": 1.0, "bf16": rate}, stream={1: 1.0})
+    one = dataclasses.replace(result("bert"), measurements=both, peak_rates=rates)
+    (tmp_path / "bert.json").write_text(one.to_json())
+    assert sentence(tmp_path).endswith(f"(geometric mean of 1: 2.00x){said}.")
+
+
 def test_a_page_without_a_place_for_figures(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no place for the figures; write <!-- figures"):
         with_figures("# mezzo", tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -198,6 +199,7 @@ def sentence(folder: Path) -> str:
     chosen = [result for result in _newest_on_cpu(folder) if result.workload in TRAINED]
     clauses = {
         place: _kept_beside_rivals([result for result in chosen if machine_name(result) == place])
+        + _emulation([result for result in chosen if machine_name(result) == place])
         for place in dict.fromkeys(map(machine_name, chosen))
     }
     found = {place: said for place, said in clauses.items() if said}
@@ -212,6 +214,13 @@ def _models(results: Sequence[Result]) -> str:
     names = [one.workload for one in results if any(m.variant == "prepare+keep" for m in one.measurements)]
     models = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
     return f"Training steps of {models}, with [memory kept](docs/memory.md), beside the fastest eager rival as people run it"
+
+
+def _emulation(results: Sequence[Result]) -> str:
+    """Return that a machine multiplies what was trained in more slowly than fp32, which no ratio to a rival says."""
+    rates = [(result.plan.get("dtype", ""), result.peak_rates.matmul) for result in results]
+    slow = [low for low, rate in rates if rate.get(low, math.inf) < rate.get("fp32", 0.0)]
+    return f", where {slow[0]} is emulated and fp32 alone is faster" if slow else ""
 
 
 def _kept_beside_rivals(results: Sequence[Result]) -> str:
