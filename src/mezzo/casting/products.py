@@ -125,7 +125,10 @@ def run_in_fp32(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rec
     if recomputes:
         bind_recompute(ProductMode)
     layer = _as_layer(count, *args, **kwargs)
-    return in_fp32(func, args, kwargs, low) if layer is None else wide_linear(*layer, low)
+    if layer is not None:
+        return wide_linear(*layer, low)
+    floating = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
+    return in_fp32(func, args, kwargs, low, floating[1] if func is torch.gru else None)
 
 
 def _emulated_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype | None:

@@ -35,7 +35,13 @@ def is_castable(value: object) -> bool:
     return value.is_cpu and value.layout is torch.strided and value.dtype in _CASTABLE and forward_ad_level() < 0
 
 
-def in_fp32(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], low: torch.dtype) -> Any:
+def in_fp32(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    low: torch.dtype,
+    state: Tensor | None = None,
+) -> Any:
     """Call an op on operands rounded to 16 bit and widened again, outside torch's autocast, and round its results.
 
     What waits for backward are the operands in 16 bit, and weights as they are stored: no copy of those, and their gradients are not rounded.
@@ -45,6 +51,7 @@ def in_fp32(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         args: of the call; tensors, also those in lists, for which `is_castable` says no stay as they are.
         kwargs: of the call.
         low: the 16-bit dtype.
+        state: an operand that is not rounded, and whose dtype the results have too where it is wider, as a GRU's.
 
     Returns:
         What the op returns, its floating results in `low`.
@@ -57,6 +64,8 @@ def in_fp32(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     def widened(tensor: Tensor) -> Tensor:
         if not is_castable(tensor):
             return tensor
+        if tensor is state:
+            return tensor.float()
         is_weight = tensor.dtype is torch.float32 and tensor.is_leaf and tensor.requires_grad
         kept = tensor if is_weight else tensor.to(low)
         rounds = is_weight and torch.is_grad_enabled()
@@ -69,7 +78,8 @@ def in_fp32(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         kwargs = {name: map_tensors(value, widened) for name, value in kwargs.items()}
         with saved_as_given(f"an operand of {function.__name__}", given, wide, low):
             out = function(*args, **kwargs)
-        return map_tensors(out, lambda one: one.to(low) if is_castable(one) else one)
+        dtype = low if state is None else torch.promote_types(state.dtype, low)
+        return map_tensors(out, lambda one: one.to(dtype) if is_castable(one) else one)
 
 
 class outside_autocast:  # as torch's
