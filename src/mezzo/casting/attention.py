@@ -23,7 +23,7 @@ from .._torch import (
 from ..kernels import attention, draws_faster, dropout, has_gradients, takes_dropout
 from .frame import bind_recompute
 from .op_rule_table import decomposed_composites
-from .wide import is_castable, is_emulated, saved_as_given
+from .wide import is_castable, is_emulated, outside_autocast, saved_as_given
 
 LONGEST = 256
 """Keys up to which the fp32 kernel is the faster one, forward and backward: 1.6 times at 128 keys, 1.1 at 256, 0.8 at 1024
@@ -212,8 +212,7 @@ def _dropped(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(low).float()
-    torch.set_autocast_enabled("cpu", False)
-    try:
+    with outside_autocast():
         if is_causal:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device="cpu").tril()
         if mask is not None and mask.dtype is torch.bool:
@@ -226,17 +225,12 @@ def _dropped(
         weights = safe_softmax(scores if mask is None else scores.add_(mask), -1)
         weights = dropout(weights, p) if takes_dropout(weights, p) else torch.dropout(weights, p, True)
         return (weights @ values).to(low)
-    finally:
-        torch.set_autocast_enabled("cpu", True)
 
 
 def _wide(inputs: Sequence[Tensor], mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:
     """Return attention in fp32, outside torch's autocast."""
     mask = mask.float() if mask is not None and mask.is_floating_point() else mask
-    torch.set_autocast_enabled("cpu", False)
-    try:
+    with outside_autocast():
         query, key, value = wide = [t.float() for t in inputs]
         with saved_as_given("query, key or value of an attention", inputs, wide, query.dtype):
             return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
-    finally:
-        torch.set_autocast_enabled("cpu", True)
