@@ -158,7 +158,7 @@ def test_overflow_is_that_of_the_dtype(low: torch.dtype) -> None:
 
 
 @LOW
-@pytest.mark.parametrize("op", ["Linear", "Conv2d", "matmul"])
+@pytest.mark.parametrize("op", ["Linear", "linear", "Conv2d", "matmul"])
 @pytest.mark.usefixtures("calls")
 def test_gradients_of_gradients_are_torchs(op: str, low: torch.dtype) -> None:
     needs_emulation(low)

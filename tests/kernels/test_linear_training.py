@@ -196,13 +196,31 @@ def test_inf_and_nan_arrive_where_they_belong(rows: int, where: str, value: floa
     assert not any(one.isfinite().any() for one in met[where])
 
 
-@needs_pairs
-def test_a_second_derivative_is_torchs() -> None:
-    given = operands((16, 32, 32))
+class TorchsProducts:
+    """What the kernel computes, for processors without pairs: a second derivative is one of torch's ops around it."""
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight.to(BF16), None if bias is None else bias.to(BF16))
+
+    @staticmethod
+    def backward(
+        grad: Tensor, input: Tensor, weight: Tensor, needs_input: bool, of_bias: torch.dtype | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        of_weight = (grad.t() @ input).to(weight.dtype)
+        return grad @ weight.to(BF16), of_weight, None if of_bias is None else grad.sum(0).to(of_bias)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_second_derivative_is_torchs(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (IS_COMPILED and cpu.is_faster()):
+        monkeypatch.setattr(door, "_kernel", lambda: TorchsProducts)
+    given = operands((16, 32, 32), has_bias=has_bias)
+    there = [one for one in given if one is not None]
 
     def penalty(out: Tensor) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(out.square().sum(), given, create_graph=True)  # type: ignore[arg-type]
-        return torch.autograd.grad(sum((one.float().square().sum() for one in first), torch.zeros(())), given)  # type: ignore[arg-type]
+        first = torch.autograd.grad(out.square().sum(), there, create_graph=True)
+        return torch.autograd.grad(sum((one.float().square().sum() for one in first), torch.zeros(())), there)
 
     for one, other in zip(penalty(linear(*given)), penalty(autocast(*given)), strict=True):
         assert one.dtype is other.dtype

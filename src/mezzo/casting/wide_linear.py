@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_batched_gradient, is_unwatched
+from ..kernels import linear_gradients
 from .wide import outside_autocast
 
 AT_ONCE = 1 << 22
@@ -100,9 +101,9 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() or is_batched_gradient(grad) or not is_unwatched():
-            return grad @ weight.to(grad.dtype), rows.t() @ inputs, rows.sum(0) if needs_bias else None
+            return linear_gradients(grad, x, weight, needs_bias)
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         width, inner = weight.shape
         of_input = torch.empty_like(inputs) if needs_input else None
         of_weight = torch.empty_like(weight) if needs_weight else None

@@ -49,6 +49,7 @@ from .ops.linear import reads_faster as reads_faster
 from .ops.linear import small_linear as small_linear
 from .ops.linear_training import SMALLEST_LINEAR as SMALLEST_LINEAR
 from .ops.linear_training import linear as linear
+from .ops.linear_training import linear_gradients as linear_gradients
 from .ops.linear_training import takes_linear as takes_linear
 from .ops.recurrent import FEWEST_GRU_STEPS as FEWEST_GRU_STEPS
 from .ops.recurrent import is_large_lstm as is_large_lstm

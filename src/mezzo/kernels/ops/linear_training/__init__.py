@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         if torch.is_grad_enabled() or is_batched_gradient(grad) or not (is_unwatched() and needs_weight):
-            return _torchs_gradients(grad, input, weight)
+            return linear_gradients(grad, input, weight, needs_bias)
         of_input, of_weight, dtype = ctx.shapes
         check_read("a linear layer", "input", input, of_input, torch.bfloat16)
         check_read("a linear layer", "weight", weight, of_weight, dtype)
@@ -116,6 +116,18 @@ class _Linear(torch.autograd.Function):
         return found
 
 
-def _torchs_gradients(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def linear_gradients(
+    grad: Tensor, input: Tensor, weight: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of a linear layer by torch's own ops, which may be watched and differentiated.
+
+    Args:
+        grad: of the result, [..., N].
+        input: [..., K], in the dtype of `grad`.
+        weight: [N, K].
+        has_bias: whether its gradient is wanted; autograd takes None alone for a bias that is not there.
+
+    Syncs: no.
+    """
     rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
-    return grad @ weight.to(grad.dtype), rows.t() @ inputs, rows.sum(0)
+    return grad @ weight.to(grad.dtype), rows.t() @ inputs, rows.sum(0) if has_bias else None
