@@ -86,6 +86,46 @@ def test_evaluation_training_and_inference_mode_give_the_same(low: torch.dtype, 
     assert torch.equal(second, third)
 
 
+CALLS = {
+    "mat2 by name": lambda x, w, b: torch.addmm(b, x, mat2=w),
+    "matrices by name": lambda x, w, b: torch.addmm(b, mat1=x, mat2=w),
+    "weight by name": lambda x, w, b: F.linear(x, weight=w.t(), bias=b),
+    "all by name": lambda x, w, b: F.linear(input=x, weight=w.t(), bias=b),
+    "other by name": lambda x, w, b: torch.matmul(x, other=w) + b,
+    "factors first": lambda x, w, b: torch.addmm(0.5, b, 2.0, x, w),
+}
+
+
+@LOW
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("how", CALLS)
+def test_it_is_called_in_any_way(how: str, low: torch.dtype) -> None:
+    needs_emulation(low)
+
+    class Called(nn.Module):
+        def forward(self, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return CALLS[how](x, w, b)
+
+    given = torch.randn(96, 64), torch.randn(64, 96) / 8, torch.randn(96)
+    with torch.autocast("cpu", low):
+        want = CALLS[how](*given)
+    found = prepared(Called(), low, ", output=none")(*given)
+    assert found.dtype is want.dtype
+    assert distance(found, want) <= 4 * relative(low) * float(want.float().norm())
+
+
+@LOW
+@pytest.mark.usefixtures("calls")
+def test_a_call_that_torch_refuses_has_torchs_words(low: torch.dtype) -> None:
+    needs_emulation(low)
+    model, x = nn.Sequential(nn.Conv2d(8, 16, 3)), torch.randn(4096)
+    with pytest.raises(RuntimeError, match="to conv2d"):
+        model(x)
+    with pytest.raises(RuntimeError, match="to conv2d"):
+        prepared(model, low)(x)
+
+
 @LOW
 def test_a_region_that_keeps_casts_takes_them(low: torch.dtype, calls: Calls) -> None:
     needs_emulation(low)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -32,8 +32,8 @@ def _of_matrices(first: Tensor, second: Tensor, *_: object) -> int:
     return first.numel() * (second.shape[-1] if second.dim() > 1 else 1)
 
 
-def _of_sum(_: Tensor, *matrices: Any) -> int:
-    return _of_matrices(*matrices)
+def _of_sum(_: Tensor, *matrices: Tensor) -> int:
+    return _of_matrices(*matrices) if len(matrices) == 2 else 0  # else one was given by its name
 
 
 def _of_linear(input: Tensor, weight: Tensor, *_: object) -> int:
@@ -41,6 +41,8 @@ def _of_linear(input: Tensor, weight: Tensor, *_: object) -> int:
 
 
 def _of_convolution(input: Tensor, weight: Tensor, *_: object) -> int:
+    if input.dim() < weight.dim() - 1:  # torch says what is wrong with it
+        return 0
     return input.numel() // max(1, input.shape[-weight.dim() + 1]) * weight.numel()
 
 
@@ -48,19 +50,17 @@ def _of_transposed(input: Tensor, weight: Tensor, *_: object) -> int:
     return input.numel() * weight.numel() // max(1, weight.shape[0])
 
 
-def _of_recurrent(input: Tensor, *others: object) -> int:
-    return (
-        input.numel() // max(1, input.shape[-1]) * sum(one.numel() for one in tensors_in(others, {}) if one.dim() == 2)
-    )
+def _of_recurrent(input: Tensor, *others: Tensor) -> int:
+    return input.numel() // max(1, input.shape[-1]) * sum(one.numel() for one in others if one.dim() == 2)
 
 
-def _of_sum_by_name(equation: object, *operands: Any) -> int:
+def _of_sum_by_name(equation: object, operands: Sequence[Tensor]) -> int:
     """Each combination of indices is one product; nothing is known of an ellipsis, nor of indices given as numbers."""
     if not isinstance(equation, str) or "." in equation:
         return 0
     terms = equation.replace(" ", "").partition("->")[0].split(",")
     sizes: dict[str, int] = {}
-    for term, operand in zip(terms, tensors_in(operands, {}), strict=False):
+    for term, operand in zip(terms, operands, strict=False):
         sizes |= dict(zip(term, operand.shape, strict=False))
     return math.prod(sizes.values())
 
@@ -68,7 +68,7 @@ def _of_sum_by_name(equation: object, *operands: Any) -> int:
 ROWS = 16
 """Rows of a product that each element of a module's input may become: of a picture that is made of a few numbers."""
 
-_COUNTS: Mapping[Callable[..., int], str] = {
+_COUNTS: Mapping[Callable[..., int], str] = {  # of the tensors among a call's positional arguments
     _of_matrices: "matmul mm bmm",
     _of_sum: "addmm baddbmm",
     _of_linear: "linear",
@@ -151,7 +151,7 @@ def _num_products(count: Callable[..., int], args: tuple[Any, ...]) -> int:
     operands = tensors_in(args, {})
     if len(operands) < 2 or any([one.dim() == 0 for one in operands[:2]]):
         return 0
-    found = count(*args)
+    found = count(args[0], operands) if count is _of_sum_by_name else count(*operands)
     return found if found >= REUSE * sum([one.numel() for one in operands]) else 0
 
 
