@@ -7,6 +7,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from ..errors import BenchError, did_you_mean
@@ -123,20 +124,32 @@ def compare(result: Result, measurement: Measurement, *, keeps: bool, compiled: 
     )
 
 
-def _cell(found: Sequence[Comparison | None]) -> str:
-    """Return one comparison with its outcome, or the ends of several with how many were won, tied and lost."""
+def _told(found: Sequence[Comparison | None]) -> str:
+    """Return one comparison with its outcome, a win unless it is said, or the ends of several with how many were won, tied and lost."""
     seen = [one for one in found if one is not None]
     if not seen:
         return MISSING
     outcomes = [one.outcome for one in seen]
     if len(seen) == 1:
-        return f"{seen[0].ratio:.2f}x {outcomes[0]}"
+        return f"{seen[0].ratio:.2f}x {outcomes[0]}".removesuffix(" win")
     counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("win", "tie", "loss") if kind in outcomes)
     return f"{min(one.ratio for one in seen):.2f}-{max(one.ratio for one in seen):.2f}x: {counts}"
 
 
-def _figures_row(result: Result, policy: str, compiled: bool, usual: str) -> str | None:
-    """Return one line of the figures: a workload under a policy at all its sizes."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cell:
+    """A workload under a policy at all its sizes on one machine, held against the fastest rival run in the same way.
+
+    Attributes:
+        text: with nothing kept, with mezzo's memory kept alone, and with both kept.
+        shares: peak memory as a part of the rival's, at each size.
+    """
+
+    text: str
+    shares: tuple[float, ...]
+
+
+def _cell(result: Result, policy: str, compiled: bool) -> _Cell | None:
     end = "+compile" if compiled else ""
     bare, kept = (
         {m.point: m for m in result.measurements if m.variant == name} for name in (policy + end, f"{policy}+keep{end}")
@@ -145,24 +158,18 @@ def _figures_row(result: Result, policy: str, compiled: bool, usual: str) -> str
         return None
 
     def against(own: Mapping[str, Measurement], keeps: bool) -> str:
-        return _cell([compare(result, m, keeps=keeps, compiled=compiled) for m in own.values()])
+        return _told([compare(result, m, keeps=keeps, compiled=compiled) for m in own.values()])
 
-    shares = [
-        m.peak_bytes / rival.peak_bytes
-        for m in (kept or bare).values()
-        if (rival := fastest_rival(result, m.point, keeps=False, compiled=compiled)) is not None
-        and rival.peak_bytes > 0
-    ]
-    low, high = (f"{end(shares):.2f}x" for end in (min, max)) if shares else (MISSING, MISSING)
+    told = (against(bare, False), *((against(kept, False), against(kept, True)) if kept else ()))
+    beside = [(m, fastest_rival(result, m.point, keeps=False, compiled=compiled)) for m in (kept or bare).values()]
+    shares = [m.peak_bytes / rival.peak_bytes for m, rival in beside if rival is not None and rival.peak_bytes > 0]
+    return _Cell(text=" / ".join(told), shares=tuple(shares))
+
+
+def _row_name(result: Result, policy: str, compiled: bool) -> tuple[str, str]:
     points = points_of(result)
     size = points[0] if len(points) == 1 else f"{len(points)} sizes"
-    on = "" if machine_name(result) == usual else f", {machine_name(result)}"
-    cells = (
-        f"`{result.workload}` {size}{', compiled' if compiled else ''}{on}",
-        label(next(iter((bare or kept).values()))).removeprefix("prepare ").partition(",")[0],
-        against(bare, False), against(kept, False), against(kept, True), low if low == high else f"{low[:-1]}-{high}",
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+    return f"`{result.workload}` {size}{', compiled' if compiled else ''}", _policy_name([result], policy)
 
 
 def _newest_on_cpu(folder: Path) -> list[Result]:
@@ -170,24 +177,26 @@ def _newest_on_cpu(folder: Path) -> list[Result]:
 
 
 def figures(folder: Path) -> str:
-    """Return the table of every policy of `mezzo.prepare` beside the fastest rival, from the newest results on a CPU.
-
-    A line names its machine where that is not the one that most results are of.
+    """Return the table of every policy of `mezzo.prepare` beside the fastest rival, from the newest results: a column a CPU.
 
     Raises:
         BenchError: a file in the folder is not a result, or of no workload there is.
     """
-    head = ("workload", "policy", "nothing kept", "mezzo kept, rival not", "both kept", "peak memory of the rival's")
-    results = _newest_on_cpu(folder)
-    usual = statistics.mode(map(machine_name, results)) if results else ""
-    rows = [
-        row
-        for result in results
-        for policy in ("prepare", "prepare-master")
-        for compiled in (False, True)
-        if (row := _figures_row(result, policy, compiled, usual)) is not None
+    rows: dict[tuple[str, str], dict[str, _Cell]] = {}
+    for result, policy, compiled in product(_newest_on_cpu(folder), ("prepare", "prepare-master"), (False, True)):
+        if (cell := _cell(result, policy, compiled)) is not None:
+            rows.setdefault(_row_name(result, policy, compiled), {})[machine_name(result)] = cell
+    machines = sorted({place for cells in rows.values() for place in cells})
+    table = [
+        ("workload", "policy", *machines, "peak memory of the rival's"),
+        ("---", "---", *["---:"] * len(machines), "---:"),
     ]
-    return "\n".join([f"| {' | '.join(head)} |", "|---|---|---:|---:|---:|---:|", *rows])
+    for name, cells in rows.items():
+        shares = [share for cell in cells.values() for share in cell.shares]
+        low, high = (f"{end(shares):.2f}x" for end in (min, max)) if shares else (MISSING, MISSING)
+        told = [cells[place].text if place in cells else MISSING for place in machines]
+        table.append((*name, *told, low if low == high else f"{low[:-1]}-{high}"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
 
 def sentence(folder: Path) -> str:
@@ -197,56 +206,54 @@ def sentence(folder: Path) -> str:
         BenchError: a file in the folder is not a result, or of no workload there is.
     """
     chosen = [result for result in _newest_on_cpu(folder) if result.workload in TRAINED]
-    clauses = {
-        place: _kept_beside_rivals([result for result in chosen if machine_name(result) == place])
-        + _emulation([result for result in chosen if machine_name(result) == place])
-        for place in dict.fromkeys(map(machine_name, chosen))
-    }
-    found = {place: said for place, said in clauses.items() if said}
-    said = "; ".join(f"on {place} {own}" if len(found) > 1 else own for place, own in found.items())
+    native, emulated = [one for one in chosen if not _emulates(one)], [one for one in chosen if _emulates(one)]
+    low = f" where {emulated[0].plan['dtype']} is emulated, and fp32 alone is faster," if emulated else ""
+    said = [(_cpus(native), _kept_beside_rivals(native)), (_cpus(emulated) + low, _kept_beside_rivals(emulated))]
+    clauses = "; ".join(f"on {place} {own}" for place, own in said if own)
     return (
-        " ".join([said and f"{_models(chosen)}: {said}.", *_beside_fp32(chosen)]).strip()
+        " ".join([clauses and f"{_models(chosen)}: {clauses}.", *_beside_fp32(chosen)]).strip()
         or "No figures are stored yet."
     )
 
 
 def _models(results: Sequence[Result]) -> str:
-    names = [one.workload for one in results if any(m.variant == "prepare+keep" for m in one.measurements)]
-    models = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
-    return f"Training steps of {models}, with [memory kept](docs/memory.md), beside the fastest eager rival as people run it"
+    number = len({one.workload for one in results if any(m.variant == "prepare+keep" for m in one.measurements)})
+    models = f"{number} models" if number > 1 else "a model"
+    return f"With [memory kept](docs/memory.md), training steps of {models} beside the fastest eager rival as people run it"
 
 
-def _emulation(results: Sequence[Result]) -> str:
-    """Return that a machine multiplies what was trained in more slowly than fp32, which no ratio to a rival says."""
-    rates = [(result.plan.get("dtype", ""), result.peak_rates.matmul) for result in results]
-    slow = [low for low, rate in rates if rate.get(low, math.inf) < rate.get("fp32", 0.0)]
-    return f", where {slow[0]} is emulated and fp32 alone is faster" if slow else ""
+def _emulates(result: Result) -> bool:
+    """Whether the machine multiplies what was trained in more slowly than fp32, which no ratio to a rival says."""
+    rate = result.peak_rates.matmul
+    return rate.get(result.plan.get("dtype", ""), math.inf) < rate.get("fp32", 0.0)
+
+
+def _cpus(results: Sequence[Result]) -> str:
+    number = len({machine_name(one) for one in results})
+    return f"{number} CPU{'s' if number > 1 else ''}"
 
 
 def _kept_beside_rivals(results: Sequence[Result]) -> str:
-    """Return what each policy with kept memory comes to on one machine."""
+    """Return what each policy with kept memory comes to."""
     kept = {policy: _beside_rivals_unkept(results, f"{policy}+keep") for policy in ("prepare", "prepare-master")}
     return ", ".join(
-        f"{min(found.values()):.2f}x to {max(found.values()):.2f}x as fast under policy `{_policy_name(results, policy)}` "
-        f"(geometric mean of {len(found)}: {statistics.geometric_mean(found.values()):.2f}x)"
+        f"{min(found):.2f}x to {max(found):.2f}x as fast under `{_policy_name(results, policy)}` "
+        f"(geometric mean of {len(found)}: {statistics.geometric_mean(found):.2f}x)"
         for policy, found in kept.items()
         if found
     )
 
 
-def _beside_rivals_unkept(results: Sequence[Result], variant: str) -> dict[str, float]:
-    """Return how many times as fast a variant is as the fastest eager rival whose memory is not kept, by workload."""
-    compared = {
-        result.workload: compare(result, m, keeps=False, compiled=False)
-        for result in results
-        for m in result.measurements
-        if m.variant == variant
-    }
-    return {workload: one.ratio for workload, one in compared.items() if one is not None}
+def _beside_rivals_unkept(results: Sequence[Result], variant: str) -> list[float]:
+    """Return how many times as fast a variant is as the fastest eager rival whose memory is not kept, in each result."""
+    own = [(result, m) for result in results for m in result.measurements if m.variant == variant]
+    compared = [compare(result, m, keeps=False, compiled=False) for result, m in own]
+    return [one.ratio for one in compared if one is not None]
 
 
 def _policy_name(results: Sequence[Result], policy: str) -> str:
-    one = next(m for result in results for m in result.measurements if m.variant == f"{policy}+keep")
+    """Return what a table calls the policy of a variant that some of the results have, compiled, kept or neither."""
+    one = next(m for result in results for m in result.measurements if m.variant.partition("+")[0] == policy)
     return label(one).removeprefix("prepare ").partition(",")[0]
 
 
