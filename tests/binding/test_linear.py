@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.binding.test_convolution import autocast, prepared, trained
+from tests.kernels.test_convolution import IS_COMPILED
 from tests.kernels.test_linear_training import needs_pairs
 from tests.tolerance import relative
 from torch import Tensor, nn
@@ -19,7 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.binding import module_rules
+from mezzo.binding.convolution import run_convolution
+from mezzo.binding.forward import record
+from mezzo.binding.module_rules import run_linear
+from mezzo.formats import native_support
 from mezzo.kernels.ops import linear_training
+from mezzo.kernels.ops.convolution import cpu as convolution_kernel
 from mezzo.kernels.ops.linear_training import cpu
 
 BF16 = torch.bfloat16
@@ -250,3 +256,21 @@ def test_compiled_models_run_torchs(calls: Calls) -> None:
     compiled = torch.compile(prepared(model), backend="aot_eager", fullgraph=True)
     check_close(trained(compiled, x), theirs)
     assert calls.count == 0
+
+
+@pytest.mark.parametrize("units", [{"avx512_bf16"}, {"avx512_bf16", "amx_tile"}, set()])
+def test_where_the_kernel_could_never_run_a_layer_is_torchs_without_a_detour(
+    units: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small transformer's forward is a fifth slower where each layer asks at each call."""
+    for unit in ("avx512_bf16", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda unit=unit: unit in units)
+    model = prepared(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(1, 1, 3)))
+    inner = [None if (bound := record(module)) is None else bound.inner for module in model.children()]
+    assert inner == ([run_linear, run_convolution] if units == {"avx512_bf16"} else [None, None])
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="no compiler")
+def test_torch_says_of_the_processor_what_the_kernels_say() -> None:
+    is_known = native_support("cpu", BF16).reason == "avx512_bf16"
+    assert is_known == cpu.is_faster() == convolution_kernel.is_faster()

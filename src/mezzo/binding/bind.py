@@ -15,6 +15,7 @@ from .._torch import is_graphed
 from ..casting import is_attention
 from ..distributed import class_names
 from ..errors import PolicyError
+from ..formats import native_support
 from ..policy import FP32_RULES, CacheName, Policy, Rule
 from .convolution import is_convolution, run_convolution
 from .equal_ops import equal_op
@@ -158,9 +159,12 @@ def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) ->
 def _own_op(module: nn.Module) -> Callable[..., Any] | None:
     if isinstance(module, nn.LSTM | nn.GRU):
         return run_recurrent
-    if is_convolution(module):
-        return run_convolution
-    return run_linear if is_linear(module) else equal_op(module)
+    if native_support("cpu", torch.bfloat16).reason == "avx512_bf16":  # elsewhere torch's are faster
+        if is_convolution(module):
+            return run_convolution
+        if is_linear(module):
+            return run_linear
+    return equal_op(module)
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:

@@ -51,7 +51,7 @@ def _operands(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | 
     if not (casts_to_bf16() and module.groups == 1 and module.padding_mode == "zeros" and module.dilation == (1, 1)):
         return None
     weight, bias = module.weight, module.bias
-    if not (_is_pair(module.stride) and _is_pair(module.padding)):
+    if not all([isinstance(pair, tuple) and len(pair) == 2 for pair in (module.stride, module.padding)]):
         return None
     if not has_weight_gradient(x, weight, bias, module.stride, module.padding):
         return None
@@ -60,10 +60,6 @@ def _operands(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | 
         return None
     low = [one.to(torch.bfloat16) for one in given]
     return low[0], low[1], low[2] if len(low) == 3 else None
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2
 
 
 _CASTABLE = (torch.float32, *LOW_DTYPES)
