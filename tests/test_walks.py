@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mezzo
-from mezzo.casting import is_emulated
+from mezzo.kernels import is_emulated
 
 ROOT = str(Path(mezzo.__file__).parent)
 AT_MOST = {"forward": 5 + 2 * is_emulated(torch.bfloat16), "backward": 4, "step": 12, "op": 4}

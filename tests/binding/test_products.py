@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.binding.module_rules import has_lstm_kernel
-from mezzo.casting import is_emulated, products, wide_linear
+from mezzo.casting import products, wide_linear
+from mezzo.kernels import is_emulated
 
 LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16, scaling=none"}

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.binding import forward
-from mezzo.casting import attention, is_emulated
+from mezzo.casting import attention
+from mezzo.kernels import is_emulated
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -23,10 +23,10 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "SMALLEST", 0)
+    monkeypatch.setattr(few_rows, "SMALLEST", {False: 0, True: 0})
 
 
-@pytest.fixture(params=[(8, False), (8, True), (16, False)], ids=["lanes, 32 KB", "lanes, 48 KB", "tiles"])
+@pytest.fixture(params=[(64, False), (64, True), (16, False)], ids=["lanes, 32 KB", "lanes, 48 KB", "tiles"])
 def most_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Rows of the kernel that runs: lanes everywhere, for either size of cache, tiles where the processor has them."""
     rows, has_large_cache = request.param
@@ -42,7 +42,7 @@ def operands(rows: tuple[int, ...], inner: int, width: int) -> tuple[Tensor, Ten
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [*[(n,) for n in range(1, 10)], (16,), (), (2, 3), (1, 1)])
+@pytest.mark.parametrize("rows", [*[(n,) for n in range(1, 10)], (16,), (), (2, 3), (1, 1), (4, 5), (63,)])
 @pytest.mark.parametrize(("inner", "width"), [(1, 1), (15, 3), (64, 33), (129, 70), (6200, 55), (352, 64), (1600, 203)])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_it_is_the_product_rounded_once(
@@ -86,7 +86,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]] = {
     "fp32 weight": lambda x, w, b: (x, w.float(), b),
     "fp32 rows": lambda x, w, b: (x.float(), w, b),
     "another bias": lambda x, w, b: (x, w, b.float()),
-    "many rows": lambda x, w, b: (x.expand(17, -1).contiguous(), w, b),
+    "many rows": lambda x, w, b: (x.expand(65, -1).contiguous(), w, b),
     "no rows": lambda x, w, b: (x[:0], w, b),
     "a transposed weight": lambda x, w, b: (x, w.t().contiguous().t(), b),
     "rows with gaps": lambda x, w, b: (torch.cat([x, x], 1)[:, ::2].expand(2, -1), w, b),
@@ -185,7 +185,23 @@ def test_without_a_compiled_kernel_torchs_product_runs(monkeypatch: pytest.Monke
 
 @needs_compiler
 def test_rows_beyond_what_this_processor_reads_faster_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.most_rows() in (4, 8, 16)
+    assert cpu.most_rows() in ((32, 64) if registry.is_emulated(BF16) else (4, 8, 16))
     monkeypatch.setattr(cpu, "most_rows", lambda: 4)
     found = [reads_faster(*operands((rows,), 32, 16)) for rows in (1, 4, 5, 8)]
     assert found == [True, True, False, False]
+
+
+@needs_compiler
+def test_beside_emulation_it_takes_more_rows_the_most_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the other ways are torch's emulation, and fp32 on a weight that is widened anew."""
+    monkeypatch.setattr(registry, "is_emulated", lambda dtype: True)
+    monkeypatch.setattr(few_rows, "SMALLEST", {False: 2**20, True: 2**16})
+    monkeypatch.setattr(few_rows, "LARGE", 2**18)
+    monkeypatch.setattr(cpu, "most_rows", lambda: 64)
+
+    def taken(width: int) -> list[bool]:
+        return [reads_faster(*operands((rows,), width, width)) for rows in (1, 32, 33, 64, 65)]
+
+    assert taken(128) == [False] * 5
+    assert taken(256) == [True, True, False, False, False]
+    assert taken(512) == [True, True, True, True, False]

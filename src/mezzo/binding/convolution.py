@@ -22,18 +22,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a `Conv2d`, with gradients by mezzo's kernel where a region casts to bf16 and that is the faster one: the same bits forward.
-
-    Args:
-        module: the module.
-        args: of the call.
-        kwargs: of the call.
-
-    Returns:
-        What its own forward gives.
-
-    Syncs: no.
-    """
+    """Call a `Conv2d`, with gradients by mezzo's kernel where a region casts to bf16 and that is the faster one: the same bits forward. Syncs: no."""
     aside = set_modes_aside(AttentionMode)
     try:
         operands = _operands(module, *args) if len(args) == 1 and not kwargs else None

@@ -30,13 +30,13 @@ from ..casting import (
     autocast,
     bind_recompute,
     has_own_attention,
-    is_emulated,
     is_large,
     products_in_fp32,
     run_attention,
 )
 from ..errors import StepError, listed
 from ..formats import dtype_name
+from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, has_module_rules, run_ruled
 from .module_weights import Place, first_place, largest_matrix

@@ -18,4 +18,3 @@ from .recurrent import RecurrentMode as RecurrentMode
 from .recurrent import casts_to_bf16 as casts_to_bf16
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts
-from .wide import is_emulated as is_emulated

@@ -14,16 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import (
-    dynamo_pass_through,
-    has_amx,
-    is_unwatched,
-    safe_softmax,
-)
-from ..kernels import attention, draws_faster, dropout, has_gradients, takes_dropout
+from .._torch import dynamo_pass_through, has_amx, is_unwatched, safe_softmax
+from ..kernels import attention, draws_faster, dropout, has_gradients, is_emulated, takes_dropout
 from .frame import bind_recompute
 from .op_rule_table import decomposed_composites
-from .wide import is_castable, is_emulated, outside_autocast, saved_as_given
+from .wide import is_castable, outside_autocast, saved_as_given
 
 LONGEST = 256
 """Keys up to which the fp32 kernel is the faster one, forward and backward: 1.6 times at 128 keys, 1.1 at 256, 0.8 at 1024

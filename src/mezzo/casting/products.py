@@ -14,11 +14,12 @@ from torch import Tensor
 
 from .._torch import function_modes, is_unwatched, num_function_modes
 from ..formats import LOW_DTYPES
+from ..kernels import is_emulated
 from .attention import AttentionMode
 from .frame import bind_recompute
 from .mode import tensors_in
 from .op_rule_table import callables_by_name
-from .wide import in_fp32, is_castable, is_emulated
+from .wide import in_fp32, is_castable
 from .wide_linear import wide_linear
 
 SMALLEST = {torch.bfloat16: 1 << 23, torch.float16: 1 << 20}

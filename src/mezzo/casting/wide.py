@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,21 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import forward_ad_level, functorch_level, has_fast_kernels, saved_tensors_hooks, version
-from ..formats import LOW_DTYPES, describe, native_support
+from .._torch import forward_ad_level, functorch_level, saved_tensors_hooks, version
+from ..formats import LOW_DTYPES, describe
 from ..kernels import PLAIN
 from .mode import map_tensors
 
 _CASTABLE = (torch.float32, *LOW_DTYPES)
-
-
-@functools.cache
-def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies a 16-bit dtype by emulation alone, several times slower than fp32. Host only."""
-    if native_support("cpu", dtype).native:
-        return False
-    is_x86 = platform.machine().casefold() in ("x86_64", "amd64")
-    return (is_x86 and dtype is torch.bfloat16) or not has_fast_kernels(dtype)  # oneDNN emulates bf16 on every AVX-512
 
 
 def is_castable(value: object) -> bool:

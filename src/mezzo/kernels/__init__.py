@@ -61,6 +61,7 @@ from .ops.rounding import random_key as random_key
 from .ops.sgd import SGDRule as SGDRule
 from .registry import Backend as Backend
 from .registry import choose as choose
+from .registry import is_emulated as is_emulated
 from .weights import AUX_STATE as AUX_STATE
 from .weights import WEIGHT_STREAM as WEIGHT_STREAM
 from .weights import Weights as Weights

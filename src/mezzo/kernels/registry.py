@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +15,9 @@ from typing import Literal, get_args
 
 import torch
 
-from .._torch import fused_devices, has_foreach_norm, without_dispatch_modes
+from .._torch import fused_devices, has_fast_kernels, has_foreach_norm, without_dispatch_modes
 from ..errors import ConfigError, did_you_mean
-from ..formats import LOW_DTYPES, dtype_name
+from ..formats import LOW_DTYPES, dtype_name, native_support
 from .backends.cpp.build import NativeBuildError, library
 
 Backend = Literal["auto", "reference", "cpu", "foreach", "triton", "fused"]
@@ -99,6 +100,15 @@ def _said(error: NativeBuildError) -> str:
             error.remedy,
         )
     return str(error)
+
+
+@functools.cache
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies a 16-bit dtype by emulation alone, several times slower than fp32. Host only."""
+    if native_support("cpu", dtype).native:
+        return False
+    is_x86 = platform.machine().casefold() in ("x86_64", "amd64")
+    return (is_x86 and dtype is torch.bfloat16) or not has_fast_kernels(dtype)  # oneDNN emulates bf16 on every AVX-512
 
 
 @functools.cache

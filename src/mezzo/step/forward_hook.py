@@ -31,6 +31,7 @@ class ForwardHook:
         self._model = engine.root
         self._groups = engine.optimizers
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
+        self._may_be_captured = bool(self._groups) and engine.gradients.home.type != "cpu"
         self.look()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
@@ -42,7 +43,7 @@ class ForwardHook:
         engine = self._engine
         if engine.replay.is_running:
             return None
-        if self._groups and torch.is_grad_enabled():
+        if self._may_be_captured and torch.is_grad_enabled():
             engine.refuse_capture("a forward of the prepared model")
         if module is self._model:
             if engine.consensus is None and is_running() and active_ddp() is not None:

@@ -20,6 +20,8 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
+constexpr int64_t kRows = 8;          // of x that a weight is multiplied with once it is read
+constexpr int64_t kWeights = 1 << 18;  // of a block that stay in a second-level cache
 constexpr int64_t kInputs = 12288;    // bytes of x that stay in the first-level cache beside the sums of a block
 
 // What a first-level cache of 32 KB holds beside x, and one of 48 KB: outputs that a thread takes at a time, whole groups of 3 and of 4; and
@@ -47,7 +49,11 @@ typedef Lanes Chunk;
 inline Chunk load_chunk(const uint16_t* p) {
   Halves low;
   std::memcpy(&low, p, sizeof low);
+#if defined(__AVX512F__)  // in one instruction, which GCC 12 does not find
+  const Bits bits = (Bits)_mm512_cvtepu16_epi32((__m256i)low) << 16;
+#else
   const Bits bits = __builtin_convertvector(low, Bits) << 16;
+#endif
   return (Chunk)bits;
 }
 inline Chunk load_chunk(const float* p) {
@@ -63,8 +69,11 @@ struct Product {
   const Stored* chunks;  // of x, for each step those of all rows: rows as far apart as weights' would share cache lines' places
   const uint16_t *x, *weight, *bias;
   uint16_t* out;
-  int64_t inner, width;
+  int64_t inner, width, apart;  // the chunks of a row, as many as fill lines of the cache, after those of the last one
   int64_t block = 0;  // outputs that a thread takes at a time
+
+  // The rows from one on.
+  Product from(int64_t row) const { return {chunks + row * apart, x + row * inner, weight, bias, out + row * width, inner, width, apart, block}; }
 };
 
 // Adds to N outputs of M rows, from `first` on, their products in [begin, end), and calls for the weights at `next`.
@@ -130,26 +139,33 @@ template <class Cache, int M> void outputs(const Product& p, int64_t first, int6
     for (int m = 0; m < M; m++) write_output(p, whole, m, n, total(sums[(n - first) * M + m]));
 }
 
-template <class Cache, int M> void product(Product p, int32_t threads) {
-  const int64_t at_once = Cache::block * threads, blocks = (p.width + at_once - 1) / at_once * threads;  // as many for each thread
-  p.block = ((p.width + blocks - 1) / blocks + kTogether<M> - 1) / kTogether<M> * kTogether<M>;
+template <class Cache> void product(Product p, int64_t rows, int32_t threads) {
+  using Outputs = void (*)(const Product&, int64_t, int64_t);
+  constexpr Outputs of[] = {outputs<Cache, 1>, outputs<Cache, 2>, outputs<Cache, 3>, outputs<Cache, 4>, outputs<Cache, 5>, outputs<Cache, 6>, outputs<Cache, 7>, outputs<Cache, 8>};
+  const int64_t together = rows > 5 ? kTogether<8> : kTogether<1>;
+  // What more rows than 8 read again lies in the second-level cache.
+  const int64_t most = rows > kRows ? std::clamp<int64_t>(kWeights / p.inner, together, Cache::block) : Cache::block;
+  const int64_t at_once = most * threads, blocks = (p.width + at_once - 1) / at_once * threads;  // as many for each thread
+  p.block = ((p.width + blocks - 1) / blocks + together - 1) / together * together;
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t first = 0; first < p.width; first += p.block) outputs<Cache, M>(p, first, std::min(p.width, first + p.block));
-}
-
-template <class Cache> void product_of(int64_t rows, const Product& p, int32_t threads) {
-  using Rows = void (*)(Product, int32_t);
-  constexpr Rows of[] = {product<Cache, 1>, product<Cache, 2>, product<Cache, 3>, product<Cache, 4>, product<Cache, 5>, product<Cache, 6>, product<Cache, 7>, product<Cache, 8>};
-  of[rows - 1](p, threads);
+  for (int64_t first = 0; first < p.width; first += p.block)
+    for (int64_t row = 0; row < rows; row += kRows) of[std::min(kRows, rows - row) - 1](p.from(row), first, std::min(p.width, first + p.block));
 }
 
 extern "C" void mezzo_linear(
     const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads, int32_t has_large_cache) {
-  std::vector<Stored> chunks(rows * inner);
-  for (int64_t k = 0; k + kStep <= inner; k += kStep)
-    for (int64_t m = 0; m < rows; m++)
-      for (int64_t i = 0; i < kStep; i++) chunks[k * rows + m * kStep + i] = stored(x[m * inner + k + i]);
-  (has_large_cache ? product_of<Large> : product_of<Small>)(rows, {chunks.data(), x, weight, bias, out, inner, width}, threads);
+  constexpr int64_t line = 64 / sizeof(Stored);  // no chunk lies across two lines of the cache
+  std::vector<Stored> memory(rows * (inner + kStep) + line);
+  Stored* chunks = reinterpret_cast<Stored*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+  const int64_t apart = (inner + kStep - 1) / kStep * kStep;
+  for (int64_t first = 0; first < rows; first += kRows) {
+    const int64_t own = std::min(kRows, rows - first);
+    Stored* at = chunks + first * apart;
+    for (int64_t k = 0; k + kStep <= inner; k += kStep)
+      for (int64_t m = 0; m < own; m++)
+        for (int64_t i = 0; i < kStep; i++) at[k * own + m * kStep + i] = stored(x[(first + m) * inner + k + i]);
+  }
+  (has_large_cache ? product<Large> : product<Small>)({chunks, x, weight, bias, out, inner, width, apart}, rows, threads);
 }
 
 #if defined(MEZZO_TILES)
@@ -206,18 +222,19 @@ extern "C" void mezzo_linear_tiles(const uint16_t* x, const uint16_t* weight, ui
   std::vector<uint16_t> pairs(rows * inner);
   for (int64_t k = 0; k + 2 <= inner; k += 2)
     for (int64_t m = 0; m < rows; m++) std::memcpy(&pairs[(k * rows) + 2 * m], x + m * inner + k, 4);
-  const Product p{nullptr, x, weight, bias, out, inner, width};
+  const Product p{nullptr, x, weight, bias, out, inner, width, 0};
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < width; first += kTile) tile_outputs(p, pairs.data(), rows, first, std::min<int64_t>(kTile, width - first));
 }
 #endif
 
-// Rows up to which this is faster than torch's product, in measurements: with tiles, with pairs of bf16 in an instruction, and without.
-extern "C" int32_t mezzo_linear_most_rows() {
+// Rows up to which this is faster than torch's product, in measurements: with tiles, with pairs of bf16 in an instruction, and without, where torch may
+// have them, or emulates.
+extern "C" int32_t mezzo_linear_most_rows(int32_t is_emulated) {
   if (has_tiles()) return 16;
 #if defined(__AVX512BF16__)
   return 8;
 #else
-  return 4;
+  return is_emulated ? 4 * kLanes : 4;
 #endif
 }

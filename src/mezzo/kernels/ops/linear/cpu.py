@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...backends.cpp.build import library
 from ...operands import batch_of
+from ...registry import is_emulated
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -22,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     width, inner = weight.shape
     out = torch.empty((*x.shape[:-1], width), dtype=torch.bfloat16, device="cpu")
     _, addresses, _ = batch_of([x, weight, out, *([] if bias is None else [bias])])
-    product = _function("mezzo_linear" if most_rows() <= 8 else "mezzo_linear_tiles")
+    product = _function("mezzo_linear_tiles" if most_rows() == 16 else "mezzo_linear")
     sizes = x.numel() // inner, inner, width, torch.get_num_threads(), has_large_cache()
     product(*addresses, *[None] * (bias is None), *sizes)
     return out
@@ -30,8 +31,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def most_rows() -> int:
-    """Return the rows up to which this is faster than torch's own here: 4, 8, or 16 on tiles of the processor. Host only."""
-    return int(library(SOURCE).mezzo_linear_most_rows())
+    """Return the rows up to which this is faster than torch's own here: 4, 8, 16 on tiles of the processor, 32 or 64 beside emulation. Host only."""
+    return int(library(SOURCE).mezzo_linear_most_rows(is_emulated(torch.bfloat16)))
 
 
 @functools.cache
