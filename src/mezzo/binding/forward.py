@@ -27,11 +27,11 @@ from .._torch import (
     saved_tensors_hooks,
 )
 from ..casting import (
+    ProductWatch,
     autocast,
     bind_recompute,
     has_own_attention,
     is_large,
-    products_in_fp32,
     run_attention,
 )
 from ..errors import StepError, listed
@@ -163,7 +163,7 @@ class Bound:
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
         first: where the module's first parameter stands, once somebody asked.
-        largest: elements of its largest weight that multiplies, once somebody asked; 0 before.
+        products: what is known of its products, once somebody asked.
         kept: casts of the module's weights that are kept, and what they are casts of.
     """
 
@@ -176,7 +176,7 @@ class Bound:
     idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
     is_regular: bool = field(init=False)
     first: Place | None = field(default=None, init=False, repr=False)
-    largest: int = field(default=0, init=False, repr=False)
+    products: ProductWatch | None = field(default=None, init=False, repr=False)
     kept: tuple[object, tuple[Tensor, Tensor | None]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -189,8 +189,9 @@ class Bound:
         return None if self.first is None else self.first[0][self.first[1]]
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """Leave out where the first parameter stands, and kept casts: a copy has its own."""
-        return None, {name: None if name in ("first", "kept") else getattr(self, name) for name in self.__slots__}
+        """Leave out where the first parameter stands, kept casts, and what is known of products: a copy has its own."""
+        own = ("first", "kept", "products")
+        return None, {name: None if name in own else getattr(self, name) for name in self.__slots__}
 
 
 class _Here(threading.local):
@@ -289,8 +290,8 @@ def _open(
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
     region: AbstractContextManager[object] = binding.resumed() if resumes else binding.region(bound.around, traced)
     if binding.emulates and not resumes and is_unwatched():
-        bound.largest = bound.largest or largest_matrix(module)
-        region = products_in_fp32(region, bound.largest, args, kwargs)
+        bound.products = bound.products or ProductWatch(largest_matrix(module))
+        region = bound.products.around(region, module.training, args, kwargs)
     is_inside = resumes or _here.binding is binding
     return region, args, kwargs, after, None if is_inside else binding.policy.output
 

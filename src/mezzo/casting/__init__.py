@@ -12,7 +12,7 @@ from .frame import bind_recompute as bind_recompute
 from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
 from .mode import CastMode as CastMode
-from .products import products_in_fp32 as products_in_fp32
+from .products import ProductWatch as ProductWatch
 from .provenance import backward_message as backward_message
 from .recurrent import RecurrentMode as RecurrentMode
 from .recurrent import casts_to_bf16 as casts_to_bf16

@@ -7,9 +7,11 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import function_modes, is_unwatched, num_function_modes
@@ -90,15 +92,31 @@ def _counted() -> Mapping[Callable[..., Any], Callable[..., int]]:
 class ProductMode(AttentionMode):
     """Have large products on the CPU run as `run_in_fp32` says, and attention as in `AttentionMode`.
 
+    Args:
+        counts: whether products are counted.
+
+    Attributes:
+        num_products: of all calls; infinitely many where one ran its own way.
+
     Syncs: no.
     """
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.counts, self.num_products = counts, 0.0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run large products in fp32, leave the rest to `AttentionMode`."""
         found = run_in_fp32(func, args, kwargs or {}, self.has_grad)
+        if self.counts:
+            is_own = found is not NotImplemented or func in _ATTENTION or not is_unwatched()
+            self.num_products += math.inf if is_own else _num_products(func, args)
         return super().__torch_function__(func, types, args, kwargs) if found is NotImplemented else found
+
+
+_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
 def run_in_fp32(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], recomputes: bool = False) -> Any:
@@ -118,10 +136,13 @@ def run_in_fp32(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rec
 
     Syncs: no.
     """
-    count = _counted().get(func) if is_unwatched() else None
-    num_products = 0 if count is None else _num_products(count, args)
-    low = _emulated_dtype(args, kwargs) if num_products >= min(SMALLEST.values()) else None
-    if count is None or low is None or num_products < SMALLEST[low]:
+    num_products = _num_products(func, args) if is_unwatched() else 0
+    if num_products < min(SMALLEST.values()) or num_products < REUSE * sum(
+        [one.numel() for one in tensors_in(args, {})]
+    ):
+        return NotImplemented
+    low, count = _emulated_dtype(args, kwargs), _counted()[func]
+    if low is None or num_products < SMALLEST[low]:
         return NotImplemented
     if recomputes:
         bind_recompute(ProductMode)
@@ -147,13 +168,13 @@ def _emulated_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.d
     return low if low in LOW_DTYPES and is_emulated(low) else None
 
 
-def _num_products(count: Callable[..., int], args: tuple[Any, ...]) -> int:
-    """Return how many products a call sums up; 0 if they are too few for each element to pay for its cast."""
-    operands = tensors_in(args, {})
-    if len(operands) < 2 or any([one.dim() == 0 for one in operands[:2]]):
+def _num_products(func: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Return how many products a call sums up, near enough; 0 of any other function."""
+    count = _counted().get(func)
+    operands = [] if count is None else tensors_in(args, {})
+    if count is None or len(operands) < 2 or any([one.dim() == 0 for one in operands[:2]]):
         return 0
-    found = count(args[0], operands) if count is _of_sum_by_name else count(*operands)
-    return found if found >= REUSE * sum([one.numel() for one in operands]) else 0
+    return count(args[0], operands) if count is _of_sum_by_name else count(*operands)
 
 
 def _as_layer(
@@ -174,24 +195,54 @@ def _as_layer(
     return (input, weight, bias) if is_layer and (bias is None or bias.shape == weight.shape[:1]) else None
 
 
-def products_in_fp32(
-    region: AbstractContextManager[object], largest: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> AbstractContextManager[object]:
-    """Return the region of a call with its large products in fp32; as it is for one that comes to none: to see each of its ops would take longer than these.
+_MOST_KINDS = 256
+"""Calls of different shapes that are remembered."""
+
+
+class ProductWatch:
+    """What is known of the products of a module's calls, of which only those with a large one need be seen op by op.
+
+    After two calls of the same shapes that came to as many products, all of them small, a third is not: in a small model watching takes a tenth
+    of a step. The bits are the same, watched or not.
 
     Args:
-        region: in which a module is called.
         largest: elements of the module's largest weight.
-        args: of the call; each element of its tensors may be one of a few rows.
-        kwargs: of the call.
-
-    Host only.
     """
-    given = (*args, *kwargs.values())
-    is_known = all([value is None or isinstance(value, (Tensor, bool, int, float, str)) for value in given])
-    count = sum([value.numel() for value in given if isinstance(value, Tensor)])
-    may_gain = not is_known or ROWS * count * largest >= SMALLEST[torch.bfloat16]
-    return _ProductRegion(region) if may_gain else region
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._found: dict[tuple[object, ...], float] = {}
+        self._small: set[tuple[object, ...]] = set()
+
+    def around(
+        self, region: AbstractContextManager[object], trains: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[object]:
+        """Return the region of a call with its large products in fp32; as it is for one that comes to none.
+
+        Args:
+            region: in which the module is called.
+            trains: whether the module is in training.
+            args: of the call; each element of its tensors may be one of a few rows.
+            kwargs: of the call.
+
+        Host only.
+        """
+        given = (*args, *kwargs.values())
+        if not all([value is None or isinstance(value, (Tensor, bool, int, float, str)) for value in given]):
+            return _ProductRegion(region)
+        count = sum([value.numel() for value in given if isinstance(value, Tensor)])
+        call = (trains, *kwargs, *[value.shape if isinstance(value, Tensor) else value for value in given])
+        if ROWS * count * self._largest < SMALLEST[torch.bfloat16] or call in self._small:
+            return region
+        return _ProductRegion(region, partial(self._note, call) if self._found.get(call) != math.inf else None)
+
+    def _note(self, call: tuple[object, ...], num_products: float) -> None:
+        if num_products < math.inf and num_products == self._found.get(call):
+            self._small.add(call)
+        if len(self._found) >= _MOST_KINDS:
+            self._found.clear()
+            self._small.clear()
+        self._found[call] = num_products
 
 
 def beside_products(region: AbstractContextManager[object]) -> AbstractContextManager[object]:
@@ -206,14 +257,16 @@ def _is_there() -> bool:
 class _ProductRegion(threading.local):
     """A region inside a `ProductMode`, unless it is entered inside of one. As the region it may be entered again, and by several threads."""
 
-    def __init__(self, region: AbstractContextManager[object]) -> None:
-        self.region = region
+    def __init__(self, region: AbstractContextManager[object], note: Callable[[float], None] | None = None) -> None:
+        self.region, self.note = region, note
         self.entered: list[AbstractContextManager[object]] = []
 
     def __enter__(self) -> None:
-        mode: AbstractContextManager[object] = nullcontext() if _is_there() else ProductMode()
+        mode: Any = nullcontext() if _is_there() else ProductMode(counts=self.note is not None)
         casts = getattr(self.region, "engine", "mode") == "mode"  # it sees each op before the products do
         with ExitStack() as both:
+            if self.note is not None and isinstance(mode, ProductMode):
+                both.callback(lambda note: note(mode.num_products), self.note)
             for one in (mode, self.region) if casts else (self.region, mode):
                 both.enter_context(one)
             self.entered.append(both.pop_all())
