@@ -99,7 +99,7 @@ def test_the_recipes_update_moves_each_weight_once() -> None:
 
 def test_measured_ceilings() -> None:
     before = torch.get_float32_matmul_precision()
-    found = measure_peak_rates(CPU, ("fp32", "bf16"), 0.1)
+    found = measure_peak_rates(CPU, ("bf16",), 0.1)  # fp32 too: what is emulated may be multiplied in it
     assert list(found.matmul) == ["fp32", "bf16"]
     assert min(*found.matmul.values(), *found.stream.values()) > 0
     assert torch.get_float32_matmul_precision() == before

@@ -215,14 +215,15 @@ def measure_peak_rates(device: torch.device, number_formats: tuple[str, ...], bu
 
     Args:
         device: where to measure.
-        number_formats: formats to multiply in.
+        number_formats: formats to multiply in, beside fp32, in which 16-bit operands may be multiplied too.
         budget_s: seconds in all, roughly.
 
     Syncs: yes.
     """
     sizes = STREAM_BYTES["cuda" if device.type == "cuda" else "cpu"]
-    share_s = budget_s / (len(number_formats) + 1)
+    names = dict.fromkeys(("fp32", *number_formats))
+    share_s = budget_s / (len(names) + 1)
     return PeakRates(
-        matmul={name: matmul_rate(name, device, share_s) for name in number_formats},
+        matmul={name: matmul_rate(name, device, share_s) for name in names},
         stream={size: stream_rate(size, device, share_s / len(sizes)) for size in sizes},
     )
