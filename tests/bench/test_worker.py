@@ -118,7 +118,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_for_the_machine_measures_it() -> None:
     plan = dataclasses.asdict(Plan(variants=("torch-amp",), peak_rates_s=0.05))
     found = sampler_of({"plan": plan, "variant": PEAK_RATES, "workload": "recipe", "config": {}})("any")
-    assert list(found["matmul"]) == ["bf16"]
+    assert list(found["matmul"]) == ["fp32", "bf16"]
 
 
 def test_memory_that_cannot_be_kept_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
