@@ -111,3 +111,21 @@ def test_a_call_that_somebody_watched_tells_nothing(low: torch.dtype, calls: Cal
     model.mode = nullcontext()
     model(torch.randn(300, 64))
     assert calls.count == 1
+
+
+@LOW
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_sequences_of_many_lengths_are_left_to_torch(layout: torch.layout, low: torch.dtype, calls: Calls) -> None:
+    """Of which one kind has no shape that could be asked for."""
+    needs_emulation(low)
+    layer, rows = nn.Linear(64, 96), [torch.randn(30, 64), torch.randn(20, 64)]
+    batch = torch.nested.nested_tensor(rows, layout=layout)
+    with torch.autocast("cpu", low):
+        want = layer(batch)
+    model = prepared(layer, low, ", output=none")
+    for _ in range(3):
+        for one, other in zip(model(batch).unbind(), want.unbind(), strict=True):
+            assert one.dtype is other.dtype
+            assert torch.equal(one, other)
+    assert calls.count == 0

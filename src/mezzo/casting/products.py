@@ -172,7 +172,7 @@ def _num_products(func: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Return how many products a call sums up, near enough; 0 of any other function."""
     count = _counted().get(func)
     operands = [] if count is None else tensors_in(args, {})
-    if count is None or len(operands) < 2 or any([one.dim() == 0 for one in operands[:2]]):
+    if count is None or len(operands) < 2 or any([one.is_nested or one.dim() == 0 for one in operands[:2]]):
         return 0
     return count(args[0], operands) if count is _of_sum_by_name else count(*operands)
 
@@ -228,7 +228,8 @@ class ProductWatch:
         Host only.
         """
         given = (*args, *kwargs.values())
-        if not all([value is None or isinstance(value, (Tensor, bool, int, float, str)) for value in given]):
+        plain = [value is None or isinstance(value, (Tensor, bool, int, float, str)) for value in given]
+        if not all(plain) or any([isinstance(value, Tensor) and value.is_nested for value in given]):
             return _ProductRegion(region)
         count = sum([value.numel() for value in given if isinstance(value, Tensor)])
         call = (trains, *kwargs, *[value.shape if isinstance(value, Tensor) else value for value in given])
