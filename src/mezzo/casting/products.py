@@ -58,14 +58,21 @@ def _of_recurrent(input: Tensor, *others: Tensor) -> int:
 
 
 def _of_sum_by_name(equation: object, operands: Sequence[Tensor]) -> int:
-    """Each combination of indices is one product; nothing is known of an ellipsis, nor of indices given as numbers."""
-    if not isinstance(equation, str) or "." in equation:
+    """Each combination of indices is one product, where both of two operands have what is summed over; torch multiplies others element by element, not in 16 bit.
+
+    Nothing is known of an ellipsis, nor of indices given as numbers.
+    """
+    given, arrow, kept = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    terms = given.split(",")
+    if "." in given or not len(terms) == len(operands) == 2:
         return 0
-    terms = equation.replace(" ", "").partition("->")[0].split(",")
+    alone, shared = set(terms[0]) ^ set(terms[1]), set(terms[0]) & set(terms[1])
+    if arrow and (shared <= set(kept) or not alone <= set(kept)):
+        return 0
     sizes: dict[str, int] = {}
-    for term, operand in zip(terms, operands, strict=False):
+    for term, operand in zip(terms, operands, strict=True):
         sizes |= dict(zip(term, operand.shape, strict=False))
-    return math.prod(sizes.values())
+    return math.prod(sizes.values()) if shared else 0
 
 
 ROWS = 16
@@ -86,7 +93,9 @@ _COUNTS: Mapping[Callable[..., int], str] = {  # of the tensors among a call's p
 @functools.cache
 def _counted() -> Mapping[Callable[..., Any], Callable[..., int]]:
     names = callables_by_name()
-    return {function: count for count, ops in _COUNTS.items() for op in ops.split() for function in names[op]}
+    found = {function: count for count, ops in _COUNTS.items() for op in ops.split() for function in names[op]}
+    del found[Tensor.__rmatmul__]  # whose operands are given in the other order
+    return found
 
 
 class ProductMode(AttentionMode):
