@@ -238,11 +238,16 @@ new_optimizer_state = _refresh_per_optimizer_state
 # --- where we are ---------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _asks_for_capture(kind: str) -> Callable[[], bool] | None:
+    return getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on a device goes into a graph that is captured, instead of running. Syncs: no."""
-    if device.type in ("cpu", "meta"):
+    if (kind := device.type) in ("cpu", "meta"):
         return False
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    ask = _asks_for_capture(kind)
     if ask is None or device.index in (None, torch.accelerator.current_device_index()):
         return ask is not None and bool(ask())
     with torch.accelerator.device_index(device.index):  # torch asks for the current one

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
+from mezzo.binding.forward import Binding
 from mezzo.casting.mode import CastMode
-from mezzo.kernels import layer_norm, registry, rms_norm
+from mezzo.kernels import layer_norm, registry, rms_norm, spared_host
 from mezzo.kernels.ops.layer_norm import reference
 
 LOW = torch.bfloat16
@@ -62,6 +63,36 @@ def test_any_other_gets_fp32(device: str, weights: torch.dtype) -> None:
     assert ("native_layer_norm", torch.float32) in ops(device, weights)
 
 
+class _Residual(nn.Module):
+    """Adds to an fp32 stream what a 16-bit layer makes of its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.norm(x)
+        return x + self.layer(self.seen)
+
+
+def test_a_norm_of_an_fp32_stream_enters_no_region_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value and the gradients of the norm in fp32, rounded once; one region is the model's."""
+    entered: list[object] = []
+    region = Binding.region
+    monkeypatch.setattr(Binding, "region", lambda self, *given: (entered.append(given[0]), region(self, *given))[1])
+    net = _Residual()
+    plain = copy.deepcopy(net)
+    mezzo.prepare(net, torch.optim.SGD(net.parameters()), "bf16")
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    out, given = net(x), x.clone().requires_grad_()
+    wanted = plain.norm(given).to(LOW)
+    assert entered == [None] and torch.equal(net.seen, wanted) and out.dtype is FP32
+    net.zero_grad()
+    net.norm(x).float().square().sum().backward()
+    wanted.float().square().sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.norm.parameters(), plain.norm.parameters(), strict=True))
+
+
 @pytest.fixture
 def triton_norms(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The kernel for fp32 weights over 16-bit activations, as where Triton runs."""
@@ -89,12 +120,14 @@ def test_fp32_weights_over_16_bit_activations_copy_nothing(triton_norms: ModuleT
         weight, bias = (torch.empty(768, device="cuda") for _ in range(2))
         assert bytes_an_element(reference, x, weight, bias) == pytest.approx(50, rel=0.01)
         assert 10 < bytes_an_element(triton_norms, x, weight, bias) < 12.1
-    assert ops("cuda", torch.float32) == [("layer_norm", LOW)]
+    with spared_host():
+        assert ops("cuda", torch.float32) == [("layer_norm", LOW)]
+    assert ops("cuda", torch.float32) == [("_to_copy", LOW), ("native_layer_norm", FP32), ("_to_copy", FP32)]
 
 
 def test_rms_norms_with_fp32_weights_copy_nothing(triton_norms: ModuleType) -> None:
     """What a layer norm takes, but for the sums of a bias."""
-    with FakeTensorMode(), torch.no_grad(), Ops() as seen:
+    with FakeTensorMode(), torch.no_grad(), spared_host(), Ops() as seen:
         x, weight = torch.empty(4096, 768, device="cuda", dtype=LOW), torch.empty(768, device="cuda")
         out, mean, rstd = triton_norms.forward(x, [768], weight, None, 1e-6, False)
         grads = triton_norms.backward(out, x, [768], mean, rstd, weight, None, [True, True, False], 1e-6, False)

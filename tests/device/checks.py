@@ -250,7 +250,7 @@ def a_layer_norm_with_fp32_weights_is_three_launches() -> None:
 
 
 def _check_launches(net: nn.Module, copies: int) -> None:
-    layer_norm.SMALL = 0  # so that none is torch's
+    layer_norm.SMALL = dict.fromkeys(layer_norm.SMALL, 0)  # so that none is torch's
     x = torch.randn(9, 8)
 
     def run_on(device: str) -> tuple[list[Tensor], sim.Seen]:
@@ -273,7 +273,7 @@ def _check_launches(net: nn.Module, copies: int) -> None:
 
 def a_layer_norm_by_triton_is_seen_by_a_trace() -> None:
     """A healthy one is healthy, repeated in fp64; one that overflows is named."""
-    layer_norm.SMALL = 0  # so that none is torch's
+    layer_norm.SMALL = dict.fromkeys(layer_norm.SMALL, 0)  # so that none is torch's
     norms = (nn.LayerNorm(2048), "layer_norm"), (nn.RMSNorm(2048), "rms_norm")
     for (size, events), (norm, name) in itertools.product(((1.0, 0), (1e6, 1)), norms):
         net = nn.Sequential(nn.Linear(8, 2048), copy.deepcopy(norm), nn.Linear(2048, 8)).to("sim")
@@ -325,7 +325,7 @@ def note_own(own: list[str], what: str, name: str, device: int) -> None:
         path = Path(frame.f_code.co_filename)
         names |= {(path.parent.name, frame.f_code.co_name), ("", "mezzo" if path.is_relative_to(LIBRARY) else "")}
         frame = frame.f_back
-    others = {("gradients", "tensor_norms"), ("optim", "step"), ("autograd", "backward")}
+    others = {("gradients", "tensor_norms"), ("optim", "step"), ("loss_scale", "run_backward")}
     if what == "launch" and name != "aten::linalg_vector_norm" and ("", "mezzo") in names and not names & others:
         own.append(name)
 

@@ -68,6 +68,30 @@ def replays_are_eager_steps(runs: Sequence[tuple[str, str, str]] = FEW) -> None:
         assert found[8][1] is False and found[9][1] is True
 
 
+def norms_take_the_host_little_and_a_graph_the_device() -> None:
+    """Of a training on an accelerator norms are torch's ops while the host launches them, and mezzo's kernel in steps that a graph will launch."""
+    for norm in (nn.LayerNorm(2048), nn.RMSNorm(2048)):
+        net = nn.Sequential(nn.Linear(8, 2048), norm, nn.Linear(2048, 8)).to("sim")
+        amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=True), "bf16, guard.check_every=0")
+
+        def step(x: Tensor, net: nn.Module = net, amp: Any = amp) -> Tensor:
+            amp.zero_grad()
+            loss = net(x).float().square().mean()
+            amp.backward(loss)
+            amp.step()
+            return loss
+
+        x, captured = torch.randn(9, 8).to("sim"), amp.capture(step)
+        with sim.triton_kernels():
+            for call, count in ((step, 0), (captured, 1), (step, 0), (captured, 1)):
+                with sim.watching() as seen:
+                    call(x)
+                found = [seen.launches[f"triton::layer_norm{way}_kernel"] for way in ("", "_backward")]
+                assert found == [count, count], (norm, seen.launches)
+            with torch.no_grad():
+                assert torch.equal(net.train()(x), net.eval()(x))  # a checkpoint's first run is its second's
+
+
 def a_replay_is_one_launch_and_stops_for_nothing() -> None:
     """Beside copies: of the arguments, of what the function returns, of norms and flags."""
     run = Run("fp16", "mezzo.AdamW", "clip")
@@ -213,6 +237,8 @@ def a_run_that_cannot_go_on_stops_while_it_is_replayed() -> None:
 
 
 def main() -> None:
+    with sim.triton_kernels():
+        pass  # imported so, Triton's own functions can be interpreted
     run_by_name({**globals(), **vars(graph_refusals)}, GRAPH_CHECKS)
 
 

@@ -38,8 +38,8 @@ from mezzo.kernels.operands import operands
 from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.gradients import ScaledGradients
+from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import reference as sgd_reference
-from mezzo.kernels.ops.sgd import sgd_scalars
 from mezzo.loss_scale import LossScale, next_state
 from mezzo.policy import ScalingConfig
 
@@ -119,14 +119,19 @@ def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
 
 
 def check_scalars(every: bool) -> None:
-    """The numbers of AdamW's step are those that the host makes for parameters on the CPU, bit for bit."""
+    """The numbers of a step are those that the host makes for parameters on the CPU, bit for bit."""
     from mezzo.kernels.ops.adamw import triton as kernel
+    from mezzo.kernels.ops.sgd import triton as sgd_triton
 
     counts = [1, 2, 3, 10, 999, 1000, 12345, 10**6, 2**24, *(range(4, 300) if every else ())]
     step = torch.tensor(counts, dtype=torch.float32)
     for beta1, beta2, lr, decay in ((0.9, 0.999, 1e-3, 0.01), (0.5, 0.9999, 3.7e-5, 0.1), (0.9, 0.95, 0.0, 0.0)):
         rule = AdamWRule(beta1=beta1, beta2=beta2, eps=1e-8, lr=lr, decay=decay)
         assert same([kernel.scalars(step, rule)], [adamw_reference.scalars(step, rule)]), rule
+    for momentum, dampening, lr in ((0.9, 0.0, 1e-3), (0.5, 0.3, 3.7e-5), (0.0, 0.0, 0.1)):
+        rule = SGDRule(weight_decay=0.1, momentum=momentum, lr=lr, dampening=dampening)
+        read = 3 if momentum else 1
+        assert same([sgd_triton.scalars(step, rule)[:, :read]], [sgd_reference.scalars(step, rule)[:, :read]]), rule
     print("equal scalars", flush=True)
 
 

@@ -9,6 +9,7 @@ import logging
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,7 @@ from ..kernels import (
     rms_norm,
     takes_linear,
     takes_rms_norm,
+    wide_layer_norm,
 )
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule
 from .hand_written import HandWrittenRMSNorm
@@ -291,7 +293,8 @@ def _low_norm(
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or traced:
         return None
     if forward is nn.LayerNorm.forward:
-        return layer_norm if args[0].dtype is low else None
+        is_wide = args[0].dtype is torch.float32 and _own_dtype(module) is torch.float32
+        return partial(wide_layer_norm, low) if is_wide else layer_norm if args[0].dtype is low else None
     if forward is nn.GroupNorm.forward:
         return group_norm if args[0].dtype is low and args[0].is_cpu and module.weight is not None else None
     return _rms_norm(module, forward, args[0], low) if _own_dtype(module) in (torch.float32, args[0].dtype) else None

@@ -44,7 +44,9 @@ from .ops.gradients.reference import CHUNK as CHUNK
 from .ops.layer_norm import group_norm as group_norm
 from .ops.layer_norm import layer_norm as layer_norm
 from .ops.layer_norm import rms_norm as rms_norm
+from .ops.layer_norm import spared_host as spared_host
 from .ops.layer_norm import takes_rms_norm as takes_rms_norm
+from .ops.layer_norm import wide_layer_norm as wide_layer_norm
 from .ops.linear import reads_faster as reads_faster
 from .ops.linear import small_linear as small_linear
 from .ops.linear_training import SMALLEST_LINEAR as SMALLEST_LINEAR

@@ -186,7 +186,7 @@ class AccumulationState:
 
         Writes: gradients. Syncs: no.
         """
-        is_theirs = (Tensor.backward, torch.autograd.backward) == _BACKWARD and type(loss) is Tensor and loss.is_cpu
+        is_theirs = (Tensor.backward, torch.autograd.backward) == _BACKWARD and type(loss) is Tensor
         is_seen = (
             num_function_modes() or num_dispatch_modes() or tracing_state() is not None or functorch_level() is not None
         )

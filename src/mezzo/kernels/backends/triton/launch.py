@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ...._torch import is_capturing
 from ....errors import ConfigError
-from ...device_numbers import has_graph_tables, kept_on_device, on_device
+from ...device_numbers import constant, has_graph_tables, kept_on_device, on_device
 from ...operands import FORMATS, MODES, Operands, addresses_of
-from ...ops.gradients.scaled import ScaledGradients
 
 BLOCK = 1024
 """Elements a program takes."""
@@ -95,7 +94,7 @@ def launch(
     """Launch a step's kernel once over all tensors that it can walk.
 
     Args:
-        step_kernel: takes the tables, `scalars`, `step` and the factors of gradients, then the counts of tensors and blocks.
+        step_kernel: takes the tables, `scalars`, `step`, the factors of gradients and `found_inf`, then the counts of tensors and blocks.
         operands: checked.
         scalars: shape (n, 3), fp32, on the device.
         step: shape (n,), fp32, same device.
@@ -117,14 +116,15 @@ def launch(
     held = tables(operands, device)
     if held is None:
         return
-    factors, scaled, found, guarded = factors_of(grads, device)
+    given = (grads.inv_scale, grads.clip_coef, grads.found_inf)
+    inv_scale, clip_coef, found = (_number(x, device) for x in given)
     count = held.blocks.shape[1]
     start(
         step_kernel, count, device,
-        held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, factors, found,
+        held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, inv_scale, clip_coef, found,
         len(weights.values), count, *numbers, **constants,
         MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
-        MEAN=held.mean_format, MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=guarded, SIZE=BLOCK,
+        MEAN=held.mean_format, MAXIMIZE=grads.maximize, SCALED=given[:2] != (None, None), GUARDED=given[2] is not None, SIZE=BLOCK,
         ALIGNED=held.is_aligned, num_warps=WARPS,
     )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))
@@ -189,10 +189,6 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.accelerator.device_index(device.index)
 
 
-def factors_of(grads: ScaledGradients, device: torch.device) -> tuple[Tensor, bool, Tensor, bool]:
-    """Return 1/scale and clip coefficient, shape (2,) fp32, whether either is there, and the same for `found_inf`. Syncs: no."""
-    one = torch.ones((), dtype=torch.float32, device=device)
-    scaled = grads.inv_scale is not None or grads.clip_coef is not None
-    given = [one if x is None else x.reshape(()).to(torch.float32) for x in (grads.inv_scale, grads.clip_coef)]
-    found = one if grads.found_inf is None else grads.found_inf.reshape(()).to(torch.float32)
-    return torch.stack(given) if scaled else one, scaled, found, grads.found_inf is not None
+def _number(given: Tensor | None, device: torch.device) -> Tensor:
+    """Return a number as a kernel reads it; 1 where there is none. Syncs: no."""
+    return constant(1.0, device) if given is None else given.reshape(()).to(torch.float32)

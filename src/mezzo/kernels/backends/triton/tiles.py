@@ -184,11 +184,13 @@ def write_mean(address, indices, mask, x, random_bits, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def read_grad(address, indices, mask, p_factors, FORMAT: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """Return a block of gradients unscaled, clipped and pointing down; factors are 1/scale and the clip coefficient."""
+def read_grad(
+    address, indices, mask, p_inv_scale, p_clip, FORMAT: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr
+):
+    """Return a block of gradients unscaled, clipped and pointing down."""
     grad = load(address, indices, mask, FORMAT)
     if SCALED:
-        grad = grad * tl.load(p_factors) * tl.load(p_factors + 1)
+        grad = grad * tl.load(p_inv_scale) * tl.load(p_clip)
     return -grad if MAXIMIZE else grad
 
 

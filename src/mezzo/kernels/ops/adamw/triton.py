@@ -60,7 +60,7 @@ def adamw_scalars_kernel(
 
 @triton.jit(do_not_specialize=["tensors", "count"])
 def adamw_step_kernel(
-    p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_factors, p_found,
+    p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_inv_scale, p_clip, p_found,
     tensors, count, lerp1, keep2, add2, eps, l2,
     MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
     AMSGRAD: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
@@ -84,7 +84,7 @@ def adamw_step_kernel(
     decay, size, unbias = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
 
     b_master = read_master(value, aux, indices, mask, MODE, VALUE) * decay
-    b_grad = read_grad(grad, indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
+    b_grad = read_grad(grad, indices, mask, p_inv_scale, p_clip, GRAD, SCALED, MAXIMIZE)
     if L2:
         b_grad = tl.fma(b_master, l2, b_grad)
     b_mean = load(means, indices, mask, MEAN)

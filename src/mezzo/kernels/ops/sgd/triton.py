@@ -1,10 +1,11 @@
 """The SGD step on CUDA: one launch over all tensors; `reference.py` defines it."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import launch
+from ...backends.triton.launch import launch, start
 from ...backends.triton.tiles import (
     block_of,
     load,
@@ -21,9 +22,21 @@ from . import reference
 from .reference import SGDRule
 
 
+@triton.jit(do_not_specialize=["tensors"])
+def sgd_scalars_kernel(p_step, p_scalars, tensors, rate, keep, add, SIZE: tl.constexpr):
+    """Write the three numbers of SIZE parameters: in the first step of each there is no sum yet."""
+    indices = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    mask = indices < tensors
+    is_first = tl.load(p_step + indices, mask=mask, other=1.0) == 1.0
+    none = tl.full((SIZE,), 0.0, tl.float32)
+    tl.store(p_scalars + 3 * indices, none + rate, mask=mask)
+    tl.store(p_scalars + 3 * indices + 1, tl.where(is_first, 0.0, none + keep), mask=mask)
+    tl.store(p_scalars + 3 * indices + 2, tl.where(is_first, 1.0, none + add), mask=mask)
+
+
 @triton.jit(do_not_specialize=["tensors", "count"])
 def sgd_step_kernel(
-    p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_factors, p_found,
+    p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_inv_scale, p_clip, p_found,
     tensors, count, weight_decay, momentum,
     MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
     DECAYS: tl.constexpr, SUMS: tl.constexpr, NESTEROV: tl.constexpr,
@@ -44,7 +57,7 @@ def sgd_step_kernel(
     rate, keep, add = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
 
     b_master = read_master(value, aux, indices, mask, MODE, VALUE)
-    b_grad = read_grad(grad, indices, mask, p_factors, GRAD, SCALED, MAXIMIZE)
+    b_grad = read_grad(grad, indices, mask, p_inv_scale, p_clip, GRAD, SCALED, MAXIMIZE)
     if DECAYS:
         b_grad = tl.fma(b_master, weight_decay, b_grad)
     if SUMS:
@@ -54,6 +67,21 @@ def sgd_step_kernel(
         b_grad = tl.fma(b_sum, momentum, b_grad) if NESTEROV else b_sum
     b_master = tl.fma(b_grad, rate, b_master)
     write_master(value, aux, indices, mask, b_master, mix(b_whole ^ random_key(seed, step, 0)), MODE, VALUE)
+
+
+SCALARS = 128
+"""Parameters that a program writes the numbers of."""
+
+
+def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers of `reference.scalars`, in one launch where the rate is a number of the host's. Syncs: no."""
+    if isinstance(rule.lr, Tensor) or dtype is not torch.float32:
+        return reference.scalars(step, rule, dtype)
+    found = torch.empty((*step.shape, 3), dtype=dtype, device=step.device)
+    numbers = (-float(rule.lr), float(rule.momentum), 1.0 - rule.dampening)
+    programs = -(-step.numel() // SCALARS)
+    start(sgd_scalars_kernel, programs, step.device, step, found, step.numel(), *numbers, SIZE=SCALARS, num_warps=4)
+    return found
 
 
 def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> None:
