@@ -37,6 +37,7 @@ import gpu_model
 import torch
 import mezzo
 from mezzo.bench import find_workload
+from mezzo.kernels import spared_host
 for name in ("resnet", "lstm", "vit"):
     for variant in gpu_model.STEP_BYTES:
         ops = gpu_model.trace(find_workload(name)().quick(), variant)
@@ -45,7 +46,7 @@ model = torch.nn.Sequential(torch.nn.Linear(768, 768, device="meta"), torch.nn.L
 with gpu_model.fake_gpu.entered():
     x = torch.empty(2048, 768, device="cuda")
     mezzo.prepare(gpu_model.fake_gpu.placed(model), None, "bf16")
-    with gpu_model.Recorder() as recorder:
+    with gpu_model.Recorder() as recorder, spared_host():
         model(x).sum().backward()
 print(json.dumps(["norm", "prepare", [(op.name, op.flops, op.width, sorted(op.devices)) for op in recorder.ops]]))
 """
@@ -106,7 +107,7 @@ def test_autocast_follows_the_rules_of_cuda(traced: Traced, variant: str) -> Non
 
 
 def test_norms_take_the_kernel_of_a_gpu_with_triton(traced: Traced) -> None:
-    """16-bit activations and fp32 weights: one launch forward, two backward, and no copy of what is normalised."""
+    """16-bit activations and fp32 weights, in a step that is captured: one launch forward, two backward, and no copy of what is normalised."""
     pytest.importorskip("triton", reason="triton, an optional import, is not installed")
     ops = [(op, width) for op, _, width, _ in traced["norm", "prepare"]]
     forward, backward = ops.index(("layer_norm.default", 2)), ops.index(("layer_norm_backward.default", 2))
