@@ -90,6 +90,21 @@ def test_each_machine_is_a_column(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_gpu_is_a_line_with_steps_that_a_graph_launches(tmp_path: Path) -> None:
+    """The rival of a captured step is an eager one: nobody captures a rival."""
+    found = (
+        measured("torch-autocast", 2.0, 2.2, 2.1), measured("prepare", 4.0, 4.4, 4.2, peak_bytes=80),
+        measured("prepare+capture", 1.0, 1.1, 1.0, peak_bytes=70), measured("prepare-master", 2.0, 2.2, 2.1),
+    )  # fmt: skip
+    (tmp_path / "a.json").write_text(dataclasses.replace(result(gpu="NVIDIA H200"), measurements=found).to_json())
+    (tmp_path / "b.json").write_text(result("step", gpu="NVIDIA H200").to_json())
+    assert figures(tmp_path).splitlines()[2:] == [
+        "", "| workload | policy | GPU | eager | captured | peak memory of the rival's |", "| --- | --- | --- | ---: | ---: | ---: |",
+        "| `recipe` small | bf16 | NVIDIA H200 | 0.50x loss | 2.10x | 0.70-0.80x |",
+        "| `recipe` small | bf16-master | NVIDIA H200 | 1.00x tie | - | 1.00x |",
+    ]  # fmt: skip
+
+
 def test_the_sentence_of_the_figures(tmp_path: Path) -> None:
     """Kept memory against rivals as they are, over all training workloads; memory beside fp32's."""
     rival = (measured("torch-autocast", 2.0), measured("torch-amp", 4.0), measured("fp32", 4.0))

@@ -172,18 +172,18 @@ def _row_name(result: Result, policy: str, compiled: bool) -> tuple[str, str]:
     return f"`{result.workload}` {size}{', compiled' if compiled else ''}", _policy_name([result], policy)
 
 
-def _newest_on_cpu(folder: Path) -> list[Result]:
-    return [one for one in newest(list(_loaded(folder).values())) if one.machine["device"] == "cpu"]
+def _newest_on(device: str, folder: Path) -> list[Result]:
+    return [one for one in newest(list(_loaded(folder).values())) if one.machine["device"] == device]
 
 
 def figures(folder: Path) -> str:
-    """Return the table of every policy of `mezzo.prepare` beside the fastest rival, from the newest results: a column a CPU.
+    """Return the tables of every policy of `mezzo.prepare` beside the fastest rival, from the newest results: a column a CPU, then GPUs.
 
     Raises:
         BenchError: a file in the folder is not a result, or of no workload there is.
     """
     rows: dict[tuple[str, str], dict[str, _Cell]] = {}
-    for result, policy, compiled in product(_newest_on_cpu(folder), ("prepare", "prepare-master"), (False, True)):
+    for result, policy, compiled in product(_newest_on("cpu", folder), ("prepare", "prepare-master"), (False, True)):
         if (cell := _cell(result, policy, compiled)) is not None:
             rows.setdefault(_row_name(result, policy, compiled), {})[machine_name(result)] = cell
     machines = sorted({place for cells in rows.values() for place in cells})
@@ -192,11 +192,33 @@ def figures(folder: Path) -> str:
         ("---", "---", *["---:"] * len(machines), "---:"),
     ]
     for name, cells in rows.items():
-        shares = [share for cell in cells.values() for share in cell.shares]
-        low, high = (f"{end(shares):.2f}x" for end in (min, max)) if shares else (MISSING, MISSING)
         told = [cells[place].text if place in cells else MISSING for place in machines]
-        table.append((*name, *told, low if low == high else f"{low[:-1]}-{high}"))
+        table.append((*name, *told, _range([share for cell in cells.values() for share in cell.shares])))
+    return _lines(table) + _gpu_figures(folder)
+
+
+def _gpu_figures(folder: Path) -> str:
+    """Return the same of a GPU, a line each, with steps that `amp.capture` replays beside eager ones; nothing where none was measured."""
+    table: list[tuple[str, ...]] = [
+        ("workload", "policy", "GPU", "eager", "captured", "peak memory of the rival's"),
+        ("---", "---", "---", "---:", "---:", "---:"),
+    ]
+    for result, policy in product(_newest_on("cuda", folder), ("prepare", "prepare-master")):
+        cells = [_cell(result, name, compiled=False) for name in (policy, f"{policy}+capture")]
+        if any(cells):
+            shares = [share for cell in cells if cell is not None for share in cell.shares]
+            told = [MISSING if cell is None else cell.text for cell in cells]
+            table.append((*_row_name(result, policy, compiled=False), machine_name(result), *told, _range(shares)))
+    return f"\n\n{_lines(table)}" if table[2:] else ""
+
+
+def _lines(table: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
+def _range(shares: Sequence[float]) -> str:
+    low, high = (f"{end(shares):.2f}x" for end in (min, max)) if shares else (MISSING, MISSING)
+    return low if low == high else f"{low[:-1]}-{high}"
 
 
 def sentence(folder: Path) -> str:
@@ -205,7 +227,7 @@ def sentence(folder: Path) -> str:
     Raises:
         BenchError: a file in the folder is not a result, or of no workload there is.
     """
-    chosen = [result for result in _newest_on_cpu(folder) if result.workload in TRAINED]
+    chosen = [result for result in _newest_on("cpu", folder) if result.workload in TRAINED]
     native, emulated = [one for one in chosen if not _emulates(one)], [one for one in chosen if _emulates(one)]
     low = f" where {emulated[0].plan['dtype']} is emulated, and fp32 alone is faster," if emulated else ""
     said = [(_cpus(native), _kept_beside_rivals(native)), (_cpus(emulated) + low, _kept_beside_rivals(emulated))]

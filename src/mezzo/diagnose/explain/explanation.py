@@ -110,7 +110,9 @@ class Explanation(Report):
         if self.low_share < 0.5:
             reasons.append(f"only {self.low_share:.0%} of the operations run in 16 bit")
         if self.native and self.policy_s and sum(n for r in self.rows for _, n in r.flops) / self.policy_s < 1e10:
-            reasons.append("the step is bound by launching ops, not by arithmetic: use a larger batch or torch.compile")
+            graph = "" if self.device == "cpu" else ", or replay the step in one launch with amp.capture"
+            way = f"use a larger batch or torch.compile{graph}"
+            reasons.append(f"the step is bound by launching ops, not by arithmetic: {way}")
         if self.casts > sum(n for r in self.rows for _, n in r.ops) / 4:
             reasons.append("casts are a large part of the ops: store weights in 16 bit (bf16-master)")
         return f"Expect no gain ({measured}): {'; '.join(reasons) or 'casts and memory cost what the products gain'}."
