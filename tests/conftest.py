@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 
@@ -25,10 +26,24 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_finish() -> None:
-    """Take what was imported and collected, a million objects, out of every walk over the process's objects, by Python or by mezzo."""
+FROZEN_AFTER = (10, 100, 300, 1000, 3000)
+"""Numbers of tests after which what they imported is taken out of walks over objects too."""
+_num_run = itertools.count(1)
+
+
+def _freeze() -> None:
+    """Take what lives, a million objects, out of every walk over the process's objects, by Python or by mezzo."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    if next(_num_run) in FROZEN_AFTER:
+        _freeze()
 
 
 def pytest_sessionfinish() -> None:

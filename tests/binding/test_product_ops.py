@@ -65,7 +65,7 @@ def test_products_in_fp32_mean_what_emulated_ones_do(low: torch.dtype, calls: Ca
         for dtype in (torch.float32, low, torch.float64, torch.complex64):
             if dtype not in op.dtypes:
                 continue
-            for sample in islice(op.sample_inputs("cpu", dtype, requires_grad=dtype.is_floating_point), 30):
+            for sample in islice(op.sample_inputs_func(op, "cpu", dtype, dtype.is_floating_point), 30):
                 num_samples += 1
                 want, found = (results(op, sample, low, mode) for mode in (nullcontext(), products.ProductMode()))
                 if isinstance(want, type) or isinstance(found, type):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -286,18 +285,14 @@ def a_layer_norm_by_triton_is_seen_by_a_trace() -> None:
 
 
 def kernels_that_cannot_be_compiled_are_replaced_with_one_sentence() -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mezzo.kernels").addHandler(handler)
     expected, _ = run("sim", "fp16", "torch.AdamW", "clip")
-    with sim.triton_kernels(RuntimeError("Failed to find C compiler.\nSet CC.")):
+    failure = RuntimeError("Failed to find C compiler.\nSet CC.")
+    with places.sentences("mezzo.kernels") as said, sim.triton_kernels(failure):
         found, seen = run("sim", "fp16", "torch.AdamW", "clip")
         optimizer = mezzo.optim.AdamW(model().to("sim").parameters())
         assert "fused, not cpu: it is for CPU; not triton: Triton fails here with RuntimeError" in optimizer.why()[0]
         with pytest.raises(ConfigError, match="Failed to find C compiler"):
             registry.choose("adamw", torch.device("sim"), torch.float32, "triton")
-    logging.getLogger("mezzo.kernels").removeHandler(handler)
     assert found == expected and not seen.stops + seen.waits
     (sentence,) = said
     assert "Failed to find C compiler. Install a C compiler" in sentence.replace("..", "."), sentence

@@ -35,6 +35,7 @@ CHECKS = (
     "steps_by_triton_are_those_of_torchs_ops",
     "a_layer_norm_with_fp32_weights_is_three_launches",
     "a_layer_norm_by_triton_is_seen_by_a_trace",
+    "an_optimizer_that_torch_could_fuse_is_named",
     "kernels_that_cannot_be_compiled_are_replaced_with_one_sentence",
     "batch_norms_are_taken_back_at_once",
     "the_norm_pass_launches_alike_for_any_size",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -194,6 +198,34 @@ def kept_casts_belong_to_a_stream() -> None:
         with streams[1]:
             cache.cast(weight, torch.bfloat16)
     assert one.tolist() == [1.0] * 4 and other.tolist() == [2.0] * 4
+
+
+@contextmanager
+def sentences(logger: str) -> Iterator[list[str]]:
+    """What a logger says inside the block."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    yield said
+    logging.getLogger(logger).removeHandler(handler)
+
+
+def an_optimizer_that_torch_could_fuse_is_named() -> None:
+    """Its steps are copied, to be undone; one that is fused, mezzo's, and one that torch cannot fuse say nothing."""
+    logging.getLogger("mezzo.step").setLevel(logging.INFO)
+    for policy, make, expected in (
+        ("bf16", torch.optim.AdamW, 1),
+        ("bf16", functools.partial(torch.optim.AdamW, fused=True), 0),
+        ("bf16-master", torch.optim.AdamW, 0),
+        ("bf16", mezzo.optim.AdamW, 0),
+        ("bf16", torch.optim.Rprop, 0),
+    ):
+        net = model().to("sim")
+        with sentences("mezzo.step") as said:
+            mezzo.prepare(net, make(net.parameters()), policy)
+        found = [one for one in said if "write torch.optim.AdamW(..., fused=True)" in one]
+        assert len(found) == expected, (policy, make, said)
 
 
 def a_device_on_which_triton_fails_is_told_from_others() -> None:

@@ -38,7 +38,7 @@ PLACES: dict[str, Callable[[nn.Module, PolicyLike], object]] = {
     "autocast": cast,
     "lint": lambda model, policy: str(mezzo.diagnose.lint(model, x, loss_fn, policy)),
     "compare": lambda model, policy: str(mezzo.diagnose.compare(model, x, loss_fn, policy)),
-    "explain": lambda model, policy: mezzo.diagnose.explain(model, x, policy).policy,
+    "explain": lambda model, policy: mezzo.diagnose.explain(model, x, policy, budget_s=0).policy,
     "memory": lambda model, policy: str(mezzo.diagnose.memory(model, None, policy)),
     "diff": lambda model, policy: Policy().diff(policy).right,
 }

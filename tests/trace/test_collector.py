@@ -46,7 +46,7 @@ def test_an_op_that_runs_runs_under_a_trace(ops: list[Any], dtype: torch.dtype) 
 
 
 def given(op: Any, dtype: torch.dtype, wanted: bool) -> Iterator[Any]:
-    return op.sample_inputs("cpu", dtype, requires_grad=wanted) if dtype in op.supported_dtypes("cpu") else iter(())
+    return op.sample_inputs_func(op, "cpu", dtype, wanted) if dtype in op.supported_dtypes("cpu") else iter(())
 
 
 def differentiated(op: Any, sample: Any) -> None:

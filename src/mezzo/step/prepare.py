@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._torch import has_step_hooks
+from .._torch import fused_devices, has_step_hooks, is_fused
 from ..allocator import offer
 from ..binding import (
     check_floats,
@@ -29,7 +29,7 @@ from ..binding import (
 )
 from ..binding.bind import bind
 from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of
-from ..optim import adopt, parameters
+from ..optim import adopt, parameters, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
 from .capture import P, R
 from .loading import MastersFollow
@@ -161,7 +161,20 @@ def prepare(
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
     if optimizers and device.type == "cpu":
         offer()
+    elif device.type in fused_devices():
+        _offer_fused(optimizers, device.type)
     return stepper
+
+
+def _offer_fused(optimizers: Sequence[Optimizer], kind: str) -> None:
+    """Say in the log what the steps of an optimizer cost that torch could fuse; one that reads the flags itself leaves a step out by itself."""
+    for inner in map(wrapped_optimizer, optimizers):
+        if "fused" in inner.defaults and not is_fused(inner):
+            name = type(inner).__name__
+            _log.info(
+                "%s is not fused, so weights and state are copied in each step on %s, to be put back where it must be left out; write "
+                "torch.optim.%s(..., fused=True), which takes neither the time nor the memory (docs/gpu.md)", name, kind, name,
+            )  # fmt: skip
 
 
 def optimizers_of(call: str, model: object, optimizer: object) -> list[Optimizer]:

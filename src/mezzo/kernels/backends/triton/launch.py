@@ -116,15 +116,15 @@ def launch(
     held = tables(operands, device)
     if held is None:
         return
-    given = (grads.inv_scale, grads.clip_coef, grads.found_inf)
-    inv_scale, clip_coef, found = (_number(x, device) for x in given)
+    scaled = grads.inv_scale is not None or grads.clip_coef is not None
+    inv_scale, clip_coef, found = (_number(x, device) for x in (grads.inv_scale, grads.clip_coef, grads.found_inf))
     count = held.blocks.shape[1]
     start(
         step_kernel, count, device,
         held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, inv_scale, clip_coef, found,
         len(weights.values), count, *numbers, **constants,
         MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
-        MEAN=held.mean_format, MAXIMIZE=grads.maximize, SCALED=given[:2] != (None, None), GUARDED=given[2] is not None, SIZE=BLOCK,
+        MEAN=held.mean_format, MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=grads.found_inf is not None, SIZE=BLOCK,
         ALIGNED=held.is_aligned, num_warps=WARPS,
     )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))
