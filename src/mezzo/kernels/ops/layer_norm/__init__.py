@@ -19,18 +19,18 @@ both ways and they 205, while the device had time: a step of BERT, of 1.6 and of
 Their 46 further bytes an element are 257 us of an H100 at 2^24."""
 SMALL_ON_CPU = 1 << 16
 """Likewise of a layer norm on the CPU, where torch's ops start at once: 101 us forward and backward for 128 rows of 256, the function 141."""
-_is_graphed = False
+_num_spared = 0
 
 
 @contextmanager
 def spared_host() -> Iterator[None]:
     """Have norms of any size inside the block run by the fewest launches, for a step that a graph of the device launches. Host only."""
-    global _is_graphed  # noqa: PLW0603  # of the process: threads of backward passes recompute checkpoints
-    _is_graphed, before = True, _is_graphed
+    global _num_spared  # noqa: PLW0603  # of the process: threads of backward passes recompute checkpoints
+    _num_spared += 1
     try:
         yield
     finally:
-        _is_graphed = before
+        _num_spared -= 1
 
 
 class _Norm(torch.autograd.Function):
@@ -189,7 +189,7 @@ def _is_small(x: Tensor, training: bool) -> bool:
     """Whether torch's ops are quicker; a checkpoint's first run, without gradients, gives what its second does."""
     size, trains = x.numel(), torch.is_grad_enabled() or training
     if x.device.type != "cpu":
-        return size < SMALL["training" if trains else "inference"] and not _is_graphed
+        return size < SMALL["training" if trains else "inference"] and not _num_spared
     return size < SMALL_ON_CPU and trains
 
 
