@@ -158,18 +158,33 @@ def test_gradients_of_fp32_weights_are_not_rounded(low: torch.dtype) -> None:
 
 
 @LOW
-@pytest.mark.parametrize("rows", [3, 300, 5000])
-def test_rows_are_taken_in_parts(rows: int, low: torch.dtype, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers whatever the parts: dw alone is a sum over them."""
+@pytest.mark.parametrize(("rows", "width"), [(3, 30), (300, 30), (5000, 30), (3, 300), (30, 5000), (300, 600)])
+def test_the_longer_is_taken_in_parts(
+    rows: int, width: int, low: torch.dtype, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers whatever the parts: gradients of the shorter alone are a sum over them."""
     needs_emulation(low)
     monkeypatch.setattr(products, "REUSE", 0)
-    model, x = nn.Linear(40, 30), torch.randn(rows, 40)
+    model, x = nn.Linear(40, width), torch.randn(rows, 40)
     whole = trained(prepared(copy.deepcopy(model), low), x)
     monkeypatch.setattr(wide_linear, "AT_ONCE", 0)
     parts = trained(prepared(model, low), x)
     assert calls.count == 2
     for one, other in zip(whole, parts, strict=True):
-        assert distance(one, other) <= rows * 2**-22 * float(other.norm())
+        assert distance(one, other) <= max(rows, width) * 2**-22 * float(other.norm())
+
+
+@LOW
+def test_few_rows_widen_some_of_a_large_weight(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a small weight some of many rows."""
+    needs_emulation(low)
+    monkeypatch.setattr(wide_linear, "AT_ONCE", 1 << 18)
+    for rows, width in ((64, 8192), (8192, 64)):
+        kept = wide_linear._Memory()
+        monkeypatch.setattr(wide_linear, "_memory", kept)
+        trained(prepared(nn.Linear(512, width), low), torch.randn(rows, 512))
+        assert kept.tensors
+        assert sum(one.nbytes for one in kept.tensors.values()) <= 8192 * 512 * 4 / 4
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> dict[torch.dtype, int]:

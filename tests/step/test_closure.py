@@ -94,6 +94,47 @@ def test_sam_starts_from_gradients_that_are_there() -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("zeroes", ["closure", "optimizer"])
+@pytest.mark.parametrize("scale", ["1", "1024"])
+def test_sam_on_masters_takes_the_steps_of_sam_on_fp32_weights(zeroes: str, scale: str) -> None:
+    """But for gradients, which are rounded to 16 bit there."""
+
+    class Zeroing(SAM):
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any] | None = None) -> None:
+            def after_zeroing() -> None:
+                self.zero_grad()
+                assert closure is not None
+                closure()
+
+            super().step(after_zeroing if zeroes == "optimizer" else closure)
+
+    model = Net(has_batch_norm=False)
+    exact = {}
+    for policy in ("bf16", "bf16-master"):
+        torch.manual_seed(0)
+        other = twin(model)
+        amp = mezzo.prepare(other, Zeroing(other.parameters(), lr=0.1), f"{policy}, scaling.init_scale={scale}")
+
+        for _ in range(3):
+            x, y = batch()
+
+            def closure(amp: mezzo.Stepper = amp, x: Tensor = x, y: Tensor = y) -> Tensor:
+                if zeroes == "closure":
+                    amp.zero_grad()
+                loss = mse(amp.model(x).float(), y)
+                amp.backward(loss)
+                return loss
+
+            closure()
+            assert amp.step(closure)
+            amp.zero_grad()
+        exact[policy] = amp.export_weights()
+    for key, weight in exact["bf16"].items():
+        distance = (weight - exact["bf16-master"][key]).abs().max()
+        assert distance <= 2**-8 * 0.3 * weight.abs().max()
+
+
 @pytest.mark.parametrize("when", [1, 3])
 @pytest.mark.parametrize("name", ["lbfgs", "adamw", "mezzo-adamw"])
 def test_a_bad_evaluation_voids_the_whole_step(name: str, when: int) -> None:

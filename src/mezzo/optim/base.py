@@ -135,6 +135,7 @@ class MasterOptimizer(KeepsMasters):
         self._plans: dict[int, KeptBatches] = {}
         self._options: dict[int, tuple[list[Any], tuple[Any, ...]]] = {}
         self._entries: list[dict[str, Any]] = []
+        self.set_at = {}
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Any:

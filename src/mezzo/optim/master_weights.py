@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_args, overload
 
 import torch
@@ -14,11 +14,19 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean
 from ..formats import describe
-from ..kernels import AUX_STATE, ScaledGradients, check_shape, give_master_, read_master
+from ..kernels import AUX_STATE, ScaledGradients, check_shape, read_master
 from ..policy import Master
 from .base import MasterOptimizer
 from .master_store import Masters, Mode
-from .optimizer_state import OWN_OPTIONS, and_inside, checked_hooks, label_of, report, take_master_
+from .optimizer_state import (
+    OWN_OPTIONS,
+    and_inside,
+    checked_hooks,
+    give_masters_,
+    keep_masters,
+    label_of,
+    take_masters_,
+)
 from .saved_state import check_saved
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
@@ -65,6 +73,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     masters: Masters
+    set_at: dict[Tensor, int]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickling and deepcopy need; as with torch's optimizers, hooks stay behind."""
@@ -72,10 +81,11 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the attributes of `__getstate__`."""
-        self.__dict__.update(state, _stepping=False)
+        self.__dict__.update(state, _stepping=False, set_at={})
         # The base class's __init__ would build groups of its own; its __setstate__ gives hooks without them.
         super().__setstate__({})
         self._guard = self.inner.register_step_pre_hook(self._refuse_a_step_alone)
+        self.inner.load_state_dict = self.load_state_dict  # type: ignore[method-assign]  # who holds the inner one loads masters too
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in the base class
@@ -112,6 +122,7 @@ class MasterWeights(torch.optim.Optimizer):
         Writes: the inner optimizer's state, from which aux state is dropped.
         """
         self._guard.remove()
+        del self.inner.load_state_dict
         self.drop_masters()
         return self.inner
 
@@ -178,7 +189,6 @@ class MasterWeights(torch.optim.Optimizer):
         mode = self.masters.mode_of(param)
         return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
 
-    @torch.no_grad()
     def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
 
@@ -191,14 +201,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         Writes: the parameters, and their aux state. Syncs: no.
         """
-        for param, master in masters.items():
-            self._check_own(param)
-            check_shape(label_of(self, param), "master", master, param)
-        for param, master in masters.items():
-            mode = self.masters.mode_of(param)
-            aux = give_master_(mode, param, master.to(param.device))
-            if aux is not None:
-                self.state[param][AUX_STATE[mode]] = aux
+        give_masters_(self, masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state with aux state of each weight, in the form of one torch optimizer.
@@ -229,28 +232,23 @@ class MasterWeights(torch.optim.Optimizer):
         Syncs: as the inner optimizer does.
         """
         check_saved(f"state of {type(self).__name__}", state_dict, self)
-        saved: dict[int, dict[str, Any]] = state_dict["state"]
+        saved: dict[int, dict[str, Any]] = keep_masters(self, state_dict)["state"]
         rest = {index: {k: v for k, v in entry.items() if k not in _OWN_STATE} for index, entry in saved.items()}
         kept = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
         groups = [{**now, **group} for now, group in zip(self.inner.param_groups, kept, strict=True)]
         params = {p: saved[index] for p, index in self._places().items() if index in saved}
-        for p in params:
-            if self.masters.mode_of(p) != "none":
-                self.masters.fp32_param(p)
+        for p in [p for p in params if self.masters.mode_of(p) != "none"]:
+            self.masters.fp32_param(p)
         inner_state = {**state_dict, "state": {i: e for i, e in rest.items() if e}, "param_groups": groups}
-        with self._masters_inside():
-            self.inner.load_state_dict(inner_state)
+        hooked = self.inner.register_load_state_dict_post_hook  # those of others see the model's parameters
+        with ExitStack() as inside, hooked(lambda _: inside.close(), prepend=True):
+            inside.enter_context(self._masters_inside())
+            type(self.inner).load_state_dict(self.inner, inner_state)
         self._rekey({fp32_param: p for p, fp32_param in self.masters.stand_ins.items()})
         self.masters.seed = state_dict["param_groups"][0].get("rounding_seed", self.masters.seed)
-        clauses = []
-        for p, entry in params.items():
-            aux, clause = take_master_(p, entry, self.masters.mode_of(p))
-            if aux:
-                self.state[p].update(aux)
-            if self.masters.mode == "stochastic" and "rounding_step" in entry:
-                self.masters.count = entry["rounding_step"].to(p.device).clone()
-            clauses.append(clause)
-        report(clauses)
+        for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:
+            self.masters.count = params[p]["rounding_step"].to(p.device).clone()
+        take_masters_(self, params)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
         """Register the hook on the inner optimizer, whose state dict it is."""
@@ -337,13 +335,15 @@ class MasterWeights(torch.optim.Optimizer):
                 aux[p] = self.masters.write_(p, indices[p], aux[p], None if skip is None else skip.to(p.device))
 
         def arguments(closure: Callable[[], float] | None) -> tuple[Callable[[], float], ...]:
+            raw.update(self._hand_gradients(params))  # SAM reads those that are there before it calls the closure
             if closure is None:
-                raw.update(self._hand_gradients(params))
                 return ()
 
             def on_masters(recompute: Callable[[], float] = closure) -> float:
                 with torch.no_grad():
                     write_weights()
+                for p in [p for p in low if stand_ins[p].grad is None]:  # dropped by the inner optimizer
+                    p.grad = None
                 with self._masters_inside(False), torch.enable_grad():
                     loss = recompute()
                 with torch.no_grad():

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,6 +109,46 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
     return ({} if aux_state is None else {AUX_STATE[mode]: like_dtensor(aux_state.clone(), param)}), clause
 
 
+def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved state with the masters that were set here, where it has none and nobody wrote the weights since: those were loaded before it.
+
+    Args:
+        optimizer: with `set_at`, the version of each weight when its master was set.
+        saved: as `check_saved` let it through.
+
+    Host only.
+    """
+    state = dict(saved["state"])
+    keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    for key, p in zip(keys, chain.from_iterable(g["params"] for g in optimizer.param_groups), strict=True):
+        entry = state.get(key, {})
+        mode, aux = optimizer.aux_state(p) if optimizer.set_at.get(p) == p._version else ("none", None)
+        if aux is not None and mode_of_state(entry) is None:
+            state[key] = {**entry, AUX_STATE[mode]: aux}
+    return {**saved, "state": state}
+
+
+def take_masters_(optimizer: Any, entries: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Give each parameter its aux state out of what was saved of it, and log what was converted. Writes: state, as `take_master_`."""
+    taken = {p: take_master_(p, entry, optimizer.aux_state(p)[0]) for p, entry in entries.items()}
+    for p in [p for p, (aux, _) in taken.items() if aux]:
+        optimizer.state[p].update(taken[p][0])
+    report(clause for _, clause in taken.values())
+
+
+@torch.no_grad()
+def give_masters_(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
+    """Do what `set_masters_` says. Writes: parameters, and their aux state. Syncs: no."""
+    modes = {param: optimizer.aux_state(param)[0] for param in masters}
+    for param, master in masters.items():
+        check_shape(label_of(optimizer, param), "master", master, param)
+    for param, mode in modes.items():
+        aux = give_master_(mode, local(param), local(masters[param].to(param.device)))
+        if aux is not None:
+            optimizer.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
+        optimizer.set_at[param] = param._version
+
+
 def own_state(
     param: Tensor, entry: Mapping[str, Any], names: Sequence[str], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
@@ -148,7 +189,7 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         {**now, **saved, **{name: now[name] for name in own}}
         for now, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
-    return {**state_dict, "state": sealed(state_dict["state"]), "param_groups": groups}
+    return {**state_dict, "state": sealed(keep_masters(optimizer, state_dict)["state"]), "param_groups": groups}
 
 
 def and_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -173,6 +214,8 @@ class KeepsMasters(torch.optim.Optimizer):
 
     saves_own_options: bool = True
     """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
+    set_at: dict[Tensor, int]
+    """The version of each weight when `set_masters_` gave it its master."""
 
     @abstractmethod
     def _forget(self) -> None:
@@ -198,7 +241,6 @@ class KeepsMasters(torch.optim.Optimizer):
         part = read_master(mode, local(param.detach()), None if aux is None else local(aux))
         return like_dtensor(part, param)
 
-    @torch.no_grad()
     def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
 
@@ -211,13 +253,7 @@ class KeepsMasters(torch.optim.Optimizer):
 
         Writes: the parameters, and their aux state. Syncs: no.
         """
-        for param, master in masters.items():
-            check_shape(label_of(self, param), "master", master, param)
-        for param, master in masters.items():
-            mode = mode_of(param, self._group_of(param))
-            aux = give_master_(mode, local(param), local(master.to(param.device)))
-            if aux is not None:
-                self.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
+        give_masters_(self, masters)
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""

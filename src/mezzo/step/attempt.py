@@ -47,8 +47,8 @@ def _records(optimizer: Optimizer, inner: Optimizer) -> list[Mapping[str, Any]]:
 
 @cache
 def _base_names() -> frozenset[str]:
-    """Return the attributes that any optimizer has."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+    """Return the attributes that any optimizer has, and what `MasterWeights` gives the one inside."""
+    return frozenset((*vars(torch.optim.SGD([torch.zeros(1)])), "load_state_dict"))
 
 
 class Attempt:

@@ -21,6 +21,8 @@ BLOCK = 1024
 """Elements a program takes."""
 WARPS = 8
 """Of a program: 4 elements a thread, so that no variant spills or holds more than 64 registers."""
+SCALARS = 128
+"""Parameters whose numbers a program writes."""
 
 
 @kept_on_device
@@ -128,6 +130,14 @@ def launch(
         ALIGNED=held.is_aligned, num_warps=WARPS,
     )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))
+
+
+def launch_scalars(scalars_kernel: Any, step: Tensor, *numbers: float) -> Tensor:
+    """Return the three numbers that a kernel writes for each step count: [n, 3], fp32, on its device. Syncs: no."""
+    found = torch.empty((*step.shape, 3), dtype=torch.float32, device=step.device)
+    count = step.numel()
+    start(scalars_kernel, -(-count // SCALARS), step.device, step, found, count, *numbers, SIZE=SCALARS, num_warps=4)
+    return found
 
 
 def launch_once(one_kernel: Any, first: Tensor, *rest: object, **constants: object) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import launch, start
+from ...backends.triton.launch import launch, launch_scalars
 from ...backends.triton.tiles import (
     FP32,
     block_of,
@@ -108,22 +108,12 @@ def adamw_step_kernel(
             store_low(peaks, indices, mask, narrow(b_peak, MEAN))
 
 
-SCALARS = 128
-"""Parameters that a program computes the numbers of."""
-
-
 def scalars(step: Tensor, rule: AdamWRule, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the numbers of `reference.scalars`, in one launch where the rate is a number of the host's. Syncs: no."""
     if isinstance(rule.lr, Tensor) or dtype is not torch.float32 or not (rule.beta1 > 0 and rule.beta2 > 0):
         return reference.scalars(step, rule, dtype)
-    found = torch.empty((*step.shape, 3), dtype=dtype, device=step.device)
     parts = [part for number in (math.log(rule.beta1), math.log(rule.beta2), float(rule.lr)) for part in _parts(number)]
-    programs = -(-step.numel() // SCALARS)
-    decay = 1 - float(rule.lr) * rule.decay
-    start(
-        adamw_scalars_kernel, programs, step.device, step, found, step.numel(), *parts, decay, SIZE=SCALARS, num_warps=4
-    )
-    return found
+    return launch_scalars(adamw_scalars_kernel, step, *parts, 1 - float(rule.lr) * rule.decay)
 
 
 def _parts(number: float) -> tuple[float, float, float]:

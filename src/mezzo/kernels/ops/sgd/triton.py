@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import launch, start
+from ...backends.triton.launch import launch, launch_scalars
 from ...backends.triton.tiles import (
     block_of,
     load,
@@ -69,19 +69,11 @@ def sgd_step_kernel(
     write_master(value, aux, indices, mask, b_master, mix(b_whole ^ random_key(seed, step, 0)), MODE, VALUE)
 
 
-SCALARS = 128
-"""Parameters that a program writes the numbers of."""
-
-
 def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the numbers of `reference.scalars`, in one launch where the rate is a number of the host's. Syncs: no."""
     if isinstance(rule.lr, Tensor) or dtype is not torch.float32:
         return reference.scalars(step, rule, dtype)
-    found = torch.empty((*step.shape, 3), dtype=dtype, device=step.device)
-    numbers = (-float(rule.lr), float(rule.momentum), 1.0 - rule.dampening)
-    programs = -(-step.numel() // SCALARS)
-    start(sgd_scalars_kernel, programs, step.device, step, found, step.numel(), *numbers, SIZE=SCALARS, num_warps=4)
-    return found
+    return launch_scalars(sgd_scalars_kernel, step, -float(rule.lr), float(rule.momentum), 1.0 - rule.dampening)
 
 
 def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> None:
