@@ -162,7 +162,9 @@ class _Locations:
     """Knows the tensors of a run that saved ones belong to, and so how they must be sharded."""
 
     def __init__(self, amp: Saveable) -> None:
-        self._model: Mapping[str, Tensor] = amp.state_dict()["model"]
+        state = amp.state_dict()
+        self._model: Mapping[str, Tensor] = state["model"]
+        self._outside: Mapping[str, Tensor] = state.get("outside", {})
         self._params = [[p for group in each.param_groups for p in group["params"]] for each in amp.optimizers]
 
     def like(self, location: Place) -> Tensor | None:
@@ -170,6 +172,8 @@ class _Locations:
         match location:
             case ("amp", "model", str(name)):
                 return self._model.get(name)
+            case ("amp", "outside", str(name)):
+                return self._outside.get(name)
             case ("amp", "optimizers", int(which), "state", int(number), _):
                 params = self._params[which] if which < len(self._params) else []
                 return params[number] if number < len(params) else None

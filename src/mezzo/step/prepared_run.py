@@ -112,8 +112,8 @@ class PreparedRun:
     def state_dict(self, weights: bool = True) -> dict[str, Any]:
         """Return everything a run needs to go on: the one object to save.
 
-        Weights, optimizer states with masters and rounding counts, loss scale, counters, policy and the dtypes
-        weights were stored in. torch.load(weights_only=True) reads it back. Gradients are not part of it: save
+        Weights, those that are trained and not the model's too, optimizer states with masters and rounding counts, loss scale, counters, policy
+        and the dtypes weights were stored in. torch.load(weights_only=True) reads it back. Gradients are not part of it: save
         between `step` and `backward`.
 
         Args:
@@ -123,6 +123,8 @@ class PreparedRun:
         Syncs: yes.
         """
         run = checkpoint.save_run(self.policy, self._engine.loss_scale, self.counters())
+        if beside := checkpoint.outside(self.model, self.optimizers):
+            run["outside"] = beside
         return {**run, **checkpoint.save_weights(self.model, self.optimizers)} if weights else run
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:

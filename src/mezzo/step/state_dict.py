@@ -25,7 +25,7 @@ from .guard import Counters
 FORMAT = 1
 """Version of the layout; a later one is refused."""
 
-_KEYS = ("format", "policy", "declared", "model", "optimizers", "scaling", "counters")
+_KEYS = ("format", "policy", "declared", "model", "optimizers", "outside", "scaling", "counters")
 _OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
 _HOW = ("fused", "foreach", "capturable", "differentiable")
 """Options that say how a step is computed. torch takes them from the checkpoint, and a fused optimizer then breaks."""
@@ -50,6 +50,13 @@ def save_weights(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
         "model": inner.state_dict(),
         "optimizers": [_state_of(optimizer) for optimizer in optimizers],
     }
+
+
+def outside(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return what is trained and no parameter of the model, as a temperature: by the numbers of its optimizer and its own there. Syncs: no."""
+    known = {*innermost(model).parameters()}
+    trained = [(f"{i}.{n}", p) for i, one in enumerate(optimizers) for n, p in enumerate(parameters(one))]
+    return {key: p.detach() for key, p in trained if p not in known}
 
 
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -108,17 +115,28 @@ def load_(
     inner = innermost(model)
     weights = unwrapped(state["model"], inner)
     _check_saved_numbers(state, policy)
+    beside, saved = outside(inner, optimizers), state["outside"]
+    if saved is not None:
+        _check_weights("outside", saved, beside)
     if weights is None:
-        return ()
+        return tuple(_load_outside_(beside, saved))
     _check_tensors(state["optimizers"], weights, inner, optimizers)
     with ExitStack() as undo:
         for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
             if not keeps_masters(optimizer):
                 undo.callback(_remember_optimizer(optimizer))
                 _load_plain(optimizer, entry)
-        sentences = tuple(load_weights_(inner, optimizers, {**state, "model": weights}))
+        sentences = (*_load_outside_(beside, saved), *load_weights_(inner, optimizers, {**state, "model": weights}))
         undo.pop_all()
     return sentences
+
+
+def _load_outside_(beside: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None) -> Iterator[str]:
+    """Load what is trained beside the model. Yields a sentence where it was not saved. Writes: the tensors of `beside`."""
+    if saved is None and beside:
+        yield f"{len(beside)} trained parameters that are not the model's were not saved: they stay what they are"
+    for key, value in (saved or {}).items():
+        beside[key].copy_(value)
 
 
 def _load_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> None:
@@ -291,7 +309,7 @@ def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype
 
 def _check_tensors(entries: Sequence[Any], weights: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Refuse weights, under the names of this model, and optimizer states that could not be loaded as a whole."""
-    _check_weights(weights, model.state_dict())
+    _check_weights("model", weights, model.state_dict())
     for index, (optimizer, entry) in enumerate(zip(optimizers, entries, strict=True)):
         check_saved(f"optimizers[{index}]", entry, optimizer)
 
@@ -319,8 +337,8 @@ def _check_policy(saved: Any) -> None:
         refuse("policy", f"cannot be read: {error}")
 
 
-def _check_weights(saved: Any, wanted: Mapping[str, Any]) -> None:
-    check_mapping("model", saved)
+def _check_weights(part: str, saved: Any, wanted: Mapping[str, Any]) -> None:
+    check_mapping(part, saved)
     missing = [name for name in wanted if name not in saved]
     unknown = [name for name in saved if name not in wanted]
     if missing or unknown:
@@ -329,10 +347,10 @@ def _check_weights(saved: Any, wanted: Mapping[str, Any]) -> None:
             for word, names in (("missing", missing), ("unknown", unknown))
             if names
         ]
-        refuse("model", f"has other names: {' and '.join(parts)}")
+        refuse(part, f"has other names: {' and '.join(parts)}")
     for name, own in wanted.items():
         if isinstance(own, Tensor):
-            check_tensor(f"model[{name!r}]", saved[name], own)
+            check_tensor(f"{part}[{name!r}]", saved[name], own)
 
 
 def _check_numbers(part: str, saved: Any, kind: type[LossScale] | type[Counters]) -> None:
