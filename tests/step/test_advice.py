@@ -320,10 +320,11 @@ def test_options_and_state_that_are_gone() -> None:
 
 
 def test_a_learning_rate_that_ruined_the_weights_is_named() -> None:
+    """One that lies in a tensor, into which the host does not look before a step."""
     model = net()
     amp = mezzo.prepare(model, adamw(model), "bf16")
     saved = copy.deepcopy(amp.state_dict())
-    amp.optimizers[0].param_groups[0]["lr"] = float("nan")
+    amp.optimizers[0].param_groups[0]["lr"] = torch.tensor(float("nan"))
     amp.backward(F.mse_loss(model(X), X))
     refused(amp.step, InvariantError, "has lr=nan. Write a finite number, and load the last good checkpoint")
     amp.load_state_dict(saved)

@@ -226,14 +226,14 @@ class TestWhatIsRefused:
                 {"weights": 1},
                 (
                     "load_state_dict was given ['weights'], and a checkpoint has the keys format, policy, declared, model, "
-                    "optimizers, scaling, counters. For weights alone write model.load_state_dict(weights)."
+                    "optimizers, outside, scaling, counters. For weights alone write model.load_state_dict(weights)."
                 ),
             ),
             (
                 [],
                 (
                     "load_state_dict was given list, and a checkpoint has the keys format, policy, declared, model, "
-                    "optimizers, scaling, counters. For weights alone write model.load_state_dict(weights)."
+                    "optimizers, outside, scaling, counters. For weights alone write model.load_state_dict(weights)."
                 ),
             ),
             (

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.errors import StepError
+from mezzo.errors import ConfigError, StepError
 from mezzo.loss_scale.fused import StepScaling
 from mezzo.step.grad_passes import drop
 from mezzo.step.update import Clip, Stepped, bare_step, true_grads_for
 
-from .step_models import OPTIMIZERS, wait_for_nothing
+from .step_models import INF, NAN, OPTIMIZERS, Net, batch, mse, wait_for_nothing
 
 SCALE = torch.tensor(8.0)
 
@@ -259,3 +259,39 @@ class TestBareStep:
             drop(one, True)
         grads = [one.param_groups[0]["params"][0].grad for one in (dropped, kept)]
         assert grads[0] is None and grads[1].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, scaling=1024", "bf16-master"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", NAN), ("lr", INF), ("weight_decay", -INF), ("eps", NAN), ("betas", (0.9, NAN))]
+)
+def test_options_that_would_ruin_the_weights_are_refused_in_their_step(policy: str, name: str, value: Any) -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), policy)
+
+    def backward() -> None:
+        amp.zero_grad()
+        x, y = batch()
+        amp.backward(mse(model(x), y))
+
+    for _ in range(4):
+        backward()
+        amp.step()
+    group, before = amp.optimizers[0].param_groups[0], amp.export_weights()
+    was, group[name] = group[name], value
+    backward()
+    with pytest.raises(ConfigError, match=f"a group of AdamW has {name}=.*: write .*finite number"):
+        amp.step()
+    assert all(torch.equal(weight, before[key]) for key, weight in amp.export_weights().items())
+    group[name] = was
+    assert amp.step().applied
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_they_are_refused_before_a_closure_is_called(name: str) -> None:
+    model, calls = Net(), []
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16")
+    amp.optimizers[0].param_groups[0][name] = NAN
+    with pytest.raises(ConfigError, match=f"{name}=nan: write a finite number"):
+        amp.step(lambda: calls.append(1))
+    assert not calls

@@ -11,6 +11,7 @@ from .adopt import stepped_optimizer as stepped_optimizer
 from .adopt import wrapped_optimizer as wrapped_optimizer
 from .base import MasterOptimizer as MasterOptimizer
 from .base import is_hooked as is_hooked
+from .checks import check_finite as check_finite
 from .master_store import check_whole as check_whole
 from .master_weights import MasterWeights as MasterWeights
 from .saved_state import MOMENTS as MOMENTS

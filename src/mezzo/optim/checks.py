@@ -62,6 +62,22 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         )
 
 
+def check_finite(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Refuse inf and NaN among the options of any optimizer, which it would write into its weights. Host only.
+
+    Raises:
+        ConfigError: a rate, decay, eps, momentum or beta is; tensors, and what is no float, are the optimizer's own matter.
+    """
+    betas = group.get("betas")
+    options = [(name, group.get(name)) for name in _NUMBERS]
+    options += [("betas", beta) for beta in betas] if isinstance(betas, (list, tuple)) else []
+    for name, value in options:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(
+                f"a group of {type(optimizer).__name__} has {name}={group[name]!r}: write a finite number."
+            )
+
+
 def can_be_kept(group: Mapping[str, Any]) -> bool:
     """Whether a group's options are what they are until another value is set: no lists or tensors, the rate apart. Host only."""
     betas = group.get("betas", ())

@@ -257,6 +257,7 @@ class Engine:
         for one in self._stepped:
             if optimizer is None or one.optimizer is optimizer:
                 one.refuse_without_closure()
+        self.refuse_options(optimizer)
         if self.consensus is not None:
             self.find_ranks()
             self.consensus.check_step()
@@ -280,6 +281,12 @@ class Engine:
             self.check()
             self._invariants.check(before, grads, result.flags(), self.num_steps, self.report)
         return result
+
+    def refuse_options(self, optimizer: Optimizer | None) -> None:
+        """Refuse what `Stepped.refuse_options` does, of one optimizer or of all. Host only."""
+        for one in self._stepped:
+            if optimizer is None or one.optimizer is optimizer:
+                one.refuse_options()
 
     @property
     def _is_due(self) -> bool:

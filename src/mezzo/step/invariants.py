@@ -357,6 +357,7 @@ def _sums(shares: Sequence[OptimizerGrads], beside_weights: bool = False) -> dic
 
 
 def _useless_options(shares: Sequence[OptimizerGrads]) -> list[str]:
-    """Return the options of groups that are inf or NaN: "lr=nan"."""
-    groups = [group for share in shares for group in share.optimizer.param_groups]
-    return [f"{k}={v}" for group in groups for k, v in group.items() if isinstance(v, float) and not math.isfinite(v)]
+    """Return the options of groups that are inf or NaN: "lr=nan". Syncs: for those that are tensors."""
+    named = [item for share in shares for group in share.optimizer.param_groups for item in group.items()]
+    numbers = [(k, float(v) if isinstance(v, Tensor) and v.numel() == 1 else v) for k, v in named]
+    return [f"{k}={v}" for k, v in numbers if isinstance(v, float) and not math.isfinite(v)]

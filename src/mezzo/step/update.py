@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from ..loss_scale import (
     move_,
     next_state,
 )
-from ..optim import is_hooked, keeps_masters, wrapped_optimizer
+from ..optim import check_finite, is_hooked, keeps_masters, wrapped_optimizer
 from ..policy import ScalingConfig
 from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
@@ -93,6 +94,7 @@ class Stepped:
         self.optimizer, self._inner = optimizer, wrapped_optimizer(optimizer)
         self._parts = {optimizer, self._inner}
         self._is_fused = is_fused(self._inner)
+        self._options: list[object] = []
 
     def decides_on_device(self) -> bool:
         """Whether a step can be left out, or undone, on the device, so that the host need not know. Host only.
@@ -126,6 +128,18 @@ class Stepped:
                 f"step() was called without a closure, and {kind.__name__} computes the loss several times in one step. "
                 "Write amp.step(closure), where closure calls amp.zero_grad(), the model and amp.backward(loss), and returns the loss."
             )
+
+    def refuse_options(self) -> None:
+        """Refuse options that were set, since the last step, to what no update can use. Host only.
+
+        Raises:
+            ConfigError: a rate, decay, eps, momentum or beta that is inf or NaN; nothing was changed.
+        """
+        options = [value for group in self.optimizer.param_groups for value in group.values()]
+        if len(options) != len(self._options) or not all(map(is_, options, self._options)):
+            for group in self.optimizer.param_groups:
+                check_finite(self.optimizer, group)
+            self._options = options
 
 
 @functools.cache
