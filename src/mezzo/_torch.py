@@ -186,6 +186,10 @@ step_hooks: Callable[[Optimizer], tuple[Mapping[int, Any], Mapping[int, Any]]] =
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 )
 """The hooks that run before and after the steps of one optimizer."""
+gradient_hooks: Callable[[Tensor], tuple[Mapping[int, Any] | None, Mapping[int, Any] | None]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+"""The hooks that see the gradient of a tensor, where there are any."""
 
 
 def profiled_step(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from .accumulation import without as without
 from .fused import StepScaling as StepScaling
 from .fused import handing as handing
 from .fused import parameters as parameters
+from .grad_checks import say_hooked as say_hooked
 from .grad_tracker import ask_before_steps as ask_before_steps
 from .scale_state import LastStep as LastStep
 from .scaler import GradScaler as GradScaler

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..errors import ScalerError
+from .._torch import gradient_hooks
+from ..errors import ScalerError, listed
 from ..stamp import Stamp
 from . import messages
 from .fused import parameters
 from .grad_tracker import Entry, GradTracker, Mark
 from .unscale import real_values
+
+_log = logging.getLogger("mezzo.loss_scale")
+_said: WeakSet[Optimizer] = WeakSet()
+
+
+def say_hooked(optimizer: Optimizer, known: Mapping[Tensor, str] | None = None) -> None:
+    """Log, once for an optimizer, which of its gradients go through somebody's hooks while they carry the loss scale.
+
+    Args:
+        optimizer: that is about to step, or did.
+        known: names of parameters.
+
+    Host only.
+    """
+    hooked = [] if optimizer in _said else [p for p in parameters(optimizer) if _is_hooked(p)]
+    if hooked:
+        _said.add(optimizer)
+        labels = {**dict(zip(parameters(optimizer), messages.names(optimizer), strict=True)), **(known or {})}
+        _log.warning(
+            "hooks on %s see gradients multiplied by the loss scale: what they clip, or compare with a number, is off by it, "
+            "and the model may not train. Clip by amp.step(max_norm=...) or amp.step(clip_value=...), or after scaler.unscale_(optimizer), "
+            "or multiply their numbers by the scale; what only copies, masks or averages needs no change.",
+            listed([labels[p] for p in hooked]),
+        )
+
+
+def _is_hooked(param: Tensor) -> bool:
+    hooks = [hook for found in gradient_hooks(param) for hook in (found or {}).values()]
+    return any(
+        [(getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "mezzo") for hook in hooks]
+    )
 
 
 def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:

@@ -210,6 +210,8 @@ class GradScaler(TorchNames):
     def _check(self, optimizer: Optimizer) -> ScaleSnapshot:
         """Refuse gradients that are not what scaled losses left, and return the scale they carry."""
         is_scaled = grad_checks.before_unscale(self._tracker, optimizer)
+        if is_scaled and not self._tracker.knows(optimizer):
+            grad_checks.say_hooked(optimizer)
         captured = self._tracker.captured if is_scaled else None
         return self._live.captured() if captured is None else captured
 

@@ -16,6 +16,7 @@ from ..distributed import checksum
 from ..errors import InvariantError, listed
 from ..formats import widest
 from ..kernels import AUX_STATE, CHUNK, chunks, is_dtensor, local, read_master, values
+from ..loss_scale import say_hooked
 from ..optim import MOMENTS, keeps_masters
 from .gradients import OptimizerGrads
 from .report import StateReport, refuse_differing
@@ -128,6 +129,8 @@ class Invariants:
         )
         if squares:
             self._check_divisor(math.sqrt(squares[""]), facts)
+        for share in shares if facts.scale != 1 else ():
+            say_hooked(share.optimizer, self._names)
         changed = {place for place, total in new.items() if old.get(place) != total}
         for share in skipped:
             self._check_untouched({place for place in changed if place in old}, share)
