@@ -129,7 +129,7 @@ def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_masters_(optimizer: Any, entries: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Give each parameter its aux state out of what was saved of it, and log what was converted. Writes: state, as `take_master_`."""
+    """Give each parameter its aux state out of what was saved of it, and log what was converted. Writes: as `take_master_`. Syncs: no."""
     taken = {p: take_master_(p, entry, optimizer.aux_state(p)[0]) for p, entry in entries.items()}
     for p in [p for p, (aux, _) in taken.items() if aux]:
         optimizer.state[p].update(taken[p][0])
