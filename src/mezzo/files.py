@@ -94,6 +94,10 @@ class FileImage(io.RawIOBase):
         self._memory[begin : self._size] = given
         return given.nbytes
 
+    def contents(self) -> memoryview:
+        """Return what was written, in the memory it lies in."""
+        return memoryview(self._memory)[: self._size]
+
     def save(self, path: Path) -> None:
         """Write a file over what is there, and bring it to the disk; past the page cache where that is possible. Raises: OSError."""
         try:

@@ -265,6 +265,39 @@ def test_a_batch_that_the_loop_writes_over_is_kept_as_it_was(tmp_path: Path, mon
     assert (again.first_different, again.compared) == (None, 4)
 
 
+def damaged(file: Path, at: int) -> None:
+    """Turn one bit of a file, as a disk may."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 64
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["batch", "step", "results", "pt"])
+def test_damage_on_the_disk_is_not_told_as_other_compute(kind: str, tmp_path: Path) -> None:
+    train(tmp_path / "run", batches(6))
+    file = sorted((tmp_path / "run").rglob(f"*.{kind}"))[-1]
+    step, whole = int(file.parent.name) + 1, file.read_bytes()
+    for at in range(0, len(whole), len(whole) // 12):
+        damaged(file, at)
+        try:
+            assert mezzo.replay(tmp_path / "run", step, build).is_healthy  # where the mark of the checksum is hit
+            assert at >= len(whole) - 9
+        except DataError as error:
+            assert f"{str(file)!r} cannot be read as a record: its checksum is not" in str(error)
+        file.write_bytes(whole)
+    damaged(file, len(whole) // 2)
+    assert main(["replay", str(tmp_path / "run"), "--step", f"{step}", "--model", f"{__file__}:build"]) == 2
+    file.write_bytes(whole)
+    assert mezzo.replay(tmp_path / "run", step, build).is_healthy
+
+
+def test_a_record_without_checksums_is_read(tmp_path: Path) -> None:
+    train(tmp_path / "run", batches(6))
+    for file in [f for f in (tmp_path / "run").rglob("*") if f.is_file()]:
+        file.write_bytes(file.read_bytes()[:-9])
+    assert mezzo.replay(tmp_path / "run", 5, build).is_healthy
+
+
 def test_a_file_that_cannot_be_written_is_told_by_its_step(tmp_path: Path) -> None:
     amp = mezzo.prepare(*build()[:2], policy="fp32")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

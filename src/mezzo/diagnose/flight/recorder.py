@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -178,6 +179,7 @@ class Recorder:
     def _land(image: FileImage, segment: Path) -> None:
         """Bring a snapshot to the disk beside training; until it has its name, steps are replayed from the snapshot before."""
         made = segment / (START + PARTIAL)
+        image.write(step_data.seal(zlib.crc32(image.contents())))
         image.save(made)
         os.replace(made, segment / START)
         flush_to_disk(segment)

@@ -1,12 +1,15 @@
 """What a step was made of, as a file: a pickle of plain data and of the bytes of tensors, which is read without running code.
 
-torch.save takes half a millisecond where a training step has emptied the caches since the last call, five times this.
+torch.save takes half a millisecond where a training step has emptied the caches since the last call, five times this. At its
+end stands a checksum, so that what a disk or a copy damaged is not taken for what a run computed.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +18,20 @@ import torch
 from torch import Tensor
 
 from ...errors import DataError
+
+_MARK = b"crc32"
+"""Stands before the checksum; files of earlier records end without both."""
+
+
+class _Summed:
+    """Hands bytes on to a file, and keeps their checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.crc = file, 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return self._file.write(data)
 
 
 class _Writer(pickle.Pickler):
@@ -44,7 +61,22 @@ class _Reader(pickle.Unpickler):
 
 def write(data: Any, file: BinaryIO) -> None:
     """Write nested data with tensors of any device and layout. Raises: OSError. Syncs: for tensors on a device."""
-    _Writer(file, protocol=5).dump(data)
+    summed = _Summed(file)
+    _Writer(summed, protocol=5).dump(data)
+    file.write(seal(summed.crc))
+
+
+def seal(crc: int) -> bytes:
+    """Return what ends a file of a record, given the CRC-32 of all before it. Host only."""
+    return _MARK + crc.to_bytes(4, "little")
+
+
+def _check(file: BinaryIO) -> None:
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as held:
+        if held[-9:-4] == _MARK and held[-9:] != seal(zlib.crc32(held[:-9])):
+            raise ValueError(
+                "its checksum is not that of what was written: the file was damaged since. Give another copy of it."
+            )
 
 
 def read(path: Path, load: Callable[[BinaryIO], Any] = lambda file: _Reader(file).load()) -> Any:
@@ -55,6 +87,7 @@ def read(path: Path, load: Callable[[BinaryIO], Any] = lambda file: _Reader(file
     """
     try:
         with path.open("rb") as file:
+            _check(file)
             return load(file)
     except Exception as failure:  # whatever a damaged file makes of the unpickler
         raise DataError(f"{str(path)!r} cannot be read as a record: {failure}") from failure
