@@ -111,6 +111,7 @@ class StepFidelity:
         parameters: in the order of the model.
         flops: floating-point operations of the step, in any format.
         unseen: (kernel, calls) of ops that have no fp32 counterpart; their results count as exact.
+        flaw: why the step says nothing of its agreement, such as a loss that is NaN in fp32 too; empty if it does.
     """
 
     policy: str
@@ -124,6 +125,7 @@ class StepFidelity:
     parameters: tuple[GradientError, ...]
     flops: int
     unseen: tuple[tuple[str, int], ...]
+    flaw: str
 
     @property
     def low_flops(self) -> int:

@@ -42,11 +42,6 @@ class CompareReport(Report):
         """Ops by the error they add themselves, the worst first."""
         return tuple(sorted(self.measurement.ops, key=lambda op: -op.local_share))
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the gradients (without gradients: the outputs) are near enough to fp32."""
-        return self.measurement.figure >= GOOD_DB
-
     def document(self) -> Document:
         """Return the layout."""
         m = self.measurement
@@ -59,13 +54,15 @@ class CompareReport(Report):
         return Document(
             title=f"mezzo compare of {self.model} under {m.policy} with fp32",
             verdict=self._verdict(),
-            is_good=self.is_healthy,
+            is_good=m.figure >= GOOD_DB and not m.flaw,
             blocks=tuple(blocks),
             details=tuple(_charts(m.modules)),
         )
 
     def _verdict(self) -> str:
         m = self.measurement
+        if m.flaw:
+            return f"Not enough seen: {m.flaw}, so nothing can be told of what the policy adds."
         what = "outputs" if m.gradients is None else "gradients"
         best = (
             f"best rule: {self.proposals[0].edit} ({_db(self.proposals[0].gain, sign=True)})"

@@ -122,6 +122,17 @@ def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[Gradi
     )
 
 
+def _flaw(mode: ComparingMode, gradients: list[tuple[str, Tensor]], loss: Tensor, tally: Tally) -> str:
+    """Say why a step tells nothing of its agreement with fp32; empty if it does. Syncs: yes."""
+    named = [("loss", loss), *((f"gradient of {name}", gradient) for name, gradient in gradients)]
+    wide = [(name, t if (full := mode.fp32.full(t)) is None else full) for name, t in named]
+    bad = [name for name, t in wide if not t.isfinite().all()]
+    if bad:
+        return f"the {bad[0]} is not finite in fp32 either"
+    kind = "gradient" if gradients else "output"
+    return "" if tally.signal[2] or tally.noise[2] else f"every {kind} is 0 in fp32 and under the policy"
+
+
 def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy, scale: float) -> StepFidelity:
     """Run one step under a policy and say how far each part of it is from fp32. Writes: nothing. Syncs: yes."""
     with preserve_state(model), bind_copy(model, policy) as bound:
@@ -132,7 +143,8 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         with _open_kernels(device_of(model)), mode.watching():
             loss = loss_of(bound, batch, loss_fn)
             _backward(loss, scale)
-        each = [(name, _weight_error(mode, p.grad)) for name, p in bound.named_parameters() if p.grad is not None]
+        grads = [(name, p.grad) for name, p in bound.named_parameters() if p.grad is not None]
+        each = [(name, _weight_error(mode, grad)) for name, grad in grads]
         mode.count_result(loss)
         reference = mode.fp32.full(loss)
     gradients = Tally()
@@ -150,6 +162,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         parameters=_gradient_errors(each, gradients),
         flops=mode.flops,
         unseen=tuple(mode.unseen.items()),
+        flaw=_flaw(mode, grads, loss, gradients if grads else mode.outputs),
     )
 
 
@@ -213,7 +226,7 @@ def compare(
     def again(edit: str) -> StepFidelity:
         return measure(model, batch, loss_fn, Policy.parse(f"{chosen}, {edit}"), scale)
 
-    trials = Trials(found, again, tries)
+    trials = Trials(found, again, 0 if found.flaw else tries)
     return CompareReport(
         model=type(model).__name__,
         measurement=found,

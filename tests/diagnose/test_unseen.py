@@ -1,0 +1,86 @@
+"""Nothing is called healthy that was not looked at: batches of NaN, batches without rows, steps that do not go backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.diagnose.test_agreement import square
+from torch import Tensor, nn
+
+import mezzo
+import mezzo.diagnose as diagnose
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+NAN, EMPTY = X * float("nan"), X[:0]
+
+
+def total(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss that is 0 where there are no rows, and not NaN."""
+    return model(x).float().square().sum()
+
+
+def undefined(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) * 0 / 0).mean()
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def frozen() -> nn.Module:
+    return net().requires_grad_(False)
+
+
+class Branches(nn.Module):
+    """A sum of a branch that 16 bit rounds and one that is NaN in any format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + (self.b(x) * 0).log() * 0
+
+
+class Slope(nn.Module):
+    """A finite loss whose gradient is NaN in any format: that of a root at 0, times 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + (self.b * 0).sqrt()
+
+
+def said(report: mezzo.diagnose.Report) -> str:
+    """The verdict of a report that is not healthy, on one line."""
+    assert not report.is_healthy and not report.document().is_good
+    assert report.document().verdict.split(":")[0] in " ".join(str(report).split())
+    return report.document().verdict
+
+
+COMPARED = {
+    "NaN": (net(), NAN, None, "the loss is not finite in fp32 either"),
+    "empty": (net(), EMPTY, None, "the loss is not finite in fp32 either"),
+    "empty, summed": (net(), EMPTY, total, "every gradient is 0 in fp32"),
+    "empty, frozen": (frozen(), EMPTY, total, "every output is 0 in fp32"),
+    "a loss of NaN": (net(), X, undefined, "the loss is not finite in fp32 either"),
+    "one branch": (Branches(), X, lambda m, x: m(x).mean(), "the loss is not finite in fp32 either"),
+    "a gradient": (Slope(), X, square, "the gradient of b is not finite in fp32 either"),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", COMPARED)
+def test_compare(case: str, policy: str) -> None:
+    model, batch, loss_fn, why = COMPARED[case]
+    report = diagnose.compare(model, batch, loss_fn, policy)
+    assert said(report).startswith(f"Not enough seen: {why}")
+    assert report.proposals == report.tried == ()
+
+
+def test_compare_where_the_policy_alone_is_not_finite() -> None:
+    report = diagnose.compare(net(), X * 1e6, square, "fp16", tries=2)
+    assert said(report).startswith("The gradients agree with fp32 to -inf dB")
