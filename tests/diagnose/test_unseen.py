@@ -84,3 +84,30 @@ def test_compare(case: str, policy: str) -> None:
 def test_compare_where_the_policy_alone_is_not_finite() -> None:
     report = diagnose.compare(net(), X * 1e6, square, "fp16", tries=2)
     assert said(report).startswith("The gradients agree with fp32 to -inf dB")
+
+
+SAME = {
+    "NaN": (NAN, None, "output 0"),
+    "empty": (EMPTY, None, "output 0"),
+    "NaN, loss": (NAN, square, "loss"),
+    "empty, loss": (EMPTY, square, "loss"),
+    "empty, summed": (EMPTY, total, "loss"),
+    "one row of NaN": (torch.cat([X, NAN[:1]]), None, "output 0"),
+    "zeros of NaN": (X, undefined, "loss"),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_mismatch(case: str) -> None:
+    batch, loss_fn, name = SAME[case]
+    b = net(0 if case == "one row of NaN" else 1)
+    assert said(diagnose.mismatch(net(), b, batch, loss_fn)).startswith(f"Not enough seen: {name}")
+
+
+def test_mismatch_of_masks_and_empty_outputs_agrees() -> None:
+    model = net()
+
+    def masked(x: Tensor) -> tuple[Tensor, Tensor]:
+        return model(x).masked_fill(torch.eye(4, dtype=torch.bool), -torch.inf), x[:0]
+
+    assert diagnose.mismatch(masked, masked, X).is_healthy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -176,6 +177,7 @@ def _gap(name: str, a: Tensor, b: Tensor) -> OutputGap:
         largest=float(gap.max()) if gap.numel() else 0.0,
         kl_mean=float(kl.mean()) if kl.numel() else 0.0,
         kl_max=float(kl.max()) if kl.numel() else 0.0,
+        signal=float(sum(t.nan_to_num(math.nan, 0.0, 0.0).abs().sum() for t in (x, y))),
     )
 
 

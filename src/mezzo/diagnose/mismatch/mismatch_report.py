@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ...errors import listed
 from ...report import Block, Chart, Document, Heading, Pairs, Report, Series, Table
 from ...trace import Frame, source_line
 from .parting import Cause
@@ -68,6 +69,7 @@ class OutputGap:
         largest: largest difference of an element.
         kl_mean: Kullback-Leibler divergence of the softmax over the last dimension, b from a, in nats, mean over rows.
         kl_max: likewise, the largest row.
+        signal: sum of finite magnitudes in a and b; NaN where an element of either is.
     """
 
     name: str
@@ -75,6 +77,7 @@ class OutputGap:
     largest: float
     kl_mean: float
     kl_max: float
+    signal: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +105,13 @@ class MismatchReport(Report):
     ops: tuple[int, int]
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether the two agree but for rounding."""
-        return self.finding is None
+    def unseen(self) -> str:
+        """What keeps two that do not part from being called equal; empty if nothing does."""
+        if nan := [o.name for o in self.outputs if math.isnan(o.signal)]:
+            return f"{listed(nan)} held NaN, which hides whatever differs there"
+        names = listed([o.name for o in self.outputs])
+        is_empty = not any(o.signal for o in self.outputs)
+        return f"{names} of both held no number but 0, which hides whatever differs before" if is_empty else ""
 
     def document(self) -> Document:
         """Return the layout."""
@@ -120,13 +127,15 @@ class MismatchReport(Report):
         return Document(
             title=f"mezzo mismatch: {self.ops[0]:,} ops in a, {self.ops[1]:,} in b",
             verdict=self._verdict(),
-            is_good=self.is_healthy,
+            is_good=self.finding is None and not self.unseen,
             blocks=tuple(blocks),
             details=tuple(_growth(self.growth)),
         )
 
     def _verdict(self) -> str:
         gap = max((o.difference for o in self.outputs), default=0.0)
+        if self.finding is None and self.unseen:
+            return f"Not enough seen: {self.unseen}."
         if self.finding is None:
             return f"They agree: in fp64 both give the same, and the difference of {gap:.2g} is rounding."
         f = self.finding
