@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import mezzo
 import mezzo.diagnose as diagnose
+from mezzo.cli.main import main
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 NAN, EMPTY = X * float("nan"), X[:0]
@@ -61,6 +62,35 @@ def said(report: mezzo.diagnose.Report) -> str:
     return report.document().verdict
 
 
+LINTED = {
+    "NaN": (net(), NAN, None, "Faulty: inherited in addmm, forward, module 0"),
+    "empty": (net(), EMPTY, None, "Faulty: singularity in mean"),
+    "empty, summed": (net(), EMPTY, total, "Not enough seen: every output and gradient was 0 or empty."),
+    "a loss of NaN": (net(), X, undefined, "Faulty: singularity in div"),
+    "frozen": (frozen(), X, None, "Not enough seen: nothing went backward. Looked at: 1 forward, 0 backwards"),
+    "NaN, no weights": (nn.Softmax(-1), NAN, None, "Faulty: inherited in softmax"),
+}
+
+
+@pytest.mark.parametrize("case", LINTED)
+def test_lint(case: str) -> None:
+    model, batch, loss_fn, verdict = LINTED[case]
+    assert said(diagnose.lint(model, batch, loss_fn)).startswith(verdict)
+
+
+def test_lint_in_inference_mode() -> None:
+    with torch.inference_mode():
+        assert "nothing went backward" in said(diagnose.lint(net(), X))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_lint_of_what_is_healthy(policy: str) -> None:
+    # at the first scale of fp16 the gradients overflow, which a scaler mends
+    assert diagnose.lint(net(), X, lambda m, x: 1e4 * total(m, x), policy).is_healthy
+    report = diagnose.lint(nn.Softmax(-1), X, None, policy)
+    assert report.is_healthy and "ops of one forward pass broke no lint rule" in str(report)
+
+
 COMPARED = {
     "NaN": (net(), NAN, None, "the loss is not finite in fp32 either"),
     "empty": (net(), EMPTY, None, "the loss is not finite in fp32 either"),
@@ -111,3 +141,24 @@ def test_mismatch_of_masks_and_empty_outputs_agrees() -> None:
         return model(x).masked_fill(torch.eye(4, dtype=torch.bool), -torch.inf), x[:0]
 
     assert diagnose.mismatch(masked, masked, X).is_healthy
+
+
+def test_doctor_of_a_model_that_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", f"{__file__}:frozen_subject", "--policy", "bf16"]) == 3
+    assert "Not enough seen: nothing went backward" in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "--model", f"{__file__}:nan_subject", "--policy", "bf16"]) == 1
+
+
+def frozen_subject() -> tuple[nn.Module, Tensor]:
+    return frozen(), X
+
+
+def nan_subject() -> tuple[nn.Module, Tensor]:
+    return net(), NAN
+
+
+def test_a_trace_of_a_batch_without_rows() -> None:
+    model = net()
+    with diagnose.trace(model) as t:
+        total(model, EMPTY).backward()
+    assert said(t.report).startswith("Not enough seen: every output and gradient was 0 or empty.")

@@ -110,7 +110,7 @@ def run(argv: Sequence[str]) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         if options.model is not None:
             report: Report = check_up(options.model, options.policy)
-            code = HEALTHY if report.is_healthy else FAULTY
+            code = HEALTHY if report.is_healthy else UNSEEN if report.document().is_unseen else FAULTY
         else:
             traced = trace_script(
                 options.script,

@@ -24,24 +24,32 @@ class LintReport(Report):
         policy: the policy's text, empty where the model ran as it is.
         warnings: in the order they were seen.
         ops: number of ops looked at.
+        has_backward: the step went backward.
+        flaw: what the trace of the step says instead of "healthy", as where it met NaN or did not go backward; else empty.
     """
 
     model: str
     policy: str
     warnings: tuple[LintWarning, ...]
     ops: int
+    has_backward: bool
+    flaw: str
 
     def document(self) -> Document:
         """Return the layout."""
         count = len(self.warnings)
-        clean = f"Clean: {self.ops:,} ops of one forward and backward pass broke no lint rule."
-        verdict = f"{count} lint rule{'s' * (count != 1)} broken." if count else clean
+        passes = "forward and backward" if self.has_backward else "forward"
+        clean = f"Clean: {self.ops:,} ops of one {passes} pass broke no lint rule."
+        verdict = f"{count} lint rule{'s' * (count != 1)} broken." if count else self.flaw or clean
         under_policy = f" under {self.policy}" if self.policy else ""
         blocks: list[Block] = []
         for warning in self.warnings:
             blocks += lint_blocks(warning)
         return Document(
-            title=f"mezzo lint of {self.model}{under_policy}", verdict=verdict, is_good=not count, blocks=tuple(blocks)
+            title=f"mezzo lint of {self.model}{under_policy}",
+            verdict=verdict,
+            is_good=not count and not self.flaw,
+            blocks=tuple(blocks),
         )
 
 
@@ -91,11 +99,16 @@ def lint(
                 scaled = loss * scale_of(chosen, device_of(model))
                 with torch.autocast(loss.device.type, enabled=False):
                     scaled.backward()  # type: ignore[no-untyped-call]  # torch's own
+    found = trace.report
     # without a policy, the caller's scaler is not known here
-    lints = [x for x in trace.record.lints if chosen is not None or x.rule != "no-loss-scale"]
+    lints = [x for x in found.record.lints if chosen is not None or x.rule != "no-loss-scale"]
+    # without weights there is nothing that could go backward
+    is_told = found.faults or (found.unseen and any(True for _ in model.parameters()))
     return LintReport(
         model=type(model).__name__,
         policy="" if chosen is None else str(chosen),
         warnings=tuple(explain_lint(x) for x in lints),
-        ops=trace.record.ops,
+        ops=found.record.ops,
+        has_backward=loss.requires_grad,
+        flaw=found.document().verdict if is_told else "",
     )

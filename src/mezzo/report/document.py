@@ -152,6 +152,11 @@ class Document:
     blocks: tuple[Block, ...]
     details: tuple[Block, ...] = ()
 
+    @property
+    def is_unseen(self) -> bool:
+        """Whether the verdict is that too little was seen for another."""
+        return self.verdict.startswith("Not enough seen")
+
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 

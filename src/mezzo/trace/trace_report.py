@@ -66,7 +66,8 @@ class TraceReport(Report):
             return "nothing went backward"
         if r.skipped > _HALVINGS and not r.updates:
             return f"the loss scaler left out every step ({r.skipped})"
-        return ""
+        is_empty = r.sizes and not any(s.amax or s.nonfinite for s in r.sizes)
+        return "every output and gradient was 0 or empty" if is_empty else ""
 
     @property
     def seen(self) -> str:

@@ -128,8 +128,9 @@ class CheckUp(Report):
         for d in documents:
             blocks.append(Heading(text=f"{d.title}: {d.verdict}", tone="plain" if d.is_good else "bad"))
             blocks += d.blocks
-        bad = [d.title for d in documents if not d.is_good]
-        verdict = f"To look at: {', '.join(bad)}." if bad else "Nothing to change."
+        bad = [d for d in documents if not d.is_good]
+        answer = "Not enough seen" if all(d.is_unseen for d in bad) else "To look at"
+        verdict = f"{answer}: {', '.join(d.title for d in bad)}." if bad else "Nothing to change."
         return Document(title=f"mezzo doctor of {self.subject}", verdict=verdict, is_good=not bad, blocks=tuple(blocks))
 
 
