@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
 from tests.diagnose.test_agreement import square
@@ -141,6 +144,21 @@ def test_mismatch_of_masks_and_empty_outputs_agrees() -> None:
         return model(x).masked_fill(torch.eye(4, dtype=torch.bool), -torch.inf), x[:0]
 
     assert diagnose.mismatch(masked, masked, X).is_healthy
+
+
+def test_explain() -> None:
+    assert said(diagnose.explain(net(), EMPTY, "bf16", budget_s=0)).startswith(
+        "Not enough seen: no product had elements"
+    )
+    report = diagnose.explain(nn.LayerNorm(8), X, "bf16", budget_s=0)
+    assert report.is_healthy and report.verdict().startswith("Nothing runs in 16 bit")
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.inference_mode])
+def test_explain_says_whether_the_step_went_backward(context: Callable[[], nullcontext[None]]) -> None:
+    with context():
+        assert diagnose.explain(net(), X, "bf16", budget_s=0).has_backward == (context is nullcontext)
+    assert not diagnose.explain(frozen(), X, "bf16", budget_s=0).has_backward
 
 
 def test_doctor_of_a_model_that_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:

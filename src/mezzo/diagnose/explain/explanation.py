@@ -97,8 +97,14 @@ class Explanation(Report):
         """How many times faster the step was measured to be; 1 where nothing was timed."""
         return self.fp32_s / self.policy_s if self.policy_s else 1.0
 
+    @property
+    def _flops(self) -> list[int]:
+        return [n for row in self.rows for _, n in row.flops]
+
     def verdict(self) -> str:
         """Say whether the policy pays here, and why or why not."""
+        if self._flops and not sum(self._flops):
+            return "Not enough seen: no product had elements."
         if not self.low_share:
             return "Nothing runs in 16 bit: the policy changes no product of this model."
         measured = f"{self.gain:.2f}x, measured" if self.policy_s else "not measured"
@@ -109,7 +115,7 @@ class Explanation(Report):
             reasons.append(f"the device has no units for the format ({self.native_reason})")
         if self.low_share < 0.5:
             reasons.append(f"only {self.low_share:.0%} of the operations run in 16 bit")
-        if self.native and self.policy_s and sum(n for r in self.rows for _, n in r.flops) / self.policy_s < 1e10:
+        if self.native and self.policy_s and sum(self._flops) / self.policy_s < 1e10:
             graph = "" if self.device == "cpu" else ", or replay the step in one launch with amp.capture"
             way = f"use a larger batch or torch.compile{graph}"
             reasons.append(f"the step is bound by launching ops, not by arithmetic: {way}")
@@ -119,7 +125,7 @@ class Explanation(Report):
 
     def document(self) -> Document:
         """Return the layout."""
-        flops = sum(n for r in self.rows for _, n in r.flops)
+        flops = sum(self._flops)
         facts = Pairs(
             pairs=(
                 ("device", f"{self.device}: {self.native_reason}"),
@@ -148,7 +154,7 @@ class Explanation(Report):
             title=f"mezzo explain of {self.model} under {self.policy}",
             verdict=self.verdict(),
             # slow is not faulty
-            is_good=True,
+            is_good=bool(flops) or not self._flops,
             blocks=(facts, table, *notes),
         )
 
@@ -183,11 +189,11 @@ def _row(name: str, cls: str, c: Counts) -> ModuleRow:
     return ModuleRow(module=name, cls=cls, ping_pong=c.ping_pong, **data)
 
 
-def _count(model: nn.Module, run: Callable[[], None]) -> dict[str, Counts]:
+def _count(model: nn.Module, run: Callable[[], None]) -> OpCounter:
     counter = OpCounter(TraceContext(model, 0, lambda _: None, lambda *_: None), model)
     with counter.watching():
         run()
-    return counter.counts
+    return counter
 
 
 def _seconds(run: Callable[[], None], device: torch.device, budget_s: float) -> float:
@@ -258,7 +264,7 @@ def explain(
     with preserve_state(model):
         with bind_copy(model, chosen) as runnable:
             run = _step(runnable, batch, loss_fn, scale_of(chosen, device))
-            counts = _count(runnable, run)
+            counted = _count(runnable, run)
             if budget_s:
                 seconds["policy"] = _seconds(run, device, budget_s)
         if budget_s:
@@ -270,8 +276,8 @@ def explain(
         device=str(device),
         native=native.native,
         native_reason=f"{dtype_name(compute)}: {native.reason}",
-        rows=tuple(_row(name, classes.get(name, ""), c) for name, c in counts.items()),
+        rows=tuple(_row(name, classes.get(name, ""), c) for name, c in counted.counts.items()),
         fp32_s=seconds["fp32"],
         policy_s=seconds["policy"],
-        has_backward=model.training,
+        has_backward=counted.has_backward,
     )

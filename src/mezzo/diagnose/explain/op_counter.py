@@ -58,6 +58,7 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     Attributes:
         counts: by module name.
+        has_backward: an op of a backward pass ran.
 
     Syncs: no.
     """
@@ -66,6 +67,7 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         super().__init__(context)
         self._weights = {storage_id(p) for p in model.parameters()}
         self.counts: dict[str, Counts] = {}
+        self.has_backward = False
 
     def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and count it."""
@@ -75,6 +77,7 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if not facts.makes_nothing and isinstance(result, Tensor) and result.is_floating_point():
             site = self.context.site(facts.name)
             counts = self.counts.setdefault(site.module, Counts())
+            self.has_backward |= site.phase == "backward"
             if facts.name == "to":
                 self._cast(counts, site, args[0], result)
             else:
@@ -100,7 +103,7 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         counts: Counts, site: Site, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         flops = flops_of(func, args, kwargs, out)
-        if not flops:
+        if not flops and op_facts(func).name not in _PRODUCTS:
             return
         operands = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         dtype = operands[-1].dtype
