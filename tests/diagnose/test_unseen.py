@@ -175,6 +175,54 @@ def nan_subject() -> tuple[nn.Module, Tensor]:
     return net(), NAN
 
 
+def train(model: nn.Module, batch: Tensor, loss_fn: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+
+
+def test_watch_of_steps_that_are_all_skipped() -> None:
+    model = net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    with diagnose.watch(amp, every=1) as w:
+        amp.backward(undefined(model, X))
+        amp.step()
+    assert said(w.report) == "Not enough seen: no sampled step was taken."
+
+
+def test_watch_of_a_loss_of_nan_in_a_loop_of_ones_own() -> None:
+    model = net()
+    with diagnose.watch(model, every=10) as w:
+        train(model, X, undefined)
+    assert any("gradient 2.weight: 64 of 64 sampled values are inf or NaN" in text for text in w.report.warnings)
+
+
+def test_watch_of_a_batch_without_rows() -> None:
+    model = net()
+    with diagnose.watch(model, every=10) as w:
+        train(model, EMPTY, lambda m, x: total(m, x) + sum(p.sum() for p in m.parameters()))
+    assert said(w.report) == "Not enough seen: no activation was sampled."
+
+
+def test_watch_of_a_model_that_was_compiled_before() -> None:
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    train(compiled, X, total)
+    with diagnose.watch(model, every=1) as w:
+        train(compiled, X, total)
+    assert said(w.report) == "Not enough seen: no activation was sampled."
+
+
+@pytest.mark.parametrize("loss_fn", [square, total])
+def test_watch_of_what_is_healthy(loss_fn: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = net()
+    with diagnose.watch(model, every=10) as w:
+        train(model, X, loss_fn)
+    assert w.report.is_healthy and str(w.report).splitlines()[1] == "Healthy: 2 steps, one in 10 sampled."
+
+
 def test_a_trace_of_a_batch_without_rows() -> None:
     model = net()
     with diagnose.trace(model) as t:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
 
+from ...errors import listed
 from ...formats import FORMATS
 from ...report import Band, Block, Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Table
 from ...trace import BIAS, BINS, Histogram, largest_scale, number
@@ -120,12 +121,14 @@ class WatchReport(Report):
         """What is about to be lost or is, in sentences."""
         fmt = FORMATS[self.compute]
         texts = list(self._of_steps())
+        # a loss scaler leaves out the steps whose gradients are not finite
+        is_all_taken = self.sampled == math.ceil(self.num_steps / self.every)
         for t in self.tensors:
             h = t.histogram
             seen = h.zeros + h.numbers + h.nonfinite
             if t.kind == "activation" and h.headroom(fmt) < _WARN_HEADROOM:
                 texts.append(f"output of {t.name}: less than one binade below the largest {self.compute} number.")
-            if h.nonfinite and t.kind != "gradient":
+            if h.nonfinite and (t.kind != "gradient" or is_all_taken):
                 texts.append(f"{t.kind} {t.name}: {h.nonfinite} of {seen} sampled values are inf or NaN.")
             if t.kind == "gradient" and (flushed := h.flushed(fmt)) > _WARN_SHARE:
                 texts.append(
@@ -162,9 +165,17 @@ class WatchReport(Report):
         bearable = largest_scale(self.total("gradient"), FORMATS["fp16"]) * self.loss_scale
         return f"{number(self.loss_scale)}; the sampled gradients would fit fp16 up to {number(bearable)}"
 
+    @property
+    def unseen(self) -> str:
+        """What keeps a report without a warning from saying that the run is healthy; empty if nothing does."""
+        if not self.num_steps or not self.sampled:
+            return "no sampled step was taken" if self.num_steps else "no step was taken"
+        missing = [kind for kind in KINDS if all(t.kind != kind for t in self.tensors)]
+        return f"no {listed(missing)} was sampled" if missing else ""
+
     def _health(self) -> str:
-        if not self.num_steps:
-            return "Not enough seen: no step was taken."
+        if self.unseen:
+            return f"Not enough seen: {self.unseen}."
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
         return f"Healthy: {self.num_steps} step{'s' * (self.num_steps != 1)}{skipped}, one in {self.every} sampled."
 
@@ -183,7 +194,7 @@ class WatchReport(Report):
         return Document(
             title=f"mezzo watch of {self.model}" + (f" under {self.policy}" if self.policy else ", not prepared"),
             verdict=verdict,
-            is_good=not warnings and self.num_steps > 0,
+            is_good=not warnings and not self.unseen,
             blocks=tuple(blocks),
             details=tuple(details),
         )
