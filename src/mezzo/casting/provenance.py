@@ -7,20 +7,22 @@ import itertools
 import linecache
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from traceback import walk_stack
 from types import FrameType, ModuleType, TracebackType
 from typing import TypeGuard
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Module
 
-from .._torch import own_buffers, own_parameters
+from .._torch import own_buffers, own_modules, own_parameters
 from ..errors import first_line
 from ..formats import describe
 from ..policy import OpRow, Rule, known_ops, op_table
-from . import index_writes
 
 _MISMATCH = re.compile(
     r"(expected|expect) .*(scalar type|m1 and m2|mat1 and mat2|self and mat2|same dtype|dtype|(Half|BFloat16|Float|Double)\b)"
@@ -53,6 +55,12 @@ _IN_FP32 = (
     "`with torch.autocast(x.device.type, enabled=False):`."
 )
 _DISTRIBUTIONS = os.path.join("torch", "distributions")
+_RELAYS_OF_TORCH = "nn/modules/module.py overrides.py _ops.py autograd/function.py utils/_contextlib.py _dynamo".split()
+_RELAYS = (
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),  # mezzo itself
+    *[os.path.join(os.path.dirname(torch.__file__), os.path.normpath(file)) for file in _RELAYS_OF_TORCH],
+)
+"""Files whose frames only pass on what somebody else called."""
 _DTYPE = re.compile(r"dtype|data type|scalar type|Half|BFloat16|Float|primitive", re.IGNORECASE)
 _INTEGER = re.compile(r"\b(Long|Int|Byte|Bool)\b")  # an index or a class that is no integer, whatever a region casts
 _OPERATORS = {
@@ -104,28 +112,26 @@ def module_path(frames: Sequence[FrameType]) -> str | None:
     running = [frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), Module)]
     if not running:
         return None
-    root, inner = running[0], running[-1]
-    name = next((name for name, module in root.named_modules() if module is inner), "")
+    inner = running[-1]
+    name = next((name for root in running for name, module in root.named_modules() if module is inner), "")
     return f"{name or 'the root'} ({type(inner).__name__})"
 
 
-def _frames_of(traceback: TracebackType | None) -> list[tuple[FrameType, int, int]]:
-    found = []
-    while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno, traceback.tb_lasti))
-        traceback = traceback.tb_next
-    kernel = next(
-        (i for i, (frame, _, _) in enumerate(found) if frame.f_code.co_filename == index_writes.__file__), None
-    )
-    return found[:kernel]  # without what a kernel of mezzo's called
+def _frames_of(traceback: TracebackType) -> list[tuple[FrameType, int, int]]:
+    """Return all frames with line and instruction, from the outermost on, also those in which the error has not arrived yet."""
+    outside = list(walk_stack(traceback.tb_frame))[:0:-1]
+    found = [(frame, line, frame.f_lasti) for frame, line in outside]
+    inside: TracebackType | None = traceback
+    while inside is not None:
+        found.append((inside.tb_frame, inside.tb_lineno, inside.tb_lasti))
+        inside = inside.tb_next
+    return found
 
 
-def _stack(innermost: FrameType | None) -> list[FrameType]:
-    found: list[FrameType] = []
-    while innermost is not None:
-        found.append(innermost)
-        innermost = innermost.f_back
-    return found[::-1]
+def _calling(frames: Sequence[tuple[FrameType, int, int]]) -> Sequence[tuple[FrameType, int, int]]:
+    """Return frames up to the line that called the op, without what of mezzo's and torch's only passes calls on."""
+    last = next((i for i in reversed(range(len(frames))) if not frames[i][0].f_code.co_filename.startswith(_RELAYS)), 0)
+    return frames[: last + 1]
 
 
 def _evaluate(node: ast.expr, frame: FrameType) -> object:
@@ -137,11 +143,7 @@ def _evaluate(node: ast.expr, frame: FrameType) -> object:
         if isinstance(owner, ModuleType):
             return getattr(owner, node.attr, None)
         if isinstance(owner, Module):
-            return (
-                own_parameters(owner).get(node.attr)
-                if node.attr in own_parameters(owner)
-                else own_buffers(owner).get(node.attr)
-            )
+            return {**own_parameters(owner), **own_buffers(owner), **own_modules(owner)}.get(node.attr)
     return None
 
 
@@ -184,16 +186,10 @@ def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: It
     if not is_mismatch(error):
         return None
     got = ", ".join(describe(t) for t in _flat(values))
-    path = module_path(_stack(_caller()))
+    path = module_path([frame for frame, _ in walk_stack(sys._getframe())][::-1])
     rule = f"its rule is {row.rule}" if row is not None else "it has no rule, so its inputs came as they were"
     where = f" in module {path}" if path else ""
     return f"{op} got {got}{where}; {rule}. torch says: {first_line(error)}\n  {_fix(error, op)}"
-
-
-def _caller() -> FrameType | None:
-    import sys
-
-    return sys._getframe(2)
 
 
 def traceback_message(error: BaseException, traceback: TracebackType | None) -> str | None:
@@ -209,10 +205,12 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
     path = module_path([f for f, _, _ in frames])
     where = f"in module {path}" if path else ""
     if isinstance(error, RuntimeError):
-        frame, _, instruction = frames[-1]
-        return _sentence(error, frames, where, _fix(error, _op_at(frame, instruction)))
+        calling = _calling(frames)
+        ops = [_op_at(frame, instruction) for frame, _, instruction in frames[len(calling) - 1 :]]
+        op = next((op for op in ops[::-1] if op in known_ops()), ops[0])
+        return _sentence(error, calling, where, _fix(error, op))
     inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
-    return _sentence(error, frames[:inside], where, _IN_FP32)
+    return _sentence(error, _calling(frames[:inside]), where, _IN_FP32)
 
 
 def backward_message(error: BaseException) -> str | None:
@@ -220,9 +218,9 @@ def backward_message(error: BaseException) -> str | None:
 
     Syncs: no.
     """
-    if not is_mismatch(error):
+    if error.__traceback__ is None or not is_mismatch(error):
         return None
-    frames = _frames_of(error.__traceback__)
+    frames = _calling(_frames_of(error.__traceback__))
     contexts = [
         value for frame, _, _ in frames for value in frame.f_locals.values() if isinstance(value, BackwardCFunction)
     ]
@@ -263,5 +261,6 @@ def _op_at(frame: FrameType, instruction: int) -> str | None:
 
 
 def _callee(node: ast.expr, frame: FrameType) -> str | None:
-    name = getattr(_evaluate(node, frame), "__name__", None)
-    return node.attr if name is None and isinstance(node, ast.Attribute) else name
+    called = _evaluate(node, frame)
+    attribute = node.attr if isinstance(node, ast.Attribute) and not isinstance(called, Module) else None
+    return getattr(called, "__name__", attribute)
