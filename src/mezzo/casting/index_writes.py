@@ -3,7 +3,8 @@
 torch refuses two floating dtypes there, in a region too, and in some ops more that have no rule: products of vectors, `lerp`,
 weighted bags of embeddings, products of sparse matrices, quantisation in training. Its dispatcher asks the kernels of this file, at the
 keys of autocast where torch has none of its own, from the first region on: what torch answers by itself is not changed. Nor is it
-for matrices in compressed layouts (CSR, CSC) on a CPU, whose 16-bit products, without a kernel there, are made in fp32.
+for matrices in compressed layouts (CSR, CSC) on a CPU, whose 16-bit products, without a kernel there, are made in fp32. The fused layer of
+`nn.TransformerEncoder`, of which torch casts some products of nested tensors and not the others, runs in 16 bit there.
 """
 
 from __future__ import annotations
@@ -107,10 +108,6 @@ def _fitting_kernel(op: Any, fit: Callable[..., tuple[Any, ...]]) -> Callable[..
     return run
 
 
-_COMPRESSED = ("mm", "addmm", "addmv.out")
-"""Products of a compressed matrix that torch has on a CPU in fp32 and fp64 alone; all others, and their gradients, are made of these."""
-
-
 def _product_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
     """Return a kernel that takes 16 bit in fp32, rounded once, and leaves the rest to torch's."""
 
@@ -127,16 +124,36 @@ def _product_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
     return run
 
 
+def _nested_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
+    """Return a kernel that takes all tensors in the dtype of the region it is in, without casts of its parts. Syncs: no."""
+
+    @dynamo_skip_frame
+    def run(keys: torch.DispatchKeySet, *given: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            low = torch.get_autocast_dtype("cpu")
+            given = tuple(t.to(low) if isinstance(t, Tensor) and t.dtype in _CASTS else t for t in given)
+        with without_autocast():
+            return torchs.call_boxed(keys, *given)
+
+    return run
+
+
+_ON_CPU = (
+    *[(called, "SparseCsrCPU", _product_kernel) for called in ("mm", "addmm", "addmv.out")],
+    ("_transformer_encoder_layer_fwd", "NestedTensorCPU", _nested_kernel),
+)
+"""Products of a compressed matrix, of which all others, and their gradients, are made; the layer of an encoder that is given padding in evaluation."""
+
+
 @lru_cache
-def _take_compressed_products() -> None:
-    """Give a CPU the 16-bit products of compressed matrices. Writes: torch's dispatcher. Host only."""
+def _take_layouts() -> None:
+    """Give a CPU kernels that take 16 bit in layouts in which torch's do not, or not in a region. Writes: torch's dispatcher. Host only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch's kernel is replaced: it is called for what it takes
-        for called in _COMPRESSED:
+        for called, key, kernel in _ON_CPU:
             name, _, overload = called.partition(".")
             op = getattr(getattr(torch.ops.aten, name), overload or "default")
-            torchs = torch.library.get_kernel(f"aten::{called}", "SparseCsrCPU")
-            _library.impl(called, _product_kernel(op, torchs), "SparseCsrCPU", with_keyset=True)
+            _library.impl(called, kernel(op, torch.library.get_kernel(f"aten::{called}", key)), key, with_keyset=True)
 
 
 def _is_here_to_stay() -> bool:
@@ -170,4 +187,4 @@ def take_index_writes(device_type: str) -> None:
             op = getattr(getattr(torch.ops.aten, name), overload)
             _library.impl(op, _fitting_kernel(op, fit), key)
     if device_type == "cpu":
-        _take_compressed_products()
+        _take_layouts()
