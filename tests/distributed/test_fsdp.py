@@ -156,3 +156,20 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 )  # fmt: skip
 def test_two_mechanisms_must_agree(policy: str, casts: dict[str, object], apart: bool, answer: str) -> None:
     assert answer in run(1, _check, policy, casts, apart)[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "casts", "apart", "is_offered"),
+    [
+        ("fp32", {"reduce_dtype": torch.bfloat16}, False, True),
+        ("fp32", {"reduce_dtype": torch.bfloat16}, True, False),
+        ("bf16-master", {}, True, False),
+    ],
+)
+def test_a_policy_with_another_reduce_is_offered_where_it_is_taken(
+    policy: str, casts: dict[str, object], apart: bool, is_offered: bool
+) -> None:
+    refusal = run(1, _check, policy, casts, apart)[0]
+    assert "Write MixedPrecisionPolicy(reduce_dtype=torch.float32)" in refusal
+    assert ("or reduce=bf16 in the policy" in refusal) is is_offered
+    assert (run(1, _check, f"{policy}, reduce=bf16", casts, apart)[0] == "agrees") is is_offered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +113,7 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
     """
     modules = dict(model.named_modules())
     sharded = sharded_modules(model)
+    reduced: list[tuple[str, torch.dtype]] = []
     if sharded:
         _check_traffic(policy)
     for name in sharded:
@@ -123,8 +124,10 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
             precision = precision_of(policy, fqn, modules)
             for param in module.parameters(recurse=False):
                 if param.is_floating_point():
-                    _check_weight(policy, given, fqn, param_dtypes(policy, precision, module, param))
+                    unsharded = _checked_gather(policy, given, fqn, param_dtypes(policy, precision, module, param))
+                    reduced.append((fqn or "the root", given.reduce_dtype or unsharded))
         _check_output(policy, given, name)
+    _check_reduction(policy, reduced)
 
 
 def reduced_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -145,7 +148,7 @@ def _nearest(fqn: str, sharded: dict[str, FSDPModule]) -> str | None:
     return fqn
 
 
-def _check_weight(policy: Policy, given: MixedPrecisionPolicy, fqn: str, wanted: ParamDtypes) -> None:
+def _checked_gather(policy: Policy, given: MixedPrecisionPolicy, fqn: str, wanted: ParamDtypes) -> torch.dtype:
     unsharded = given.param_dtype or wanted.stored
     if unsharded not in wanted.may_gather:
         may = " or ".join(dtype_name(dtype) for dtype in wanted.may_gather)
@@ -154,13 +157,19 @@ def _check_weight(policy: Policy, given: MixedPrecisionPolicy, fqn: str, wanted:
             f"'{policy}' computes there in {may}: two mechanisms would cast them, each its own way. "
             "Write mezzo.distributed.fully_shard(model, policy, units=...), which makes a group of its own where dtypes differ."
         )
-    reduced = given.reduce_dtype or unsharded
-    if reduced is not policy.reduce:
-        raise PolicyError(
-            f"the policy declares reduce={dtype_name(policy.reduce)}, and the sharding reduces the gradients of "
-            f"'{fqn or 'the root'}' in {dtype_name(reduced)}. Write MixedPrecisionPolicy(reduce_dtype={policy.reduce}), "
-            f"or reduce={dtype_name(reduced)} in the policy."
-        )
+    return unsharded
+
+
+def _check_reduction(policy: Policy, reduced: Sequence[tuple[str, torch.dtype]]) -> None:
+    agree = len({dtype for _, dtype in reduced}) == 1
+    for place, dtype in reduced:
+        if dtype is not policy.reduce:
+            found = dtype_name(dtype)
+            raise PolicyError(
+                f"the policy declares reduce={dtype_name(policy.reduce)}, and the sharding reduces the gradients of '{place}' in {found}. "
+                f"Write MixedPrecisionPolicy(reduce_dtype={policy.reduce})"
+                f"{f', or reduce={found} in the policy' if agree else ' for each unit'}."
+            )
 
 
 def _check_output(policy: Policy, given: MixedPrecisionPolicy, fqn: str) -> None:
