@@ -83,6 +83,28 @@ class TestPlantedFaults:
         amp.step()
         assert torch.equal(model.weight, before) and not caplog.messages
 
+    @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master", "bf16-master, master=kahan"])
+    def test_2_what_is_advised_against_lost_updates_is_not_there_yet(
+        self, policy: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = nn.Linear(64, 1)
+        nn.init.ones_(model.weight)
+        amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-12), policy)
+        amp.backward(model(torch.ones(2, 64)).mean())
+        amp.step()
+        assert len(caplog.messages) == 2 and all("aise the learning rate" in said for said in caplog.messages)
+        assert not any("masters" in said for said in caplog.messages)
+
+    def test_2_updates_that_are_rounded_by_chance_are_not_lost(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = nn.Linear(64, 64)
+        amp = mezzo.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=1e-3), "bf16-master, master=stochastic, output=fp32"
+        )
+        before = model.weight.clone()
+        amp.backward(model(torch.ones(2, 64)).mean())
+        amp.step()
+        assert 0.0 < (model.weight != before).float().mean() < 0.5 and not caplog.messages
+
     @pytest.mark.parametrize("what", ["weights", "state"])
     def test_3_a_skipped_step_that_changes_something(self, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """S30: an optimizer that claims to heed found_inf and does not, where the host does not decide."""

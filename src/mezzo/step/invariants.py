@@ -70,6 +70,7 @@ def look(shares: Sequence[OptimizerGrads]) -> Before:
             p: (_sample_of_master(optimizer, p).clone(), _sample(grads[p]) != 0)
             for p, optimizer in params.items()
             if p.is_floating_point() and p.grad is not None and not p.grad.is_sparse
+            if not keeps_masters(optimizer) or optimizer.aux_state(p)[0] != "stochastic"  # which loses none on average
         },
     )
 
@@ -186,10 +187,7 @@ class Invariants:
 
     def _refuse_still(self, share: OptimizerGrads, facts: StepFlags[float], count: int) -> None:
         what = f"changed none of the {len(share.params)} parameters of {type(share.optimizer).__name__}"
-        advice = (
-            "every update was smaller than the spacing of its weight, or the optimizer does not step them. Raise the "
-            "learning rate, or keep masters"
-        )
+        advice = "every update was smaller than the spacing of its weight, or the optimizer does not step them. Raise the learning rate"
         if count >= STILL_LIMIT:
             raise InvariantError(
                 f"{count} steps with gradients, the last of norm {float(facts.grad_norm):.6g}, {what}: {advice}."
@@ -203,8 +201,7 @@ class Invariants:
         lost, total = sum(kept[p] for p in params), sum(wanted[p] for p in params)
         if total and lost > LOST_LIMIT * total:
             _log.warning(
-                "%.0f%% of the updates looked at were smaller than the spacing of their weights and were lost (%s): "
-                "raise the learning rate, or keep masters",
+                "%.0f%% of the updates looked at were smaller than the spacing of their weights and were lost (%s): raise the learning rate",
                 100 * lost / total, listed(worst),
             )  # fmt: skip
 
