@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +13,20 @@ from torch.optim import Optimizer
 
 from .._torch import apply_to_tensors_, own_parameters
 from ..distributed import class_names
-from ..errors import MasterError, PolicyError, listed
+from ..errors import MasterError, PolicyError, first_line, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor, overlaps, span_of
-from ..optim import MasterOptimizer, MasterWeights, check_whole, keeps_masters, local_optimizer, parameters
+from ..optim import (
+    MasterOptimizer,
+    MasterWeights,
+    check_whole,
+    keeps_masters,
+    local_optimizer,
+    parameters,
+    wrapped_optimizer,
+)  # fmt: skip
 from ..policy import FP32_RULES, Policy, Rule, is_matmul_like
+from ..random_state import kept
 from .forward import record
 
 
@@ -259,10 +270,40 @@ def _is_spectral(module: nn.Module) -> bool:
 
 
 def set_grad_dtype_(optimizers: Sequence[Optimizer], policy: Policy) -> None:
-    """Have gradients accumulate in the policy's dtype. Writes: `grad_dtype` of trainable floating parameters."""
+    """Have gradients accumulate in the policy's dtype; PolicyError if an optimizer cannot step on them. Writes: `grad_dtype` of trainable floating parameters."""
     if policy.grads is None:
         return
     for optimizer in optimizers:
+        _check_takes(optimizer, policy.grads)
         for p in parameters(optimizer):
             if p.requires_grad and p.is_floating_point():
                 p.grad_dtype = policy.grads
+
+
+def _check_takes(optimizer: Optimizer, grads: torch.dtype) -> None:
+    cls = type(wrapped_optimizer(local_optimizer(optimizer)))
+    for group in () if grads is torch.float32 or issubclass(cls, MasterOptimizer) else optimizer.param_groups:
+        for device in {p.device for p in group["params"] if p.requires_grad and p.dtype is torch.float32}:
+            fault = _fault(cls, group, device, grads)
+            if fault is not None and _fault(cls, group, device, torch.float32) is None:
+                raise PolicyError(
+                    f"the policy declares grads={dtype_name(grads)}, and {cls.__name__} {fault}. "
+                    "Leave grads out of the policy: gradients then have the dtype of their weights."
+                )
+
+
+def _fault(cls: type[Optimizer], group: Mapping[str, Any], device: torch.device, grads: torch.dtype) -> str | None:
+    """Return what an optimizer does wrong with gradients of a dtype, as steps of a small weight show; None for nothing."""
+    known, step = inspect.signature(cls.__init__).parameters, inspect.unwrap(cls.step)  # past hooks of every optimizer
+    closure = [lambda: torch.zeros(())][: len(inspect.signature(step).parameters) - 1]
+    weight = nn.Parameter(torch.ones(2, 2, device=device))
+    weight.grad_dtype, weight.grad = grads, torch.ones(2, 2, dtype=grads, device=device)
+    try:
+        small: Any = cls([weight], **{k: v for k, v in group.items() if k in known and k != "params"})
+        with kept(), torch.no_grad():
+            for _ in range(2):
+                step(small, *closure)
+    except Exception as error:
+        return f"cannot step on them beside fp32 weights: {first_line(error).rstrip('.')}"
+    state = [k for k, v in small.state[weight].items() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES]
+    return f"would keep {listed(state)} in {dtype_name(grads)} too, where it declares state=fp32" if state else None
