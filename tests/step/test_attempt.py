@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.step.step_models import wait_for_nothing
 from torch import Tensor
 from torch.optim import Optimizer
 
+import mezzo
 from mezzo.optim import MasterWeights
 from mezzo.step.attempt import Attempt, can_be_undone
 
@@ -101,3 +103,24 @@ class Counting(torch.optim.SGD):
 )
 def test_what_cannot_be_copied_is_not_attempted(make: Make) -> None:
     assert not can_be_undone(make([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]))
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["first", "third"])
+@pytest.mark.parametrize("kind", ["rmsprop", "adamax", "nadam"])
+def test_a_step_that_ends_in_an_error_is_taken_back_though_nothing_bad_was_found(
+    kind: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_nothing(monkeypatch)
+    model = torch.nn.Linear(4, 2)
+    amp = mezzo.prepare(model, KINDS[kind](list(model.parameters())), "fp32")
+    for _ in range(steps):
+        amp.backward(model(torch.ones(3, 4)).square().mean())
+        amp.step()
+        amp.zero_grad()
+    (optimizer,), params = amp.optimizers, list(model.parameters())
+    optimizer.param_groups[0]["eps"] = "small"  # read when the moments have moved
+    before = everything(optimizer, params)
+    amp.backward(model(torch.ones(3, 4)).square().mean())
+    with pytest.raises(TypeError):
+        amp.step()
+    assert same(everything(optimizer, params), before)

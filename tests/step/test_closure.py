@@ -330,3 +330,24 @@ def test_a_closure_that_leaves_something_out_is_told_what(policy: str, goes_back
         amp.step(closure)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     assert amp.step(amp_closure(amp, x, y)).applied
+
+
+class Fails(torch.optim.SGD):
+    """Raises when weights and state have moved."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        assert closure is not None
+        closure()
+        super().step()
+        raise ValueError("no disk")
+
+
+def test_a_step_that_fails_inside_the_optimizer_leaves_weights_and_state() -> None:
+    model, (x, y) = Net(has_batch_norm=False), batch()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "fp32")
+    amp.step(amp_closure(amp, x, y))
+    amp.optimizers[0].__class__ = Fails
+    before = everything(amp)
+    with pytest.raises(ValueError, match="no disk"):
+        amp.step(amp_closure(amp, x, y))
+    assert_same(everything(amp), before)

@@ -75,8 +75,11 @@ class Attempt:
         self._copies = copies_of(self._tensors)
         self._on_host = [(tensor, tensor.clone()) for tensor in distinct if tensor.device.type != home]
 
-    def settle(self) -> Callable[[], None] | None:
+    def settle(self, has_failed: bool = False) -> Callable[[], None] | None:
         """Undo the step on the device if it must be skipped; called right after it.
+
+        Args:
+            has_failed: whether it ended in an error, so that it must be undone whatever was found.
 
         Returns:
             What must be called once the host knows that it was skipped; nothing of the step is left then. None where the
@@ -84,7 +87,8 @@ class Attempt:
 
         Writes: weights and state. Syncs: no.
         """
-        choose_(list(zip(self._copies, self._tensors, strict=True)), self._skip != 0)
+        skip = torch.ones_like(self._skip) if has_failed else self._skip
+        choose_(list(zip(self._copies, self._tensors, strict=True)), skip != 0)
         state, on_host = self._state, self._on_host
         entries = {p: state[p] for p in self._params if p in state}  # a wrapper may have made them anew
         new = {p: entry for p, entry in entries.items() if p not in self._entries}

@@ -162,10 +162,10 @@ def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip)
             optimizer.step(evaluations)
         except _Void:
             before.restore_()
-        except TypeError as error:
-            if evaluations.loss is not None:
-                raise
+        except BaseException as error:
             before.restore_()
+            if not isinstance(error, TypeError) or evaluations.loss is not None:
+                raise
             raise StepError(
                 f"step(closure): the closure returned None, and the optimizer reads its loss. {_INSIDE}"
             ) from error

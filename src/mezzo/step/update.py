@@ -294,6 +294,8 @@ def update_(
                     with true_grads_for(one.optimizer, one.grads, scaling):
                         bare_step(one.optimizer)()
             except BaseException as failure:
+                if attempt is not None and (take_back := attempt.settle(has_failed=True)) is not None:
+                    take_back()
                 is_edited = is_divided or clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
                 pending.broken = _CHANGED if is_edited else ""
                 if taken:
