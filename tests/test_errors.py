@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo import errors
-from mezzo.errors import MezzoError, did_you_mean
+from mezzo.errors import MezzoError, did_you_mean, shown
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
 
@@ -32,11 +32,32 @@ def test_every_error_is_caught_as_a_mezzo_error(error: type[Exception]) -> None:
         ("", ["b", "a"], " Valid: a, b."),
         ("x", [], " Valid: ."),
         ("patience", ["patience", "guard.patience"], " Did you mean 'patience'?"),
+        (None, ["one", "none"], " Did you mean 'none'?"),
+        (3, ["bf16", "fp16"], " Valid: bf16, fp16."),
     ],
 )
-def test_the_nearest_spelling_is_named(word: str, known: list[str], clause: str) -> None:
+def test_the_nearest_spelling_is_named(word: object, known: list[str], clause: str) -> None:
     assert did_you_mean(word, known) == clause
     assert did_you_mean(word, iter(known)) == clause
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a", "'a'"),
+        (None, "None"),
+        ("x" * 58, f"'{'x' * 58}'"),
+        ("x" * 80, f"'{'x' * 56}..."),
+        (-(10**90), f"-1{'0' * 55}..."),
+    ],
+)
+def test_a_value_is_quoted_in_sixty_characters(value: object, text: str) -> None:
+    assert shown(value) == text and len(text) <= 60
+
+
+def test_whole_numbers_that_python_does_not_print_are_named_by_their_class() -> None:
+    assert shown(10**5000) == "int" and shown((10**5000, 1)) == "tuple"
+    assert did_you_mean(10**5000, ["bf16", "fp16"]) == " Valid: bf16, fp16."
 
 
 def test_a_long_list_is_never_printed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import struct
 from pathlib import Path
@@ -10,7 +11,18 @@ import pytest
 import torch
 
 from mezzo.errors import FormatError
-from mezzo.formats import FORMATS, LOW_DTYPES, describe, dtype_name, format_of, native_support, parse_dtype, ulp
+from mezzo.formats import (
+    FORMATS,
+    LOW_DTYPES,
+    describe,
+    dtype_name,
+    format_of,
+    is_count,
+    is_number,
+    native_support,
+    parse_dtype,
+    ulp,
+)  # fmt: skip
 
 NAMES = [name for name in FORMATS if name != "tf32"]
 SIXTEEN = [torch.float16, torch.bfloat16]
@@ -220,3 +232,32 @@ class TestNativeSupport:
         assert native_support("cuda", torch.float16).native == (capability >= (7, 0))
         assert native_support("cuda", torch.bfloat16).native == (capability >= (8, 0))
         assert native_support("cuda", torch.float8_e4m3fn).native == (capability >= (8, 9))
+
+
+NO_NUMBERS = [None, "1", True, [1], 1j, torch.ones(()), math.nan, math.inf, -math.inf, 1e39, -1e300, 2**64, -(10**400)]
+
+
+@pytest.mark.parametrize(
+    "value", [0, -3, 2.5, 2**63 - 1, -(2**63), FORMATS["fp32"].max, 2.0**-149, 10**400, *NO_NUMBERS]
+)
+def test_a_number_is_what_torch_takes_as_one_of_fp32(value: object) -> None:
+    """As an operand and as the number of a foreach list, which is read as fp32 where the tensor is."""
+    try:
+        torch.full((), value, dtype=torch.float32)  # type: ignore[call-overload]
+        takes = not isinstance(value, (bool, torch.Tensor)) and math.isfinite(value)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError, OverflowError):
+        takes = False
+    assert is_number(value) is takes
+
+
+def test_bounds_belong_to_the_range_and_nan_to_none() -> None:
+    assert is_number(1, 1) and is_number(2.0, 1, 2) and is_number(math.inf, 0, math.inf)
+    assert not (is_number(0, 1) or is_number(2.5, 1, 2) or is_number(math.nan, -math.inf, math.inf))
+    assert not (is_number(10**400, 0, math.inf) or is_number(2**63, 0, math.inf))
+
+
+@pytest.mark.parametrize("value", [0, 7, 2**31 - 1, -1, 2**63, 10**400, 1.0, "1", True, None, math.nan])
+def test_a_count_is_a_whole_number_of_so_many_bits(value: object) -> None:
+    assert is_count(value) is is_count(value, bits=31) is (value in (0, 7, 2**31 - 1) and type(value) is int)
+    assert is_count(2**31) and not is_count(2**31, bits=31)
+    assert not is_count(0, 1) and is_count(1, 1)

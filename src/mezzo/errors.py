@@ -138,16 +138,25 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
 
 
+def shown(value: object) -> str:
+    """Return a value as an error quotes it: 60 characters at most, or its class where Python prints no number so long."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def kind_of(value: object) -> str:
     """Return what something is, in words for an error: the class of an object, or that it is a class itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return the closing clause of a message about an unknown word.
 
     Args:
-        word: what was written.
+        word: what was written; it need not be text.
         known: every valid spelling.
 
     Returns:
@@ -161,7 +170,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     options = sorted(set(known))
     by_fold = {option.casefold(): option for option in options}
     cutoff = 0.5 if len(options) <= 30 else 0.0
-    near = difflib.get_close_matches(word.casefold(), by_fold, n=1, cutoff=cutoff)
+    text = word if isinstance(word, str) else shown(word)
+    near = difflib.get_close_matches(text.casefold(), by_fold, n=1, cutoff=cutoff)
     if near:
         return f" Did you mean '{by_fold[near[0]]}'?"
     return f" Valid: {', '.join(options)}."

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import FormatError, did_you_mean
+from .errors import FormatError, did_you_mean, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +83,30 @@ FP8 = torch.float8_e4m3fn
 """Of gradient traffic alone, in blocks with a scale each."""
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "fp8"}
 LOW_DTYPES = (torch.float16, torch.bfloat16)
+SMALLEST, LARGEST = FORMATS["fp32"].smallest, FORMATS["fp32"].max
+
+
+def is_number(value: object, low: float = -LARGEST, high: float = LARGEST) -> bool:
+    """Whether a value from outside is a number that torch takes, from `low` to `high`: no flag, no NaN, a whole one of 64 bits.
+
+    >>> is_number(1e-3, 0), is_number(10**400), is_number(float("inf"), 0), is_number(float("inf"), 0, float("inf"))
+    (True, False, False, True)
+    """
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return (is_whole or isinstance(value, float)) and low <= value <= high  # type: ignore[operator]  # a number by now
+
+
+def is_count(value: object, low: int = 0, bits: int = 63) -> bool:
+    """Whether a value from outside is a whole number from `low` of so many bits; counters on a device have 31."""
+    return isinstance(value, int) and is_number(value, low, 2**bits - 1)
+
+
+def number_of(value: Any) -> Any:
+    """Return what a tensor of one element, or a number of numpy's, holds; anything else as it is. Syncs: for a tensor."""
+    try:
+        return getattr(value, "item", lambda: +value)()  # a flag counts as 0 or 1, as in torch
+    except (RuntimeError, TypeError, ValueError):
+        return value
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -133,12 +158,14 @@ def format_of(dtype: torch.dtype) -> Format:
     raise FormatError(f"{dtype} is not a floating format mezzo knows.{did_you_mean(str(dtype), FORMATS)}")
 
 
-def describe(tensor: Tensor) -> str:
-    """Return dtype, shape and device of a tensor in one word for messages. Syncs: no.
+def describe(tensor: object) -> str:
+    """Return dtype, shape and device of a tensor in one word for messages; anything else as they show it. Syncs: no.
 
     >>> describe(torch.zeros(2, 3))
     'fp32[2,3] cpu'
     """
+    if not isinstance(tensor, Tensor):
+        return shown(tensor)
     return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}] {tensor.device}"
 
 

@@ -44,7 +44,7 @@ def scalings(draw: Any) -> ScalingConfig:
         max_scale=draw(st.sampled_from([None, high, float("inf")])),
         growth_factor=draw(st.floats(1.0, 1e6, exclude_min=True)),
         backoff_factor=draw(st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)),
-        growth_interval=draw(st.integers(1, 10**20)),
+        growth_interval=draw(st.integers(1, 2**63 - 1)),
         hysteresis=draw(st.integers(1, 100)),
         dynamic=draw(st.booleans()),
     )

@@ -83,6 +83,20 @@ def test_none_is_refused_where_a_dtype_is_needed(name: str) -> None:
         (lambda: ScalingConfig(init_scale=float("nan")), "init_scale=nan must be finite and positive."),
         (lambda: ScalingConfig(min_scale=-1.0), "min_scale=-1.0 must be >= 0."),
         (lambda: ScalingConfig(hysteresis=0), "hysteresis=0 must be >= 1."),
+        (lambda: ScalingConfig.fixed(1e39),
+         "init_scale=1e+39 must be finite and positive in fp32, which holds the loss scale."),
+        (lambda: Policy.parse("fp16, scaling=1e39"),
+         ("cannot parse policy 'fp16, scaling=1e39' at position 6: init_scale=1e+39 must be finite and positive in fp32, which "
+          "holds the loss scale.")),
+        (lambda: Policy.from_dict({"scaling": {"init_scale": 10**400}}),
+         f"'scaling': init_scale=1{'0' * 56}... must be a number of at most 64 bits."),
+        (lambda: Policy.from_dict({"guard": {"patience": 10**5000}}),
+         "'guard': patience=int must be a whole number of at most 64 bits."),
+        (lambda: Policy.from_dict({"modules": 10**5000}),
+         "'modules': a list of texts such as 'name=fp32' is wanted, not int."),
+        (lambda: ScalingConfig(growth_factor=10**400),
+         f"growth_factor=1{'0' * 56}... must be a number of at most 64 bits."),
+        (lambda: GuardConfig(patience=10**400), f"patience=1{'0' * 56}... must be a whole number of at most 64 bits."),
         (lambda: GuardConfig(enabled="no"), "enabled='no' must be true or false."),  # type: ignore[arg-type]
         (lambda: GuardConfig(on_overflow="drop"),  # type: ignore[arg-type]
          "on_overflow='drop' is unknown. Valid: demote, retry, skip."),

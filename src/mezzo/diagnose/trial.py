@@ -35,11 +35,6 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-def is_count(value: object) -> bool:
-    """Whether a value is a whole number of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def check_trial(call: str, batch: object, loss_fn: object) -> None:
     """Refuse a batch that is a loader and a loss that cannot be called as `loss_fn(model, batch)`. Host only.
 

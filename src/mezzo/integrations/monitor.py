@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, kind_of
-from ..formats import LOW_DTYPES, widest
+from ..formats import LOW_DTYPES, is_count, widest
 from ..kernels import local
 from ..step import Stepper, StepResult
 from ..trace import spaced
@@ -155,7 +155,7 @@ def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
     """
     if not isinstance(amp, Stepper):
         raise ConfigError(f"monitor was given {kind_of(amp)}; it takes what mezzo.prepare returned.")
-    if not isinstance(every, int) or every < 1:
+    if not is_count(every, 1):
         raise ConfigError(
             f"monitor was asked for every={every!r}, which reports nothing. Write a whole number of 1 or more."
         )

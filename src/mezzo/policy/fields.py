@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import torch
 
 from ..errors import PolicyError, did_you_mean
-from ..formats import FP8, LOW_DTYPES, dtype_name, native_support
+from ..formats import FP8, LOW_DTYPES, SMALLEST, dtype_name, is_number, native_support
 from .kinds import Rule, check_kinds
 from .table import TableName, known_ops
 
@@ -73,14 +73,17 @@ class ScalingConfig:
     def __post_init__(self) -> None:
         """Refuse values outside their ranges."""
         check_kinds(self)
-        check(math.isfinite(self.init_scale) and self.init_scale > 0,
-              f"init_scale={self.init_scale} must be finite and positive.")  # fmt: skip
+        in_fp32 = " in fp32, which holds the loss scale" if 0 < self.init_scale < math.inf else ""
+        check(
+            is_number(self.init_scale, SMALLEST), f"init_scale={self.init_scale} must be finite and positive{in_fp32}."
+        )
         check(1.0 <= self.growth_factor < math.inf, f"growth_factor={self.growth_factor} must be finite and >= 1.0.")
         check(0.0 < self.backoff_factor < 1.0, f"backoff_factor={self.backoff_factor} must be in (0, 1).")
         check(self.growth_interval > 0, f"growth_interval={self.growth_interval} must be > 0.")
         check(self.min_scale >= 0.0, f"min_scale={self.min_scale} must be >= 0.")
         check(self.hysteresis >= 1, f"hysteresis={self.hysteresis} must be >= 1.")
         top = math.inf if self.max_scale is None else self.max_scale
+        check(top > 0, f"max_scale={self.max_scale} must be > 0.")
         check(not self.dynamic or self.min_scale <= self.init_scale <= top,
               f"init_scale={self.init_scale} must lie in [min_scale={self.min_scale}, max_scale={self.max_scale}].")  # fmt: skip
 

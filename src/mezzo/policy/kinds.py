@@ -10,8 +10,8 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..errors import PolicyError, did_you_mean
-from ..formats import FP8, LOW_DTYPES, dtype_name
+from ..errors import PolicyError, did_you_mean, shown
+from ..formats import FP8, LOW_DTYPES, dtype_name, is_number
 
 DTYPES = (torch.float32, *LOW_DTYPES)
 
@@ -76,9 +76,9 @@ def _fits(name: str, kind: object, value: object) -> bool:
         return value in get_args(kind)
     if kind is torch.dtype:
         return value in dtypes_of(name)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))  # type: ignore[arg-type]  # a class
+    if kind is float and isinstance(value, float):
+        return True  # of inf and NaN each field says what it takes
+    return is_number(value) if kind in (int, float) and isinstance(value, int) else isinstance(value, kind)  # type: ignore[arg-type]  # a class
 
 
 def check_kinds(record: object) -> None:
@@ -102,8 +102,9 @@ def is_word(kind: object) -> bool:
 def _complaint(name: str, kind: object, value: object) -> str:
     main = options(kind)[0]
     if get_origin(main) is Literal:
-        return f"{name}={value!r} is unknown.{did_you_mean(str(value), get_args(main))}"
+        return f"{name}={shown(value)} is unknown.{did_you_mean(value, get_args(main))}"
     if main is torch.dtype:
         hint = "; write a torch dtype, or use Policy.parse" if isinstance(value, str) else ""
-        return f"{name}={value!r} is not a dtype of mixed precision: {dtypes_in_words(name)}{hint}."
-    return f"{name}={value!r} must be {NOUNS[main]}."
+        return f"{name}={shown(value)} is not a dtype of mixed precision: {dtypes_in_words(name)}{hint}."
+    is_long = isinstance(value, int) and not is_number(int(value))
+    return f"{name}={shown(value)} must be {NOUNS[main]}{' of at most 64 bits' if is_long else ''}."

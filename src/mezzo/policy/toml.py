@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import PolicyError
+from ..errors import PolicyError, shown
 from ..files import write_atomically
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import is_word, kinds, options
@@ -61,7 +61,7 @@ def from_document(document: Mapping[str, object]) -> PolicyFields:
     for key in document:
         check_known("key", str(key), _KEYS)
     version = document.get("version", VERSION)
-    check(version == VERSION, f"'version': a policy of version {version!r}; this mezzo reads version {VERSION}.")
+    check(version == VERSION, f"'version': a policy of version {shown(version)}; this mezzo reads version {VERSION}.")
     preset = preset_fields(document["preset"]) if "preset" in document else PolicyFields()
     changes: dict[str, object] = {
         name: _value(name, kinds(PolicyFields)[name], document[name]) for name in FIELDS if name in document
@@ -87,12 +87,12 @@ def _value(key: str, kind: object, value: object) -> object:
 
 def _rules(key: str, entries: object, read_rule: Callable[[str, str], _T]) -> tuple[_T, ...]:
     if not isinstance(entries, list):
-        raise PolicyError(f"{key!r}: a list of texts such as 'name=fp32' is wanted, not {entries!r}.")
+        raise PolicyError(f"{key!r}: a list of texts such as 'name=fp32' is wanted, not {shown(entries)}.")
     rules = []
-    for number, entry in enumerate(entries, 1):
-        check(isinstance(entry, str), f"{key!r}, entry {number}: a text such as 'name=fp32' is wanted, not {entry!r}.")
+    for number, one in enumerate(entries, 1):
+        check(isinstance(one, str), f"{key!r}, entry {number}: a text such as 'name=fp32' is wanted, not {shown(one)}.")
         try:
-            rules.append(read_rule(*split_edit(entry)))
+            rules.append(read_rule(*split_edit(one)))
         except PolicyError as error:
             raise PolicyError(f"{key!r}, entry {number}: {error}") from None
     return tuple(rules)
@@ -102,7 +102,7 @@ def _scaling(value: object, base: ScalingConfig) -> ScalingConfig | None:
     if value is None:
         return None
     if isinstance(value, str | float | int) and not isinstance(value, bool):
-        return read_scaling(str(value))
+        return read_scaling(value if isinstance(value, str) else shown(value))
     return _config("scaling", base, value)
 
 
@@ -111,7 +111,7 @@ _Config = TypeVar("_Config", ScalingConfig, GuardConfig)
 
 def _config(key: str, base: _Config, values: object) -> _Config:
     if not isinstance(values, Mapping):
-        raise PolicyError(f"{key!r}: a table of settings is wanted, not {values!r}.")
+        raise PolicyError(f"{key!r}: a table of settings is wanted, not {shown(values)}.")
     known = {name: kind for name, kind in kinds(type(base)).items() if is_word(kind)}
     for name in values:
         check_known("key", f"{key}.{name}", [f"{key}.{option}" for option in known])

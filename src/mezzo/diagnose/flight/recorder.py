@@ -16,9 +16,10 @@ from torch import Tensor
 from ... import random_state
 from ...errors import ConfigError, DataError, kind_of
 from ...files import FileImage, flush_to_disk
+from ...formats import is_count
 from ...random_state import RandomState
 from ...step import Stepper, StepResult
-from ..trial import LossFn, check_trial, is_count
+from ..trial import LossFn, check_trial
 from . import step_data
 from .second_run import SecondRun
 
@@ -338,7 +339,7 @@ def record(
             f"record was given twice_every={twice_every} {'and a' if loss_fn else 'without'} loss_fn; to run steps twice it takes both: "
             "how many steps lie between them, and loss_fn(model, batch), which computes what is given to amp.backward."
         )
-    if not isinstance(amp, Stepper) or not is_count(every):
+    if not isinstance(amp, Stepper) or not is_count(every, 1):
         raise ConfigError(
             f"record was asked to keep {kind_of(amp)} with every={every!r}; give what mezzo.prepare returned, and a whole number of at least 1."
         )

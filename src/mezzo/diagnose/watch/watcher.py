@@ -12,11 +12,10 @@ from torch.optim import optimizer as optimizer_hooks
 
 from ..._torch import autograd_node
 from ...errors import ConfigError
-from ...formats import LOW_DTYPES, dtype_name
+from ...formats import LOW_DTYPES, dtype_name, is_count
 from ...optim import keeps_masters, parameters
 from ...step import Stepper, StepResult
 from ...trace import plain, spaced, tensors_in
-from ..trial import is_count
 from .samples import SampledRows, SampledStep, is_taken
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
@@ -323,7 +322,7 @@ def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Wa
     >>> len(w.report.steps), w.report.skipped
     (1, 0)
     """
-    if not (is_count(every) and is_count(width)):
+    if not (is_count(every, 1) and is_count(width, 1)):
         raise ConfigError(f"watch was asked for every={every!r}, width={width!r}; give whole numbers of at least 1.")
     if isinstance(run, Stepper):
         return Watch(run.model, run, every, width)
