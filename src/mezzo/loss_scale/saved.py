@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, PolicyError, ScalerError
-from ..formats import describe
+from ..errors import CheckpointError, PolicyError, ScalerError, shown
+from ..formats import SMALLEST, describe, is_count, is_number
 from ..policy import ScalingConfig
 from .state import LossScale
 
@@ -40,6 +40,16 @@ def floor_under(scale: float, floor: float) -> float:
     if not isinstance(scale, float | int):
         return floor  # whoever makes the config refuses it
     return 0.0 if floor == _DEFAULT_FLOOR and not (scale >= floor or scale <= 0) else floor
+
+
+def checked(config: ScalingConfig, patience: int | None, state: LossScale) -> Saved:
+    """Return what a scaler must remember; a PolicyError names a patience or counter that no scaler may have."""
+    if patience is not None and not is_number(patience, 1, math.inf):
+        raise PolicyError(f"patience={shown(patience)} must be > 0, or None.")
+    for name in ("growth_tracker", "skipped_in_a_row"):
+        if not is_count(count := getattr(state, name), bits=31):
+            raise PolicyError(f"{name}={shown(count)} must be a whole number from 0 to 2**31 - 1.")
+    return Saved(config, patience, state)
 
 
 def pack(saved: Saved) -> dict[str, Any]:
@@ -83,35 +93,23 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
         )
     try:
         scale = float(entries["scale"])
-    except (TypeError, ValueError):
-        raise CheckpointError(f"load_state_dict() got scale={entries['scale']!r}, which is no number.") from None
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last by a tensor
+        raise CheckpointError(f"load_state_dict() got scale={shown(entries['scale'])}, which is no number.") from None
     floor = entries.get("min_scale", own.config.min_scale)
     floor = floor_under(scale, floor) if math.isfinite(scale) else floor
-    if not (math.isfinite(scale) and scale > 0 and scale >= floor):
+    if is_number(floor) and not (math.isfinite(scale) and scale > 0 and scale >= floor):
         raise CheckpointError(
             f"load_state_dict() got scale={scale:g}, and a scale is finite and at least min_scale={floor:g}. Below it "
             "the run that saved it had lost its gradients: start with a fresh GradScaler, or write "
             "GradScaler(min_scale=...) if so small a scale is meant."
         )
     try:
-        config = ScalingConfig(
-            init_scale=scale,
-            growth_factor=entries["growth_factor"],
-            backoff_factor=entries["backoff_factor"],
-            growth_interval=entries["growth_interval"],
-            min_scale=floor,
-            max_scale=entries.get("max_scale", own.config.max_scale),
-            hysteresis=entries.get("hysteresis", own.config.hysteresis),
-            dynamic=entries.get("dynamic", own.config.dynamic),
-        )
+        kept = {one.name: entries.get(one.name, getattr(own.config, one.name)) for one in fields(ScalingConfig)}
+        config = ScalingConfig(**{**kept, "init_scale": scale, "min_scale": floor})
+        counts = {"growth_tracker": entries["_growth_tracker"], "skipped_in_a_row": entries.get("_skipped_in_a_row", 0)}
+        return checked(config, entries.get("patience", own.patience), LossScale(scale=scale, **counts))
     except PolicyError as error:
         raise CheckpointError(f"load_state_dict() got numbers no scaler may have: {error}") from None
-    state = LossScale(
-        scale=scale,
-        growth_tracker=entries["_growth_tracker"],
-        skipped_in_a_row=entries.get("_skipped_in_a_row", 0),
-    )
-    return Saved(config, entries.get("patience", own.patience), state)
 
 
 def given_scale(value: float | Tensor, config: ScalingConfig) -> tuple[Tensor, ScalingConfig]:
@@ -123,18 +121,17 @@ def given_scale(value: float | Tensor, config: ScalingConfig) -> tuple[Tensor, S
     Syncs: no.
     """
     ceiling = math.inf if config.max_scale is None else config.max_scale
+    what = describe(value)
     if isinstance(value, Tensor):
-        what = describe(value)
         is_valid = value.numel() == 1 and value.is_floating_point() and not value.requires_grad
         is_readable = value.device.type == "cpu"
     else:
-        what = repr(value)
-        is_valid = is_readable = isinstance(value, int | float) and not isinstance(value, bool)
+        is_valid = is_readable = is_number(value)
     number = float(value) if is_valid and is_readable else math.nan
     floor = floor_under(number, config.min_scale)
     if is_valid and is_readable:
         what = f"{number:g}"
-        is_valid = math.isfinite(number) and 0 < number and floor <= number <= ceiling
+        is_valid = is_number(number, SMALLEST) and floor <= number <= ceiling
     if not is_valid:
         raise ScalerError(
             f"update() got new_scale={what}. Pass a positive number, or a floating tensor of one element without a "

@@ -18,7 +18,7 @@ from ..policy import ScalingConfig
 from . import grad_checks, messages
 from .fused import StepScaling, parameters, step_scaled
 from .grad_tracker import GradTracker, Mark, gradients
-from .saved import Saved, floor_under, given_scale, pack, unpack
+from .saved import Saved, checked, floor_under, given_scale, pack, unpack
 from .scale_state import AsyncFlag, LastStep, ScaleSnapshot, ScaleState
 from .state import LossScale, next_state
 from .torch_names import TorchNames
@@ -89,11 +89,10 @@ class GradScaler(TorchNames):
                 hysteresis=hysteresis,
                 dynamic=dynamic,
             )
+            saved = checked(config, patience, LossScale.start(config))
         except PolicyError as refusal:
             raise ScalerArgumentError(str(refusal)) from None
-        if patience is not None and patience < 1:
-            raise ScalerArgumentError(f"patience={patience} must be > 0, or None.")
-        self._start(device, enabled, Saved(config, patience, LossScale.start(config)))
+        self._start(device, enabled, saved)
 
     def _start(self, device: str | None, enabled: bool, saved: Saved) -> None:
         self._device = cast(str, device)
@@ -365,7 +364,7 @@ class GradScaler(TorchNames):
         """Resume from a state_dict of this class or of torch's scaler. A disabled scaler ignores it.
 
         Raises:
-            CheckpointError: empty (saved with scaling disabled), incomplete, or a scale below the floor.
+            CheckpointError: empty (saved with scaling disabled), incomplete, a scale below the floor, or numbers that no scaler may have.
         """
         if self._enabled:
             self._config, self._patience, state = unpack(state_dict, self._saved())
