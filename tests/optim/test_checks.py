@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from mezzo.errors import ConfigError, MasterError
-from mezzo.optim import SGD, AdamW
+from mezzo.errors import ConfigError, MasterError, OperandError
+from mezzo.optim import SGD, AdamW, MasterWeights
 
 
 def low(*shape: int) -> torch.nn.Parameter:
@@ -63,6 +64,33 @@ REFUSALS: list[tuple[Any, str]] = [
             "Write momentum > 0 and dampening=0."
         ),
     ),
+    (lambda: AdamW([low(1)], lr="x"), "lr='x' must be in [0, inf)."),
+    (lambda: AdamW([low(1)], lr=10**400), f"lr=1{'0' * 56}... must be in [0, inf)."),
+    (lambda: AdamW([low(1)], eps=None), "eps=None must be in [0, inf)."),
+    (lambda: SGD([low(1)], momentum="x"), "momentum='x' must be in [0, inf)."),
+    (lambda: SGD([low(1)], weight_decay=10**400), f"weight_decay=1{'0' * 56}... must be in [0, inf)."),
+    (lambda: AdamW([low(1)], betas=0.9), "betas=0.9 must be two numbers in [0, 1)."),
+    (lambda: AdamW([low(1)], betas=(0.9,)), "betas=(0.9,) must be two numbers in [0, 1)."),
+    (lambda: AdamW([low(1)], betas=(0.9, "x")), "betas[1]='x' must be in [0, 1.0)."),
+    (lambda: AdamW([low(1)], master=3), "unknown master mode 3. Valid: fp32, kahan, none, split, stochastic."),
+    (
+        lambda: AdamW([low(1)], master="split", backend=None),
+        "unknown backend None. Valid: auto, cpu, foreach, fused, reference, triton.",
+    ),
+    (
+        lambda: AdamW([low(1)], master="split", state_dtype="bf16"),
+        "state_dtype='bf16' cannot hold moments; write torch.float32 or torch.bfloat16.",
+    ),
+    (lambda: AdamW([low(1)], master="stochastic", rounding_seed="x"), "rounding_seed='x' must be a whole number."),
+    (lambda: SGD([low(1)], master="stochastic", rounding_seed=None), "rounding_seed=None must be a whole number."),
+    (
+        lambda: MasterWeights(torch.optim.RMSprop([low(1)]), mode=None),
+        "unknown master mode None. Valid: fp32, kahan, split, stochastic.",
+    ),
+    (
+        lambda: MasterWeights(torch.optim.RMSprop([low(1)]), rounding_seed="x"),
+        "rounding_seed='x' must be a whole number.",
+    ),
     (lambda: AdamW([low(2)], master="split").master(low(2)), "bf16[2] cpu is not a parameter of this AdamW."),
     (
         lambda: AdamW([low(2)], master="split").set_masters_({low(2): torch.ones(2)}),
@@ -104,6 +132,8 @@ def test_sparse_gradients_are_refused(optimizer: Any) -> None:
         ("lr", float("nan")),
         ("lr", "1e-3"),
         ("lr", None),
+        ("lr", 10**400),
+        ("eps", 1e300),
         ("eps", float("inf")),
         ("betas", (0.9, 0.9, 0.9)),
         ("betas", 0.9),
@@ -117,6 +147,56 @@ def test_options_set_to_what_no_update_can_use(name: str, value: Any, backend: s
     with pytest.raises(ConfigError, match=f"a group of AdamW has {name}=.*: write .* finite number"):
         optimizer.step()
     assert param.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD, lambda p, **o: MasterWeights(torch.optim.Adagrad(p), "split")])
+def test_masters_that_are_none_are_refused_before_any_is_taken(make: Any) -> None:
+    first, second = params = [low(2, 3), low(2, 3)]
+    optimizer = make(params, master="split")
+    good = torch.full((2, 3), 3.0)
+    bad: list[tuple[Any, str]] = [
+        (None, "None"),
+        (2.0, "2.0"),
+        (good.tolist(), "[[3.0"),
+        (good.to(torch.complex64), "complex64[2,3] cpu"),
+        (good.bool(), "bool[2,3] cpu"),
+        (good.to("meta"), "fp32[2,3] meta"),
+        (good.to_sparse(), "fp32[2,3] cpu"),
+        (good * math.nan, "fp32[2,3] cpu for parameter 1, with NaN"),
+    ]
+    for value, name in bad:
+        with pytest.raises(OperandError) as refused:
+            optimizer.set_masters_({first: good, second: value})
+        assert str(refused.value).startswith(f"set_masters_() got {name}") and "for parameter 1" in str(refused.value)
+    for value in (None, [good], 3):
+        with pytest.raises(ConfigError, match="takes a dict"):
+            optimizer.set_masters_(value)
+    with pytest.raises(ConfigError, match="is not a parameter of this"):
+        optimizer.set_masters_({first: good, low(2, 3): good})
+    assert first.tolist() == second.tolist() == [[1.0] * 3] * 2
+    with torch.no_grad():
+        second.fill_(math.nan)
+    optimizer.set_masters_({first: good.double(), second: good * math.nan})
+    assert bool((optimizer.master(first) == 3).all()) and bool(optimizer.master(second).isnan().all())
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize", "nesterov"])
+@pytest.mark.parametrize("value", [None, 0, 1])
+def test_flags_are_read_as_torch_reads_them(name: str, value: Any) -> None:
+    def stepped(kind: Any, **options: Any) -> Any:
+        p = torch.nn.Parameter(torch.arange(4.0))
+        optimizer = kind([p], lr=0.1, **options)
+        if name not in optimizer.param_groups[0]:
+            return None
+        optimizer.param_groups[0][name] = value
+        for scale in (1.0, -0.5, 0.25):
+            p.grad = p.detach() * scale
+            optimizer.step()
+        return p.detach()
+
+    for ours, theirs in ((AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)):
+        for backend in ("auto", "reference"):
+            torch.testing.assert_close(stepped(ours, backend=backend), stepped(theirs))
 
 
 @pytest.mark.parametrize("count", ["3", torch.zeros(3), None])

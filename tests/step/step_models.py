@@ -93,6 +93,7 @@ def everything(amp: mezzo.Stepper) -> dict[str, Tensor]:
     found = {f"model.{name}": value for name, value in amp.model.state_dict().items()}
     for index, optimizer in enumerate(amp.optimizers):
         for index, entry in optimizer.state_dict()["state"].items():
+            entry = entry if isinstance(entry, dict) else {"": entry}
             found |= {f"{index}.{index}.{k}": v for k, v in entry.items() if isinstance(v, Tensor)}
     return {name: value.detach().clone() for name, value in found.items()}
 

@@ -270,3 +270,65 @@ class TestWhatIsRefused:
         state = start("fp16").state_dict()
         assert state["declared"]["inner.weight"] == "fp32" and state["scaling"]["scale"] == 512.0
         assert mezzo.Policy.from_dict(state["policy"]) == mezzo.Policy.parse(RUNS["fp16"][0])
+
+
+class CountsAll(torch.optim.Optimizer):
+    """Keeps state beside that of its parameters, under keys of its own, as torch allows."""
+
+    def step(self, closure: Any = None) -> Any:
+        seen = self.state.get("global", {"step": 0, "seen": torch.zeros(2)})  # type: ignore[call-overload]
+        result = super().step(closure)
+        self.state["global"] = {"step": seen["step"] + 1, "seen": seen["seen"] + 1}  # type: ignore[index]
+        self.state["name"] = "all"  # type: ignore[index]
+        return result
+
+
+class CountsAdagrad(CountsAll, torch.optim.Adagrad):
+    pass
+
+
+class CountsAdamW(CountsAll, adamw):
+    pass
+
+
+def own_keys(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+@pytest.mark.parametrize("make", [CountsAdagrad, CountsAdamW])
+@pytest.mark.parametrize(
+    "policy", ["fp32", "bf16", "bf16-master", "bf16-master, master=stochastic", "fp16, scaling.init_scale=16"]
+)
+def test_state_under_keys_of_its_own_is_saved_and_resumed_as_torch_does(policy: str, make: Any) -> None:
+    first = Net()
+    plain, amp, later = (
+        mezzo.prepare(m, make(m.parameters(), lr=0.01), p)
+        for m, p in ((twin(first), "fp32"), (twin(first), policy), (first, policy))
+    )
+    batches = [batch() for _ in range(4)]
+    train(amp, batches[:2])
+    later.load_state_dict(through_a_file(amp.state_dict()))
+    later.optimizers[0].load_state_dict(through_a_file(later.optimizers[0].state_dict()))
+    for one, rest in ((amp, batches[2:]), (later, batches[2:]), (plain, batches)):
+        train(one, rest)
+    assert_same(everything(later), everything(amp))
+    assert str(own_keys(later.optimizers[0])) == str(own_keys(amp.optimizers[0])) == str(own_keys(plain.optimizers[0]))
+    alone = make(Net().parameters())
+    torch.optim.Optimizer.load_state_dict(alone, plain.optimizers[0].state_dict())
+    assert str(own_keys(alone)) == str(own_keys(plain.optimizers[0]))
+
+
+def test_state_of_a_group_that_was_removed_is_named_when_it_is_saved() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    amp = mezzo.prepare(model, torch.optim.AdamW([{"params": part.parameters()} for part in model]), "bf16")
+    train(amp, [batch()])
+    group = amp.optimizers[0].param_groups.pop(0)
+    with pytest.raises(CheckpointError) as refused:
+        amp.state_dict()
+    assert str(refused.value) == (
+        "amp.state_dict() was asked of a AdamW that has state of 2 parameters which are in none of its groups any more. "
+        "Delete it, as in del optimizer.state[parameter], and save again."
+    )
+    for p in group["params"]:
+        del amp.optimizers[0].state[p]
+    assert len(amp.state_dict()["optimizers"][0]["state"]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,14 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "mezzo.SGD": lambda p: mezzo.optim.SGD(p, lr=0.01, momentum=0.9, backend="reference"),
     "torch.AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "torch.NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "torch.Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "torch.RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "torch.RMSprop plain": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "torch.SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "torch.Adadelta": lambda p: torch.optim.Adadelta(p),
+    "torch.Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "torch.ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "torch.Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 
 
@@ -80,7 +89,7 @@ def check(load: Callable[[Any], object], amp: mezzo.Stepper, state: Any, path: P
     return False
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", list(MAKERS)[:4])
 @pytest.mark.parametrize("what", ["amp", "optimizer"])
 def test_it_loads_or_is_refused_in_a_sentence(what: str, name: str) -> None:
     rng, policy = random.Random(f"{what} {name}"), "bf16-master" if name.startswith("mezzo") else FP16
@@ -101,3 +110,48 @@ def test_it_loads_or_is_refused_in_a_sentence(what: str, name: str) -> None:
             raise AssertionError(f"{path} = {value!r}: {type(error).__name__}: {error}") from error
         amp = made(name, policy)
     assert refused >= 5
+
+
+NUMBERS: tuple[Any, ...] = (
+    -1,
+    0,
+    1,
+    True,
+    None,
+    10**400,
+    -(10**30),
+    2**62,
+    1e300,
+    -1e38,
+    float("nan"),
+    1e-60,
+    3.5,
+    [0.5],
+)
+
+
+def numbers(state: Any) -> list[Path]:
+    """The numbers of a saved state, counts in tensors and flags among them; of parameters' states those of the first."""
+    one = [p for p in paths(state) if "state" not in p or p[p.index("state") + 1 :][:1] in ((), (0,))]
+    found = [(path, functools.reduce(lambda at, key: at[key], path, state)) for path in one]
+    return [
+        path for path, value in found
+        if "params" not in path and "model" not in path and (isinstance(value, int | float) or (path[-1:] == ("step",)))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_number_is_loaded_and_trains_or_is_refused(name: str) -> None:
+    for policy in (FP16, "fp16") if name.startswith("torch") else ("bf16-master",):
+        amp, other = made(name, policy), made(name, policy)
+        given = copy.deepcopy(other.state_dict())
+        for path in numbers(given):
+            for value in NUMBERS:
+                try:
+                    if check(amp.load_state_dict, amp, given, path, value):
+                        continue
+                    with contextlib.suppress(MezzoError):
+                        step(amp)
+                except Exception as error:
+                    raise AssertionError(f"{path} = {value!r}: {type(error).__name__}: {error}") from error
+                amp = made(name, policy)

@@ -154,7 +154,7 @@ def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:
     Args:
         mode: how the weight keeps small updates.
         weight: what the model reads, any shape.
-        master: the same shape and device, fp32.
+        master: the same shape and device; taken in fp32, or what is wider in the weight.
 
     Returns:
         its aux state: fresh memory, laid out as `master`; None for modes that keep nothing.
@@ -162,6 +162,7 @@ def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:
     Writes: `weight`. Syncs: no.
     """
     dtype = {"split": torch.int16, "fp32": torch.float32, "kahan": weight.dtype}.get(mode)
+    master = master.to(torch.promote_types(weight.dtype, torch.float32))
     aux = None if dtype is None else torch.empty_like(master, dtype=dtype)
     for chunk, value, *aux_parts in chunks(master, weight, *([] if aux is None else [aux])):
         found = store_master(mode, chunk, weight.dtype, None)

@@ -14,9 +14,11 @@ from .base import is_hooked as is_hooked
 from .checks import check_finite as check_finite
 from .master_store import check_whole as check_whole
 from .master_weights import MasterWeights as MasterWeights
+from .saved_state import HOW as HOW
 from .saved_state import MOMENTS as MOMENTS
 from .saved_state import check_mapping as check_mapping
 from .saved_state import check_saved as check_saved
 from .saved_state import check_tensor as check_tensor
+from .saved_state import each_entry as each_entry
 from .saved_state import refuse as refuse
 from .sgd import SGD as SGD

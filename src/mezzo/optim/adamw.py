@@ -12,7 +12,7 @@ from ..kernels import AdamWRule, Backend
 from ..kernels.ops.adamw import reference
 from ..policy import Master
 from .base import MasterOptimizer, Params
-from .checks import check_differentiable, check_range, check_rate
+from .checks import check_betas, check_differentiable, check_range, check_rate
 
 
 class AdamW(MasterOptimizer):
@@ -71,8 +71,7 @@ class AdamW(MasterOptimizer):
     ) -> None:
         check_differentiable(self, differentiable)
         check_rate(lr)
-        for index, beta in enumerate(betas):
-            check_range(f"betas[{index}]", float(beta), below=1.0)
+        check_betas(betas)
         check_range("eps", eps)
         check_range("weight_decay", weight_decay)
         defaults = {
@@ -98,7 +97,7 @@ class AdamW(MasterOptimizer):
         beta1, beta2 = group["betas"]
         decay, l2 = (group["weight_decay"], 0.0) if self._is_decoupled(group) else (0.0, group["weight_decay"])
         return AdamWRule(
-            beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=group["amsgrad"], l2=l2,
+            beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=bool(group["amsgrad"]), l2=l2,
             lr=group["lr"], decay=decay,
         )  # fmt: skip
 

@@ -296,7 +296,7 @@ class MasterOptimizer(KeepsMasters):
             inv_scale=None if scale is None else scale.to(home, torch.float32).reciprocal(),
             clip_coef=None if clip is None else clip.to(home, torch.float32),
             found_inf=None if found is None else found.to(home),
-            maximize=step.group["maximize"],
+            maximize=step.group["maximize"] or False,
         )
         if batch.layout is None:
             return Operands(weights=batch.weights, moments=batch.moments, grads=grads)

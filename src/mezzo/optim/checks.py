@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, MasterError, did_you_mean, listed
-from ..formats import LOW_DTYPES, describe, dtype_name
+from ..errors import ConfigError, MasterError, did_you_mean, listed, shown
+from ..formats import LOW_DTYPES, describe, dtype_name, is_number, number_of
 from ..kernels import registry
 from ..policy import Master
 
@@ -18,14 +18,24 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")
 
 
-def check_range(name: str, value: float, *, below: float = math.inf) -> None:
-    """Refuse a value outside [0, below).
+def check_range(name: str, value: Any, *, below: float = math.inf) -> None:
+    """Refuse what is no number in [0, below).
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it is none.
+
+    Syncs: for a tensor, once.
     """
-    if not 0.0 <= value < below:
-        raise ConfigError(f"{name}={value} must be in [0, {below}).")
+    if not is_number(number := number_of(value), 0.0) or number >= below:
+        raise ConfigError(f"{name}={shown(value)} must be in [0, {below}).")
+
+
+def check_betas(betas: Any) -> None:
+    """Refuse what is not two decays in [0, 1): a ConfigError."""
+    if not isinstance(betas, Collection) or len(betas) != 2:
+        raise ConfigError(f"betas={shown(betas)} must be two numbers in [0, 1).")
+    for index, beta in enumerate(betas):
+        check_range(f"betas[{index}]", beta, below=1.0)
 
 
 def check_rate(lr: float | Tensor) -> None:
@@ -38,7 +48,7 @@ def check_rate(lr: float | Tensor) -> None:
     """
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements; write one of 1, or a group for each rate.")
-    check_range("lr", float(lr))
+    check_range("lr", lr)
 
 
 def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
@@ -48,18 +58,15 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         ConfigError: an option that is gone, or a rate, decay, eps, momentum or beta that is no finite number; tensors are not
             looked into.
     """
+    kind = type(optimizer).__name__
     if gone := [name for name in (*_NUMBERS, "betas") if name in optimizer.defaults and name not in group]:
-        raise ConfigError(
-            f"a group of {type(optimizer).__name__} has no {gone[0]} any more: set it, as in group['{gone[0]}'] = ..."
-        )
+        raise ConfigError(f"a group of {kind} has no {gone[0]} any more: set it, as in group['{gone[0]}'] = ...")
     for name in _NUMBERS:
-        if not _is_usable(value := group.get(name, 0.0)):
-            raise ConfigError(f"a group of {type(optimizer).__name__} has {name}={value!r}: write a finite number.")
+        if not (is_number(value := group.get(name, 0.0)) or isinstance(value, (Tensor, bool))):
+            raise ConfigError(f"a group of {kind} has {name}={shown(value)}: write a finite number.")
     betas = group.get("betas", (0.0, 0.0))
     if not (isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_beta, betas))):
-        raise ConfigError(
-            f"a group of {type(optimizer).__name__} has betas={betas!r}: write two finite numbers in [0, 1)."
-        )
+        raise ConfigError(f"a group of {kind} has betas={shown(betas)}: write two finite numbers in [0, 1).")
 
 
 def check_finite(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
@@ -88,12 +95,8 @@ def can_be_kept(group: Mapping[str, Any]) -> bool:
 _PLAIN = (float, int, str, type(None), torch.dtype)
 
 
-def _is_usable(value: object) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, float | int) and math.isfinite(value))
-
-
-def _is_beta(value: object) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, float | int) and 0 <= value < 1)
+def _is_beta(value: Any) -> bool:
+    return isinstance(value, Tensor) or (is_number(value, 0) and value < 1)
 
 
 def check_count(label: str, step: object) -> None:
@@ -103,8 +106,7 @@ def check_count(label: str, step: object) -> None:
         ConfigError: it is none.
     """
     if not isinstance(step, float | int) and not (isinstance(step, Tensor) and step.numel() == 1):
-        what = describe(step) if isinstance(step, Tensor) else repr(step)
-        raise ConfigError(f"the state of {label} has step={what}: it counts steps, so write one number.")
+        raise ConfigError(f"the state of {label} has step={describe(step)}: it counts steps, so write one number.")
 
 
 def check_differentiable(optimizer: torch.optim.Optimizer, differentiable: bool) -> None:
@@ -136,6 +138,12 @@ def check_dense(optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor) -
         )
 
 
+def check_seed(seed: object) -> None:
+    """Refuse a seed of chance that is no whole number: a ConfigError."""
+    if not hasattr(seed, "__index__"):
+        raise ConfigError(f"rounding_seed={shown(seed)} must be a whole number.")
+
+
 def check_masters(group: Mapping[str, Any]) -> None:
     """Refuse 16-bit trainable parameters without a master mode, and modes that do not exist for them.
 
@@ -145,13 +153,15 @@ def check_masters(group: Mapping[str, Any]) -> None:
     """
     master = group["master"] or "none"
     if master not in get_args(Master):
-        raise ConfigError(f"unknown master mode {master!r}.{did_you_mean(master, get_args(Master))}")
+        raise ConfigError(f"unknown master mode {shown(master)}.{did_you_mean(master, get_args(Master))}")
     if group["state_dtype"] not in STATE_DTYPES:
-        given = dtype_name(group["state_dtype"])
+        kept = group["state_dtype"]
+        given = dtype_name(kept) if isinstance(kept, torch.dtype) else shown(kept)
         raise ConfigError(f"state_dtype={given} cannot hold moments; write torch.float32 or torch.bfloat16.")
     if group["backend"] not in get_args(registry.Backend):
         known = get_args(registry.Backend)
-        raise ConfigError(f"unknown backend {group['backend']!r}.{did_you_mean(group['backend'], known)}")
+        raise ConfigError(f"unknown backend {shown(group['backend'])}.{did_you_mean(group['backend'], known)}")
+    check_seed(group["rounding_seed"])
     names = group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
     trainable = [(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
     low = [f"{name} {describe(p)}" for name, p in trainable if p.dtype in LOW_DTYPES]

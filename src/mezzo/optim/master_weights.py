@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, get_args, overload
 
@@ -12,22 +12,23 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import is_fused
-from ..errors import ConfigError, MasterError, StepError, did_you_mean
+from ..errors import ConfigError, MasterError, StepError, did_you_mean, shown
 from ..formats import describe
-from ..kernels import AUX_STATE, ScaledGradients, check_shape, read_master
+from ..kernels import AUX_STATE, ScaledGradients, read_master
 from ..policy import Master
 from .base import MasterOptimizer
+from .checks import check_seed
 from .master_store import Masters, Mode
 from .optimizer_state import (
     OWN_OPTIONS,
     and_inside,
+    check_shapes,
     checked_hooks,
     give_masters_,
     keep_masters,
-    label_of,
     take_masters_,
 )
-from .saved_state import check_saved
+from .saved_state import HOW, check_saved, each_entry
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
 
@@ -58,7 +59,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __init__(self, inner: torch.optim.Optimizer, mode: Mode = "fp32", *, rounding_seed: int = 0) -> None:
         if mode not in get_args(Mode):
-            raise ConfigError(f"unknown master mode {mode!r}.{did_you_mean(mode, get_args(Mode))}")
+            raise ConfigError(f"unknown master mode {shown(mode)}.{did_you_mean(mode, get_args(Mode))}")
+        check_seed(rounding_seed)
         if isinstance(inner, (MasterOptimizer, MasterWeights)):
             raise ConfigError(
                 f"MasterWeights was given a {type(inner).__name__}, which keeps masters itself; use it alone."
@@ -162,7 +164,7 @@ class MasterWeights(torch.optim.Optimizer):
                 return None
             found = None
         params = [p for p in self._places() if p.grad is not None or (closure is not None and p.requires_grad)]
-        self._check_shapes(params)
+        check_shapes(self, params)
         with self._swapped_in(params, found) as arguments:
             loss: float | None = self.inner.step(*arguments(closure))
         return loss
@@ -196,8 +198,8 @@ class MasterWeights(torch.optim.Optimizer):
             masters: for each parameter that is named, its value; same shape, fp32.
 
         Raises:
-            ConfigError: not a parameter of this optimizer.
-            OperandError: a master of another shape than its parameter.
+            ConfigError: no dict, or not a parameter of this optimizer.
+            OperandError: no tensor that could be the value of its parameter. Nothing was changed.
 
         Writes: the parameters, and their aux state. Syncs: no.
         """
@@ -209,7 +211,7 @@ class MasterWeights(torch.optim.Optimizer):
         Syncs: no.
         """
         inner = self.inner.state_dict()
-        state = {index: dict(entry) for index, entry in inner["state"].items()}
+        state = each_entry(inner, dict)
         if self.masters.count is not None:
             for p, index in self._places().items():
                 if self.masters.mode_of(p) != "none":
@@ -232,20 +234,22 @@ class MasterWeights(torch.optim.Optimizer):
         Syncs: as the inner optimizer does.
         """
         check_saved(f"state of {type(self).__name__}", state_dict, self)
-        saved: dict[int, dict[str, Any]] = keep_masters(self, state_dict)["state"]
-        rest = {index: {k: v for k, v in entry.items() if k not in _OWN_STATE} for index, entry in saved.items()}
-        kept = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
+        state_dict = keep_masters(self, state_dict)
+        saved: dict[Any, Any] = state_dict["state"]
+        rest = each_entry(state_dict, lambda entry: {k: v for k, v in entry.items() if k not in _OWN_STATE})
+        saved_groups, left = state_dict["param_groups"], (*OWN_OPTIONS, *HOW)
+        kept = [{k: v for k, v in group.items() if k not in left} for group in saved_groups]
         groups = [{**now, **group} for now, group in zip(self.inner.param_groups, kept, strict=True)]
         params = {p: saved[index] for p, index in self._places().items() if index in saved}
         for p in [p for p in params if self.masters.mode_of(p) != "none"]:
             self.masters.fp32_param(p)
-        inner_state = {**state_dict, "state": {i: e for i, e in rest.items() if e}, "param_groups": groups}
+        rest = {i: e for i, e in rest.items() if e or not isinstance(i, int)}
         hooked = self.inner.register_load_state_dict_post_hook  # those of others see the model's parameters
         with ExitStack() as inside, hooked(lambda _: inside.close(), prepend=True):
             inside.enter_context(self._masters_inside())
-            type(self.inner).load_state_dict(self.inner, inner_state)
+            type(self.inner).load_state_dict(self.inner, {**state_dict, "state": rest, "param_groups": groups})
         self._rekey({fp32_param: p for p, fp32_param in self.masters.stand_ins.items()})
-        self.masters.seed = state_dict["param_groups"][0].get("rounding_seed", self.masters.seed)
+        self.masters.seed = saved_groups[0].get("rounding_seed", self.masters.seed)
         for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:
             self.masters.count = params[p]["rounding_step"].to(p.device).clone()
         take_masters_(self, params)
@@ -272,13 +276,6 @@ class MasterWeights(torch.optim.Optimizer):
     def _check_own(self, param: Tensor) -> None:
         if param not in self._places():
             raise ConfigError(f"{describe(param)} is not a parameter of this {type(self.inner).__name__}.")
-
-    def _check_shapes(self, params: Sequence[Tensor]) -> None:
-        for p in params:
-            mode, aux = self.aux_state(p)
-            for name, held in (("gradient", p.grad), (AUX_STATE.get(mode, ""), aux)):
-                if held is not None and held.shape != p.shape:
-                    check_shape(label_of(self, p), name, held, p)
 
     def _take_aux(self, param: Tensor) -> Tensor | None:
         """Take the aux state of a parameter out of its state, which goes with it if nothing is left."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from .._torch import has_load_hooks
-from ..errors import ConfigError
+from ..errors import ConfigError, OperandError
 from ..formats import LOW_DTYPES, describe
 from ..kernels import AUX_STATE, check_shape, give_master_, like_dtensor, local, read_master, store_master
 from ..policy import Master
-from .saved_state import check_saved
+from .saved_state import check_saved, each_entry
 
 _log = logging.getLogger("mezzo.optim")
 _LOSS = {
@@ -40,13 +40,9 @@ class Exact:
     tensor: Tensor
 
 
-def sealed(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return per-parameter state with its tensors wrapped, out of reach of torch's casts."""
-    return {
-        index: {name: Exact(item) if isinstance(item, Tensor) else item for name, item in entry.items()}
-        if isinstance(entry, Mapping) else entry
-        for index, entry in state.items()
-    }  # fmt: skip
+def sealed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with its tensors wrapped, out of reach of torch's casts."""
+    return {name: Exact(item) if isinstance(item, Tensor) else item for name, item in entry.items()}
 
 
 def mode_of(param: Tensor, group: Mapping[str, Any]) -> Master:
@@ -139,10 +135,8 @@ def take_masters_(optimizer: Any, entries: Mapping[Tensor, Mapping[str, Tensor]]
 @torch.no_grad()
 def give_masters_(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
     """Do what `set_masters_` says. Writes: parameters, and their aux state. Syncs: no."""
-    modes = {param: optimizer.aux_state(param)[0] for param in masters}
-    for param, master in masters.items():
-        check_shape(label_of(optimizer, param), "master", master, param)
-    for param, mode in modes.items():
+    check_given(optimizer, masters)
+    for param, mode in [(param, optimizer.aux_state(param)[0]) for param in masters]:
         aux = give_master_(mode, local(param), local(masters[param].to(param.device)))
         if aux is not None:
             optimizer.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
@@ -176,6 +170,34 @@ def label_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
     return names[number] if names else f"parameter {number}"
 
 
+def check_given(optimizer: Any, masters: Any) -> None:
+    """Refuse what `set_masters_` cannot take, before it writes; NaN is looked for on the host. Errors are its own. Syncs: no."""
+    if not isinstance(masters, Mapping):
+        raise ConfigError(f"set_masters_() got {describe(masters)}, and takes a dict of a tensor for each parameter.")
+    for param, master in masters.items():
+        optimizer.aux_state(param)  # whose parameter it is
+        owner, said = label_of(optimizer, param), f"set_masters_() got {describe(master)} for"
+        if not isinstance(master, Tensor) or _kind(master) != _kind(param):
+            raise OperandError(f"{said} {owner}: write the value that it stands for, as a dense tensor in fp32.")
+        check_shape(owner, "master", master, param)
+        here, there = local(param.detach()), local(master)
+        if here.is_cpu and there.is_cpu and bool((there.isnan() & ~here.isnan()).any()):
+            raise OperandError(f"{said} {owner}, with NaN where the parameter has none, and no step leaves that again.")
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.layout, tensor.is_meta
+
+
+def check_shapes(optimizer: Any, params: Iterable[Tensor]) -> None:
+    """Refuse gradients and aux state of another shape than their parameter. Raises: OperandError. Host only."""
+    for p in params:
+        mode, aux = optimizer.aux_state(p)
+        for name, held in (("gradient", p.grad), (AUX_STATE.get(mode, ""), aux)):
+            if held is not None and held.shape != p.shape:
+                check_shape(label_of(optimizer, p), name, held, p)
+
+
 def report(clauses: Iterable[str]) -> None:
     """Log one warning for each kind of conversion, with the number of parameters."""
     for clause, count in Counter(clause for clause in clauses if clause).items():
@@ -189,7 +211,8 @@ def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         {**now, **saved, **{name: now[name] for name in own}}
         for now, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
-    return {**state_dict, "state": sealed(keep_masters(optimizer, state_dict)["state"]), "param_groups": groups}
+    state = each_entry(keep_masters(optimizer, state_dict), sealed)
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def and_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -248,8 +271,8 @@ class KeepsMasters(torch.optim.Optimizer):
             masters: for each parameter of this optimizer that is named, its value; same shape, fp32.
 
         Raises:
-            ConfigError: not a parameter of this optimizer.
-            OperandError: a master of another shape than its parameter.
+            ConfigError: no dict, or not a parameter of this optimizer.
+            OperandError: no tensor that could be the value of its parameter. Nothing was changed.
 
         Writes: the parameters, and their aux state. Syncs: no.
         """
@@ -276,10 +299,7 @@ class KeepsMasters(torch.optim.Optimizer):
         Syncs: no.
         """
         state_dict = super().state_dict()
-        state = {
-            index: {**entry, "step": entry["step"].clone()} if "step" in entry else entry
-            for index, entry in state_dict["state"].items()
-        }
+        state = each_entry(state_dict, lambda e: {**e, "step": e["step"].clone()} if "step" in e else e)
         if self.saves_own_options:
             return {**state_dict, "state": state}
         groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]

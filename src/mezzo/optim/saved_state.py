@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, listed
+from ..errors import CheckpointError, first_line, listed, shown
+from ..formats import is_number, number_of
 from ..kernels import AUX_STATE
 from ..loss_scale import parameters
 
@@ -23,6 +25,8 @@ _COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch's optimizers that is one number a parameter."""
 _UPDATE = ("betas", "momentum", "dampening", "alpha", "rho", "etas", "lr_decay", "lambd", "beta2_decay", "history_size")
 """Options of torch's optimizers that say whose update it is."""
+HOW = ("fused", "foreach", "capturable", "differentiable")
+"""Options that say how a step is computed, on the devices of the run: torch takes them from the checkpoint, and a fused optimizer then breaks."""
 _NONE_YET = "momentum_buffer"
 """What torch's SGD saves as None before its first step with momentum."""
 
@@ -59,19 +63,28 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
                 f"{part}.param_groups[{index}]",
                 f"is of another kind of optimizer: it has {listed(saved_only)}, and {type(optimizer).__name__} has {listed(own_only)}",
             )
-        for name, own in group.items():
-            if name in given and (wanted := _wanted(own, given[name])):
+        for name, own in {"rounding_seed": 0, **group}.items():
+            if name in given and (wanted := _wanted(name, own, given[name])):
                 refuse(f"{part}.param_groups[{index}]['{name}']", f"is {_brief(given[name])}, and must be {wanted}")
     check_mapping(f"{part}.state", saved.get("state"))
     owners = dict(zip(chain.from_iterable(group["params"] for group in groups), params, strict=True))
     for key, entry in saved["state"].items():
-        where = f"{part}.state[{key!r}]"
-        if key not in owners:
+        where = f"{part}.state[{shown(key)}]"
+        if key in owners:
+            check_mapping(where, entry)
+            _check_entry(where, entry, owners[key], optimizer)
+        elif isinstance(key, int) and key not in optimizer.state:  # any other is a key of the optimizer's own
             refuse(where, f"belongs to none of the {len(params)} parameters")
-        check_mapping(where, entry)
-        _check_entry(where, entry, owners[key], optimizer)
     for group in groups:
-        _check_alike(part, {key: saved["state"][key] for key in group["params"] if saved["state"].get(key)})
+        entries = {key: saved["state"][key] for key in group["params"] if saved["state"].get(key)}
+        _check_alike(part, entries)
+        _check_torch(part, group, entries, getattr(optimizer, "inner", optimizer))
+
+
+def each_entry(saved: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[Any, Any]:
+    """Return a saved state with that of each parameter changed; what an optimizer keeps under keys of its own stays. Host only."""
+    keys = {key for group in saved["param_groups"] for key in group["params"]}
+    return {key: change(entry) if key in keys else entry for key, entry in saved["state"].items()}
 
 
 _WHOLE = "Take a whole checkpoint of amp.state_dict(), of such a model and such optimizers."
@@ -110,32 +123,28 @@ def _has_params(group: Mapping[str, Any]) -> bool:
 
 
 def _brief(value: object) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_meta and value.layout is torch.strided and not value.is_complex()
-    return isinstance(value, float | int) and not isinstance(value, bool)
+def _is_number(value: object, *bounds: float) -> bool:
+    return is_number(number_of(value) if isinstance(value, Tensor) else value, *bounds)
 
 
-def _wanted(own: object, value: object) -> str:
+def _wanted(name: str, own: object, value: object) -> str:
     """Return what an option must be, if what was saved is none: what it is now tells."""
+    if name == "rounding_seed":
+        return "" if hasattr(value, "__index__") else "a whole number"
     if isinstance(own, bool):
         return "" if value is None or isinstance(value, bool) else "True or False"
-    if _is_number(own):
-        if not _is_number(value):
-            return "a number"
-        return "" if not isinstance(value, float) or math.isfinite(value) or value == own else "a finite number"
+    if _is_number(own, -math.inf, math.inf):
+        is_finite = _is_number(value) or (type(value) is type(own) is float and value == own)
+        return "" if is_finite else "a number" if not isinstance(value, float) else "a finite number"
     if isinstance(own, (list, tuple)) and own and all(map(_is_number, own)):
         is_alike = isinstance(value, (list, tuple)) and len(value) == len(own) and all(map(_is_number, value))
         return "" if is_alike else f"{len(own)} numbers"
     if own is None:
-        return (
-            ""
-            if value is None or isinstance(value, bool | int | float | str | torch.dtype)
-            else "None, a flag or a number"
-        )
+        fits = value is None or isinstance(value, bool | str | torch.dtype) or is_number(value, -math.inf, math.inf)
+        return "" if fits else "None, a flag or a number"
     return ""
 
 
@@ -144,8 +153,8 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
     for name, value in entry.items():
         now, where = own.get(name), f"{part}[{name!r}]"
         if name in _COUNTS:
-            if not _is_number(value) or not math.isfinite(float(value)):
-                refuse(where, f"is {_brief(value)}, and must be a finite number")
+            if not _is_number(value, 0):
+                refuse(where, f"is {_brief(value)}, and must be a finite number from 0")
         elif name in AUX_STATE.values():
             check_tensor(where, value, param)
             if value.is_floating_point() is (name == AUX_STATE["split"]):
@@ -165,3 +174,28 @@ def _check_alike(part: str, entries: Mapping[Any, Mapping[str, Any]]) -> None:
     for key, entry in entries.items():
         if known & entry.keys() and (missing := sorted(known - entry.keys())):
             refuse(f"{part}.state[{key!r}]", f"has no {missing[0]}, which others of its group have")
+
+
+_NEEDS = {
+    ("amsgrad", "exp_avg_sq"): "max_exp_avg_sq",
+    ("centered", "square_avg"): "grad_avg",
+    ("momentum", "square_avg"): "momentum_buffer",
+}
+"""Moments of torch's optimizers that an option asks for, beside one that is always there."""
+
+
+def _check_torch(
+    part: str, group: Mapping[str, Any], entries: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer
+) -> None:
+    """Refuse what one of torch's optimizers would stumble over in its next step: ranges are those that its constructor knows."""
+    kind: Any = type(optimizer)
+    if not f"{kind.__module__}.".startswith("torch.optim."):
+        return
+    for (option, known), moment in _NEEDS.items():
+        if group.get(option) and any(known in entry and entry.get(moment) is None for entry in entries.values()):
+            refuse(part, f"has no {moment}, which {option}={group[option]} asks for")
+    options = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "lr", "nesterov", *HOW}
+    try:
+        kind([torch.zeros(1, 1)], lr=1e-3, **{name: group[name] for name in options})
+    except Exception as error:
+        refuse(f"{part}.param_groups", f"do not fit {kind.__name__}: {first_line(error)}")

@@ -71,7 +71,7 @@ class SGD(MasterOptimizer):
         check_differentiable(self, differentiable)
         check_rate(lr)
         check_range("momentum", momentum)
-        check_range("weight_decay", float(weight_decay))
+        check_range("weight_decay", weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ConfigError(
                 f"nesterov=True was asked with momentum={momentum}, dampening={dampening}: "
@@ -97,4 +97,5 @@ class SGD(MasterOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> SGDRule:
         """Return the numbers of a group."""
-        return SGDRule(**{name: group[name] for name in ("weight_decay", "momentum", "nesterov", "lr", "dampening")})
+        numbers = {name: group[name] for name in ("weight_decay", "momentum", "lr", "dampening")}
+        return SGDRule(**numbers, nesterov=bool(group["nesterov"]))

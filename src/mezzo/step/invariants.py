@@ -341,7 +341,7 @@ def _state_tensors(optimizer: Optimizer) -> dict[Place, Tensor]:
     return {
         (p, key): value
         for p, entry in optimizer.state.items()
-        for key, value in entry.items()
+        for key, value in (entry.items() if isinstance(entry, dict) else ())
         if isinstance(value, Tensor)
     }
 

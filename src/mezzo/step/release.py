@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -38,7 +39,7 @@ def original(model: nn.Module, optimizers: Sequence[Optimizer]) -> Original:
 
 def remember_states(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Return a function that gives optimizers the state back that they have now. Host only."""
-    states = [(o, {p: dict(entry) for p, entry in vars(o)["state"].items()}) for o in optimizers if "state" in vars(o)]
+    states = [(o, {p: copy(entry) for p, entry in vars(o)["state"].items()}) for o in optimizers if "state" in vars(o)]
 
     def put_back() -> None:
         for optimizer, state in states:

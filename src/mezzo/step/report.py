@@ -185,7 +185,7 @@ def _state(
     kept = []
     for optimizer in optimizers:
         for p, entry in optimizer.state.items():
-            for key, value in entry.items():
+            for key, value in entry.items() if isinstance(entry, dict) else ():
                 if not isinstance(value, Tensor) or key in ("step", "rounding_step"):
                     continue
                 if key in AUX_STATE.values():

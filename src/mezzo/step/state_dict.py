@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import innermost
-from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, listed
-from ..formats import LOW_DTYPES, dtype_name, parse_dtype
+from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, listed, shown
+from ..formats import LOW_DTYPES, SMALLEST, dtype_name, is_count, is_number, parse_dtype
 from ..kernels import AUX_STATE, read_master
 from ..loss_scale import LossScale, NoScaling
-from ..optim import check_mapping, check_saved, check_tensor, keeps_masters, parameters, refuse
+from ..optim import HOW, check_mapping, check_saved, check_tensor, each_entry, keeps_masters, parameters, refuse
 from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
 
@@ -27,8 +26,6 @@ FORMAT = 1
 
 _KEYS = ("format", "policy", "declared", "model", "optimizers", "outside", "scaling", "counters")
 _OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
-_HOW = ("fused", "foreach", "capturable", "differentiable")
-"""Options that say how a step is computed. torch takes them from the checkpoint, and a fused optimizer then breaks."""
 _log = logging.getLogger("mezzo.step")
 
 
@@ -62,6 +59,13 @@ def outside(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tens
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     try:
         return optimizer.state_dict()
+    except KeyError as error:
+        if not (lost := [p for p in optimizer.state.keys() - {*parameters(optimizer)} if isinstance(p, Tensor)]):
+            raise
+        raise CheckpointError(
+            f"amp.state_dict() was asked of a {type(optimizer).__name__} that has state of {len(lost)} parameters which are in "
+            "none of its groups any more. Delete it, as in del optimizer.state[parameter], and save again."
+        ) from error
     except RuntimeError as error:
         if not hasattr(optimizer, "consolidate_state_dict"):
             raise
@@ -88,7 +92,7 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
     version = state.get("format", FORMAT)
     if not isinstance(version, int) or version > FORMAT:
         raise CheckpointError(
-            f"the checkpoint has format {version}, and this version reads up to {FORMAT}. Update mezzo to read it."
+            f"the checkpoint has format {shown(version)}, and this version reads up to {FORMAT}. Update mezzo to read it."
         )
     unknown = [key for key in state if key not in (*_KEYS, "optimizer")]
     if unknown and "format" in state:
@@ -222,10 +226,10 @@ def _take_masters_(
     """Give fp32 parameters the masters that lie in a saved state; return how many of each mode."""
     modes: dict[str, int] = {}
     by_name: dict[str, Master] = {name: mode for mode, name in AUX_STATE.items()}  # type: ignore[misc]  # keys are modes
-    for index, kept in entry["state"].items():
+    for index, p in enumerate(params):
+        kept = entry["state"].get(index, {})
         for name, mode in by_name.items():
             if name in kept:
-                p = params[index]
                 weight = saved[names[p]] if p in names else p.detach()
                 p.copy_(read_master(mode, weight.to(p.device), kept[name].to(p.device)))
                 modes[mode] = modes.get(mode, 0) + 1
@@ -239,11 +243,8 @@ def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]
     for index, group in enumerate(entry["param_groups"]):
         now = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
         kept = {name: value for name, value in group.items() if name not in _OWN_OPTIONS}
-        groups.append({**now, **kept, **{name: now[name] for name in _HOW if name in now}})
-    state = {
-        index: {name: value for name, value in kept.items() if name not in own}
-        for index, kept in entry["state"].items()
-    }
+        groups.append({**now, **kept, **{name: now[name] for name in HOW if name in now}})
+    state = each_entry(entry, lambda kept: {name: value for name, value in kept.items() if name not in own})
     return {**entry, "state": state, "param_groups": groups}
 
 
@@ -291,6 +292,8 @@ def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype
     Fresh memory for every parameter. Syncs: no.
     """
     dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise StepError(f"export_weights({shown(dtype)}): write a floating dtype, as torch.float16, or its name.")
     if not dtype.is_floating_point:
         raise StepError(
             f"export_weights({dtype_name(dtype)}) would cut weights to whole numbers. Write a floating dtype, as torch.float16."
@@ -363,13 +366,13 @@ def _check_numbers(part: str, saved: Any, kind: type[LossScale] | type[Counters]
         if name not in names:
             refuse(part, f"has an unknown number {name!r}.{did_you_mean(name, names)}")
         if name == "scale":
-            if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
-                refuse(f"{part}.scale", f"is {value!r}, and must be a finite number above 0")
+            if not is_number(value, SMALLEST):
+                refuse(f"{part}.scale", f"is {shown(value)}, and must be a finite number above 0 in fp32")
         elif name == "demoted":
             if not isinstance(value, (list, tuple)) or not all(isinstance(edit, str) for edit in value):
-                refuse(f"{part}.demoted", f"is {value!r}, and must be a list of policy edits")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            refuse(f"{part}.{name}", f"is {value!r}, and must be a whole number from 0")
+                refuse(f"{part}.demoted", f"is {shown(value)}, and must be a list of policy edits")
+        elif not is_count(value, bits=31):
+            refuse(f"{part}.{name}", f"is {shown(value)}, and must be a whole number from 0 to 2**31 - 1")
     if kind is LossScale and "scale" not in saved:
         refuse(part, "has no scale")
 

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import STEP_WRAPPER, global_post_hooks, global_pre_hooks, is_fused, profiler_enabled, step_hooks
-from ..errors import StepError, listed
+from ..errors import StepError, listed, shown
+from ..formats import SMALLEST, is_number, number_of
 from ..kernels import CLIP_EPS, choose
 from ..loss_scale import (
     AccumulationState,
@@ -158,10 +159,6 @@ def _lacks_momentum(optimizer: Optimizer, owner: Optimizer) -> bool:
     return any(state.get(p, {}).get("momentum_buffer") is None for p in params if p.grad is not None)
 
 
-def _is_positive(bound: float | Tensor) -> bool:
-    return not (isinstance(bound, Tensor) and bound.numel() != 1) and bool(bound > 0)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
     """How gradients are clipped.
@@ -183,9 +180,9 @@ class Clip:
             raise StepError(
                 f"step(max_norm={self.max_norm}, clip_value={self.value}): clip by norm or by value, not both."
             )
-        for name, bound in (("max_norm", self.max_norm), ("clip_value", self.value)):
-            if bound is not None and not (isinstance(bound, float | int | Tensor) and _is_positive(bound)):
-                raise StepError(f"step({name}={bound!r}) would leave no gradient; write a positive number, or None.")
+        for name, top in (("max_norm", self.max_norm), ("clip_value", self.value)):
+            if top is not None and not is_number(top if isinstance(top, float) else number_of(top), SMALLEST, math.inf):
+                raise StepError(f"step({name}={shown(top)}) would leave no gradient; write a positive number, or None.")
 
     def coefficient(self, norm: Tensor | float) -> Tensor | None:
         """Return what brings gradients of a true norm down to `max_norm`: shape (), fp32, at most 1. Syncs: no."""
