@@ -9,7 +9,35 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.files import replacing, write_atomically
+from mezzo.errors import ConfigError, DataError
+from mezzo.files import as_path, replacing, write_atomically
+
+
+@pytest.mark.parametrize(
+    "given", ["a.toml", Path("a"), "", "/", "漢" * 85, "a" * 255, "b\udcff", "~", "a\\b", "." * 255 + "/x"]
+)
+def test_what_a_file_can_be_called_is_a_path(given: str | Path) -> None:
+    assert as_path("save", "path", given) == Path(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (None, "save was given NoneType for path; give a path."),
+        (3, "save was given int for path; give a path."),
+        (b"a", "save was given bytes for path; give a path."),
+        (Path, "save was given the class Path for path; give a path."),
+        ("a\0", "save was given 'a\\x00' for path, which no file can be called: it holds a NUL character."),
+        ("\ud83d", "save was given '\\ud83d' for path, which no file can be called: it holds half of a character."),
+        ("a/" + "b" * 256, "a part of it has 256 bytes, and no name has more than 255."),
+        (Path("漢" * 86), "a part of it has 258 bytes, and no name has more than 255."),
+    ],
+)
+def test_what_no_file_can_be_called_is_refused(given: object, why: str) -> None:
+    for kind in (ConfigError, DataError):
+        with pytest.raises(kind) as refusal:
+            as_path("save", "path", given, kind)
+        assert why in str(refusal.value)
 
 
 @pytest.mark.parametrize("several", [False, True])

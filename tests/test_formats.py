@@ -6,6 +6,7 @@ import math
 import platform
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mezzo.errors import FormatError
 from mezzo.formats import (
     FORMATS,
     LOW_DTYPES,
+    as_device,
     describe,
     dtype_name,
     format_of,
@@ -225,6 +227,23 @@ class TestNativeSupport:
 
     def test_a_device_that_does_not_report_says_so(self) -> None:
         assert native_support("xpu", torch.float16).reason == "assumed: xpu does not report its units"
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a device that is not there")
+    def test_a_device_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(FormatError, match=r"what cuda computes cannot be read here: .*CUDA"):
+            native_support("cuda", torch.float16)
+
+    @pytest.mark.parametrize("device", ["zz", "", "cpu:x", None, [], 3.5, torch.float32])
+    def test_what_is_no_device_is_refused(self, device: Any) -> None:
+        for ask in (as_device, lambda given: native_support(given, torch.float16)):
+            with pytest.raises(FormatError) as refusal:
+                ask(device)
+            assert f"there is no device {device!r}; write one of torch's, such as 'cpu' or 'cuda:0'." == str(
+                refusal.value
+            )
+
+    def test_a_device_is_itself(self) -> None:
+        assert as_device("cuda:1") == as_device(torch.device("cuda", 1)) == torch.device("cuda:1")
 
     @pytest.mark.cuda
     def test_this_gpu(self) -> None:

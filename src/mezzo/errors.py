@@ -11,7 +11,7 @@ class MezzoError(Exception):
 
 
 class FormatError(MezzoError, ValueError):
-    """A dtype or number format that does not exist, or that the device lacks."""
+    """A device, dtype or number format that does not exist, or a format that the device lacks."""
 
 
 class PolicyError(MezzoError, ValueError):

@@ -12,8 +12,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .errors import ConfigError, MezzoError, kind_of
+
+LONGEST_NAME = 255
+"""Bytes that a part of a path may have on the file systems in use."""
 _WRITE_BYTES = 2**24
 """Of one write of an image, which a kill waits for."""
+
+
+def as_path(call: str, name: str, given: object, raising: type[MezzoError] = ConfigError) -> Path:
+    """Return the path that a call was given for an argument of some name. Host only.
+
+    Raises:
+        ConfigError: or `raising`: it is no path, or no file can be called so.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise raising(f"{call} was given {kind_of(given)} for {name}; give a path.")
+    path = Path(given)
+    if why := _why_no_name(path):
+        raise raising(f"{call} was given {str(path)!r} for {name}, which no file can be called: {why}.")
+    return path
+
+
+def _why_no_name(path: Path) -> str:
+    try:
+        longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    except UnicodeEncodeError:
+        return "it holds half of a character"
+    if "\0" in str(path):
+        return "it holds a NUL character"
+    return (
+        f"a part of it has {longest} bytes, and no name has more than {LONGEST_NAME}" if longest > LONGEST_NAME else ""
+    )
 
 
 def flush_to_disk(path: Path) -> None:

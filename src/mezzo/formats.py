@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import FormatError, did_you_mean, shown
+from .errors import FormatError, did_you_mean, first_line, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +216,20 @@ _CPU_FLAGS = {
 }
 
 
+def as_device(device: torch.device | str) -> torch.device:
+    """Return the device that is meant, which need not be here. Host only.
+
+    Raises:
+        FormatError: torch has no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise FormatError(
+            f"there is no device {shown(device)}; write one of torch's, such as 'cpu' or 'cuda:0'."
+        ) from None
+
+
 def native_support(device: torch.device | str, dtype: torch.dtype) -> NativeSupport:
     """Say whether a device multiplies matrices of a dtype natively, from what it reports of itself.
 
@@ -229,17 +243,20 @@ def native_support(device: torch.device | str, dtype: torch.dtype) -> NativeSupp
         The answer and where it was read. fp32 and fp64 are native everywhere.
 
     Raises:
-        FormatError: not a floating dtype.
+        FormatError: not a floating dtype, or a device that does not exist or is not here.
 
     Syncs: no.
     """
-    device = torch.device(device)
+    device = as_device(device)
     if not dtype.is_floating_point:
         raise FormatError(f"{dtype} is not a floating dtype; ask for one of {', '.join(FORMATS)}.")
     if dtype in (torch.float32, torch.float64):
         return NativeSupport(native=True, reason="every device computes it")
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+        try:
+            capability = torch.cuda.get_device_capability(device)
+        except (AssertionError, RuntimeError) as error:  # a torch without CUDA asserts
+            raise FormatError(f"what {device} computes cannot be read here: {first_line(error).rstrip('.')}.") from None
         since = _CUDA_SINCE.get(dtype, (8, 9))
         found = f"compute capability {capability[0]}.{capability[1]}, needed {since[0]}.{since[1]}"
         return NativeSupport(native=capability >= since, reason=found)

@@ -113,6 +113,9 @@ def test_none_is_refused_where_a_dtype_is_needed(name: str) -> None:
         (lambda: ModuleRule(pattern="a", precision=Rule.LOW, required=1),  # type: ignore[arg-type]
          "required=1 must be true or false."),
         (lambda: OpRules(edits=(("cumsm", Rule.LOW),)), "unknown op 'cumsm'. Did you mean 'cumsum'?"),
+        (lambda: OpRules(edits=((3, Rule.LOW),)), "the op 3 must be text."),  # type: ignore[arg-type]
+        (lambda: OpRules(edits=3), "edits=3 must be a tuple of (op, Rule)."),  # type: ignore[arg-type]
+        (lambda: OpRules(edits=("cumsum",)), "edits=('cumsum',) must be a tuple of (op, Rule)."),  # type: ignore[arg-type]
         (lambda: OpRules(edits=(("cumsum", "low"),)),  # type: ignore[arg-type]
          "op rule 'cumsum=low': 'low' is not a Rule: low, fp32, fp32_low_out, promote, as_is, forbid."),
     ],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from mezzo.errors import PolicyError
+from mezzo.errors import ConfigError, PolicyError
 from mezzo.formats import FP8
 from mezzo.policy.kinds import check_kinds, dtypes_of, is_word, kinds, options
 
@@ -21,6 +22,8 @@ class Record:
     share: float = 0.5
     count: int = 1
     flag: bool = False
+    name: str | None = None
+    place: Path = Path()
     others: tuple[str, ...] = ()
 
 
@@ -33,6 +36,8 @@ REFUSED = {
     "share": (True, "share=True must be a number."),
     "count": (1.5, "count=1.5 must be a whole number."),
     "flag": (1, "flag=1 must be true or false."),
+    "name": (3, "name=3 must be text."),
+    "place": (None, "place=None must be a path."),
 }
 
 
@@ -46,6 +51,8 @@ def test_values_that_do_not(name: str) -> None:
     value, message = REFUSED[name]
     with pytest.raises(PolicyError, match=re.escape(message)):
         check_kinds(Record(**{name: value}))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_kinds(Record(**{name: value}), ConfigError)
 
 
 def test_a_name_of_a_dtype_says_how_to_parse_it() -> None:
@@ -64,5 +71,7 @@ def test_words_are_what_is_spelled_in_one() -> None:
         "share",
         "count",
         "flag",
+        "name",
+        "place",
     }
     assert options(kinds(Record)["dtype"]) == (torch.dtype, type(None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -308,3 +309,9 @@ class TestFixedScale:
     def test_a_number_that_is_no_scale_is_refused(self, word: str) -> None:
         with pytest.raises(PolicyError, match=r"init_scale=.* must be finite and positive"):
             Policy.parse(f"fp16, scaling={word}")
+
+
+@pytest.mark.parametrize("given", [None, 3, b"bf16", Policy(), Policy, ["bf16"]])
+def test_what_is_no_text_is_refused(given: Any) -> None:
+    with pytest.raises(PolicyError, match=r"Policy.parse was given .*; give text such as 'bf16, output=fp32'\."):
+        Policy.parse(given)

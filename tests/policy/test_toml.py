@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +180,32 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_from_dict_wants_a_dict() -> None:
     with pytest.raises(PolicyError, match="a policy's plain form is a dict, not list"):
         Policy.from_dict([])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"p.toml", "a\0.toml", "\ud83d.toml", "x" * 300])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    for call, what in ((Policy.load, "load"), (Policy().save, "save")):
+        with pytest.raises(PolicyError, match=f"Policy.{what} was given .* for path[;,] "):
+            call(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("", "it is a folder"),
+        ("folder", "it is a folder"),
+        ("nope/p.toml", "there is no folder '.*nope'"),
+        ("file/p.toml", "there is no folder '.*file'"),
+    ],
+)
+def test_a_file_that_cannot_be_there_is_refused_before_anything_is_written(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(PolicyError, match=f"cannot write the policy file '.*': {why}. Name a file in a folder"):
+        Policy().save(tmp_path / name)
+    with pytest.raises(PolicyError, match=r"cannot write the policy file '\.': it is a folder"):
+        Policy().save(".")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
 
 
 FULL_DISK = """

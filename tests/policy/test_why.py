@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.policy.policies import policies
 
-from mezzo.errors import PolicyError
+from mezzo.errors import FormatError, PolicyError
 from mezzo.formats import dtype_name
 from mezzo.policy import PRESETS, OpRules, Policy, Reason, Rule
 from mezzo.policy.spelling import write_module_rule
@@ -202,3 +204,34 @@ def test_a_row_is_there_only_if_the_installed_torch_casts_the_op() -> None:
         listed = set(op_table("torch", device))
         assert registered(device) <= listed
         assert listed - registered(device) <= {"linalg_multi_dot", "chain_matmul"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"module": 3}, "why was asked about the module 3; write its full name, or None."),
+        ({"module": b"a"}, "why was asked about the module b'a'"),
+        ({"module": "a", "op": 3}, "the op 3 must be text."),
+        ({"module": "a", "op": []}, "the op [] must be text."),
+        ({"module": "a", "class_name": 3}, "class_name=3 must be the name of a class, or several."),
+        ({"module": "a", "class_name": ["LayerNorm", 3]}, "class_name=['LayerNorm', 3] must be"),
+    ],
+)
+def test_what_is_no_name_is_refused(asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(PolicyError) as refusal:
+        NAMED.why(**asked)
+    assert why in str(refusal.value)
+
+
+@pytest.mark.parametrize("device", ["zz", None, [], 3.5])
+def test_what_is_no_device_is_refused(device: Any) -> None:
+    for policy in (NAMED, PRESETS["auto"]):
+        for ask in (lambda given, p=policy: p.why("a", device=given), policy.resolve, policy.why_engine):
+            with pytest.raises(FormatError, match="there is no device"):
+                ask(device)
+
+
+def test_an_engine_is_chosen_for_a_device_and_a_cache() -> None:
+    assert Policy(ops="mezzo").why_engine("cuda:0") == Policy(ops="mezzo").why_engine("cuda")
+    with pytest.raises(PolicyError, match=r"unknown cache 'persistnt'. Did you mean 'persistent'?"):
+        NAMED.why_engine("cpu", "persistnt")  # type: ignore[arg-type]

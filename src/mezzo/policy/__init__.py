@@ -12,6 +12,7 @@ from .fields import OpRules as OpRules
 from .fields import ScalingConfig as ScalingConfig
 from .kinds import FP32_RULES as FP32_RULES
 from .kinds import Rule as Rule
+from .kinds import check_kinds as check_kinds
 from .policy import PRESETS as PRESETS
 from .policy import Policy as Policy
 from .policy import PolicyLike as PolicyLike

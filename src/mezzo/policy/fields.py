@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from ..errors import PolicyError, did_you_mean
-from ..formats import FP8, LOW_DTYPES, SMALLEST, dtype_name, is_number, native_support
+from ..errors import PolicyError, did_you_mean, shown
+from ..formats import FP8, LOW_DTYPES, SMALLEST, as_device, dtype_name, is_number, native_support
 from .kinds import Rule, check_kinds
 from .table import TableName, known_ops
 
@@ -32,6 +32,7 @@ def check(condition: bool, message: str) -> None:
 
 def check_known(what: str, word: str, known: Collection[str]) -> None:
     """Raise a `PolicyError` that names the nearest known word unless the word is one of them."""
+    check(isinstance(word, str), f"the {what} {shown(word)} must be text.")
     if word not in known:
         raise PolicyError(f"unknown {what} {word!r}.{did_you_mean(word, known)}")
 
@@ -178,6 +179,8 @@ class OpRules:
     def __post_init__(self) -> None:
         """Refuse tables and ops that do not exist."""
         check_kinds(self)
+        check(isinstance(self.edits, tuple) and all(isinstance(edit, tuple) and len(edit) == 2 for edit in self.edits),
+              f"edits={shown(self.edits)} must be a tuple of (op, Rule).")  # fmt: skip
         for op, rule in self.edits:
             check_op(op)
             check(
@@ -268,8 +271,12 @@ class PolicyFields:
         bf16 where the device has units for it, else fp16 with loss scaling where it has those, else fp32.
         A policy that names its compute dtype is returned as it is.
 
+        Raises:
+            FormatError: no such device.
+
         Syncs: no; starts CUDA for a CUDA device.
         """
+        device = as_device(device)
         if self.compute is not None:
             return self
         if native_support(device, torch.bfloat16).native:

@@ -6,11 +6,12 @@ import enum
 import types
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..errors import PolicyError, did_you_mean, shown
+from ..errors import MezzoError, PolicyError, did_you_mean, shown
 from ..formats import FP8, LOW_DTYPES, dtype_name, is_number
 
 DTYPES = (torch.float32, *LOW_DTYPES)
@@ -51,7 +52,9 @@ def dtypes_in_words(name: str) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-NOUNS: Mapping[object, str] = {float: "a number", int: "a whole number", bool: "true or false"}
+NOUNS: Mapping[object, str] = {
+    float: "a number", int: "a whole number", bool: "true or false", str: "text", Path: "a path",
+}  # fmt: skip
 
 
 def kinds(owner: type) -> Mapping[str, object]:
@@ -81,21 +84,21 @@ def _fits(name: str, kind: object, value: object) -> bool:
     return is_number(value) if kind in (int, float) and isinstance(value, int) else isinstance(value, kind)  # type: ignore[arg-type]  # a class
 
 
-def check_kinds(record: object) -> None:
-    """Refuse a dataclass instance that has a value of the wrong type in a field of one word.
+def check_kinds(record: object, raising: type[MezzoError] = PolicyError) -> None:
+    """Refuse a dataclass instance that has a value of the wrong type in a field of one word. Host only.
 
     Raises:
-        PolicyError: the field, its value, and what it takes.
+        PolicyError: or `raising`: the field, its value, and what it takes.
     """
     for name, kind in kinds(type(record)).items():
         value = getattr(record, name)
         if is_word(kind) and not any(_fits(name, option, value) for option in options(kind)):
-            raise PolicyError(_complaint(name, kind, value))
+            raise raising(_complaint(name, kind, value))
 
 
 def is_word(kind: object) -> bool:
-    """Whether a field of this type is spelled in one word: a dtype, a mode, a number, a truth value."""
-    known = (torch.dtype, float, int, bool, types.NoneType)
+    """Whether a field of this type is spelled in one word: a dtype, a mode, a number, a truth value, text, a path."""
+    known = (torch.dtype, types.NoneType, *NOUNS)
     return all(option in known or get_origin(option) is Literal for option in options(kind))
 
 

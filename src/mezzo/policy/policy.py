@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from ..errors import PolicyError, listed
-from ..formats import dtype_name
+from ..formats import as_device, dtype_name
 from .diff import PolicyDiff, diff
 from .fields import CacheName, PolicyFields
 from .presets import PRESET_FIELDS
@@ -94,6 +94,9 @@ class Policy(PolicyFields):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file. A crash leaves the old file or the new one, never a part.
 
+        Raises:
+            PolicyError: no path of a file in a folder that is there.
+
         Writes: the file, and one beside it that is renamed.
         """
         save(self, path, f"mezzo policy: {self}")
@@ -149,11 +152,12 @@ class Policy(PolicyFields):
             class_name: the module's class, or the names of its class and the classes above it.
 
         Raises:
-            PolicyError: unknown op.
+            PolicyError: unknown op, or what is no name.
+            FormatError: no such device.
 
         Syncs: no; a policy whose compute is auto starts CUDA for a CUDA device that is there.
         """
-        return why(self, module, op, torch.device(device), class_name)
+        return why(self, module, op, as_device(device), class_name)
 
 
 ALIKE = 0.5

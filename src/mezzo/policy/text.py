@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from ..errors import PolicyError, did_you_mean
+from ..errors import PolicyError, did_you_mean, kind_of
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import kinds
 from .presets import ALIASES, PRESET_FIELDS, preset_fields
@@ -38,6 +38,8 @@ Place = tuple[str, int]
 
 def parse(text: str) -> PolicyFields:
     """Return the policy that a text describes; see `Policy.parse`."""
+    check(isinstance(text, str),
+          f"Policy.parse was given {kind_of(text)}; give text such as 'bf16, output=fp32'.")  # fmt: skip
     items = list(_items(text))
     at, name = items[0]
     try:

@@ -7,11 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from ..errors import PolicyError, shown
-from ..files import write_atomically
+from ..files import as_path, write_atomically
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import is_word, kinds, options
 from .presets import preset_fields
@@ -132,22 +131,26 @@ def save(policy: PolicyFields, path: str | os.PathLike[str], title: str) -> None
 
     Writes: a file beside the path, synced to disk, then renamed to it.
     """
-    text = f"# {title}\n{_toml(to_document(policy))}"
-    write_atomically(Path(path), lambda file: file.write(text.encode()), several=True)
+    path, text = as_path("Policy.save", "path", path, PolicyError), f"# {title}\n{_toml(to_document(policy))}"
+    why = "it is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
+    check(not path.is_dir() and path.parent.is_dir(),
+          f"cannot write the policy file '{path}': {why}. Name a file in a folder that is there.")  # fmt: skip
+    write_atomically(path, lambda file: file.write(text.encode()), several=True)
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFields:
     """Read a policy from a file; see `Policy.load`."""
+    path = as_path("Policy.load", "path", path, PolicyError)
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PolicyError(f"cannot read the policy file '{os.fspath(path)}': {error.strerror or error}.") from error
+        raise PolicyError(f"cannot read the policy file '{path}': {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # both tomllib.TOMLDecodeError and UnicodeDecodeError
-        raise PolicyError(f"the policy file '{os.fspath(path)}' is not TOML: {error}.") from error
+        raise PolicyError(f"the policy file '{path}' is not TOML: {error}.") from error
     try:
         return from_document(document)
     except PolicyError as error:
-        raise PolicyError(f"policy file '{os.fspath(path)}': {error}") from None
+        raise PolicyError(f"policy file '{path}': {error}") from None
 
 
 def _toml(document: Mapping[str, object]) -> str:

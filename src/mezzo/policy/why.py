@@ -7,16 +7,16 @@ A module without a rule of its own has that of the nearest module around it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from ..errors import listed
-from ..formats import dtype_name
-from .fields import CacheName, ModuleRule, OpRules, PolicyFields, check_op
+from ..errors import listed, shown
+from ..formats import as_device, dtype_name
+from .fields import CacheName, ModuleRule, OpRules, PolicyFields, check, check_known, check_op
 from .kinds import FP32_RULES, Rule
 from .spelling import spell, write_module_rule, write_op_rule
 from .table import ALIASES, OpRow, op_table
@@ -69,9 +69,11 @@ def why(
     policy: PolicyFields, module: str | None, op: str | None, device: torch.device, class_name: str | Sequence[str]
 ) -> Why:
     """Say which rule decides; see `Policy.why`."""
+    check(module is None or isinstance(module, str),
+          f"why was asked about the module {shown(module)}; write its full name, or None.")  # fmt: skip
     text = written(policy)
     compute = _compute(policy, device)
-    rules = [] if module is None else _module_rules(policy, module, class_name)
+    rules = [] if module is None else _module_rules(policy, module, _names(class_name))
     scope = _Scope(policy=policy, text=text, compute=compute, rules=rules)
     if op is None:
         reasons, precision = scope.reasons(), scope.precision()
@@ -95,9 +97,14 @@ def _compute(policy: PolicyFields, device: torch.device) -> torch.dtype | None:
     return policy.resolve(device).compute
 
 
-def _module_rules(policy: PolicyFields, module: str, class_name: str | Sequence[str]) -> list[tuple[int, ModuleRule]]:
+def _names(class_name: str | Iterable[str]) -> tuple[str, ...]:
+    names = tuple([class_name] if isinstance(class_name, str) or not isinstance(class_name, Iterable) else class_name)
+    check(all(isinstance(name, str) for name in names), f"class_name={shown(class_name)} must be the name of a class, or several.")  # fmt: skip
+    return names
+
+
+def _module_rules(policy: PolicyFields, module: str, names: tuple[str, ...]) -> list[tuple[int, ModuleRule]]:
     """Return the rules of a module and of those around it, each with its index, strongest first."""
-    names = (class_name,) if isinstance(class_name, str) and class_name else tuple(class_name)
     found = []
     for fqn, class_names in ((module, names), *((around, ()) for around in _around(module))):
         found += [(i, rule) for i, rule in reversed(list(enumerate(policy.modules))) if rule.matches(fqn, class_names)]
@@ -206,8 +213,14 @@ def why_engine(policy: PolicyFields, device_type: str, cache: CacheName = "regio
         device_type: cpu, cuda, mps, xpu, or another device torch can autocast on.
         cache: "persistent" needs the function mode, since torch's own cache ends with the region.
 
+    Raises:
+        FormatError: no such device.
+        PolicyError: no such cache.
+
     Syncs: no.
     """
+    device_type = as_device(device_type).type
+    check_known("cache", cache, get_args(CacheName))
     if cache == "persistent":
         return EngineChoice(engine="mode", reason="cache='persistent' keeps casts beyond the region")
     differing = _differing(policy.op_rules, device_type)
