@@ -3,11 +3,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from mezzo.errors import ConfigError, PolicyError
+from mezzo.errors import ConfigError, PolicyError, shown
+from mezzo.policy import Policy
 from mezzo.train import TrainConfig
+from mezzo.train.batches import epoch_batches
 
 OTHER = {
     "data": "x.tsv", "dev_data": Path("d.tsv"), "test_data": Path("t.csv"), "text_column": "t", "label_column": "l", "limit": 7,
@@ -37,8 +41,14 @@ def test_every_field_survives_the_json_file(tmp_path: Path) -> None:
         ("epochs", 0, "epochs=0 must be at least 1"),
         ("limit", -1, "limit=-1 must not be negative"),
         ("dropout", 1.0, "dropout=1.0 must be at least 0 and below 1"),
-        ("lr", 0.0, "learning_rate=0.0 must be positive"),
-        ("lr", float("nan"), "learning_rate=nan must be positive"),
+        ("lr", 0.0, "lr=0.0 must be positive and finite."),
+        ("lr", float("nan"), "lr=nan must be positive and finite."),
+        ("lr", float("inf"), "lr=inf must be positive and finite."),
+        ("weight_decay", float("nan"), "weight_decay=nan must not be negative, inf or nan."),
+        ("weight_decay", float("inf"), "weight_decay=inf must not be negative, inf or nan."),
+        ("warmup", float("nan"), "warmup=nan must be at least 0 and below 1."),
+        ("seed", 2**44, f"seed={2**44} must be below 2^44."),
+        ("epochs", 10**30, "epochs=1000000000000000000000000000000 must be a whole number of at most 64 bits."),
         ("max_norm", float("inf"), "max_norm=inf must be positive"),
         ("weight_decay", -0.1, "weight_decay=-0.1 must not be negative"),
         ("max_length", 2, "leaves no token"),
@@ -47,8 +57,49 @@ def test_every_field_survives_the_json_file(tmp_path: Path) -> None:
 )
 def test_values_outside_their_range_are_refused(name: str, value: float, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        TrainConfig().replace(**{name: value})
+        TrainConfig(schedule="linear").replace(**{name: value})
     assert words in str(refusal.value)
+
+
+def test_every_seed_below_the_ceiling_shuffles() -> None:
+    config = TrainConfig(seed=2**44 - 1)
+    assert sorted(epoch_batches([1, 2, 3], 3, seed=config.seed, epoch=2**20 - 1)[0]) == [0, 1, 2]
+
+
+WRONG = {
+    "float": ["x", None, [], True, 10**400, 1j],
+    "int": ["3", None, 3.0, True, []],
+    "bool": [None, 1, "no"],
+    "str": [None, 3, True, b"x"],
+    "Path": [None, 3, True, b"x"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (f.name, value)
+        for f in dataclasses.fields(TrainConfig)
+        for value in WRONG.get(str(f.type).partition(" | ")[0], [None, 3, "zz"])
+        if f.name != "policy" and not (value is None and str(f.type).endswith("| None"))
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
+    for build in (lambda: TrainConfig(**{name: value}), lambda: TrainConfig.from_dict({name: value})):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as refusal:
+            build()
+        assert str(refusal.value).startswith(f"{name}={shown(value)} ")
+
+
+@pytest.mark.parametrize("name", ["data", "dev_data", "test_data", "label_map", "out", "model"])
+def test_a_path_may_be_text_or_a_path(name: str) -> None:
+    text, path = TrainConfig(**{name: "a/b.tsv"}), TrainConfig(**{name: Path("a/b.tsv")})  # type: ignore[arg-type]
+    assert text == path == TrainConfig.from_dict(json.loads(json.dumps(path.to_dict())))
+    for value in ("a\0", "\ud83d", "x" * 256):
+        with pytest.raises(ConfigError, match=f"train was given .* for {name}, which no file can be called: "):
+            TrainConfig(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{name}='.*' is not UTF-8, in which a run's files are written"):
+        TrainConfig(**{name: "\udcff"})  # type: ignore[arg-type]
 
 
 def test_resume_and_overwrite_exclude_each_other() -> None:
@@ -64,6 +115,16 @@ def test_unknown_option_is_named_with_the_nearest() -> None:
 def test_unknown_policy_is_refused_before_anything_starts() -> None:
     with pytest.raises(PolicyError, match="Did you mean 'bf16'"):
         TrainConfig(policy="bf61")
+
+
+@pytest.mark.parametrize("given", [Policy.parse("bf16"), torch.bfloat16, {"preset": "bf16"}, Path("p.toml")])
+def test_a_policy_in_any_form_is_kept_as_text(given: Any, tmp_path: Path) -> None:
+    Policy.parse("bf16").save(tmp_path / "p.toml")
+    config = TrainConfig(policy=tmp_path / given if isinstance(given, Path) else given)
+    assert config.policy == "bf16"
+    for other in (None, 3, True, []):
+        with pytest.raises(PolicyError, match="a policy is a Policy, a text such as"):
+            TrainConfig(policy=other)  # type: ignore[arg-type]
 
 
 def test_the_learning_rate_depends_on_where_the_weights_come_from() -> None:

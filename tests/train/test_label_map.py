@@ -58,3 +58,13 @@ def test_a_label_that_the_map_lacks_is_named(data: Path, tmp_path: Path) -> None
     (tmp_path / "map.json").write_text('["joy", "anger"]')
     with pytest.raises(DataError, match="which the label map lacks"):
         load_corpus(tiny(data, tmp_path / "out", label_map=tmp_path / "map.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("nope.json", "does not exist. Write a path to a .json, .tsv file."), (".", "cannot be read: Is a directory.")],
+)
+def test_a_map_that_cannot_be_read_is_called_one(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as refusal:
+        read_label_map(tmp_path / name)
+    assert str(refusal.value) == f"the label map {tmp_path / name} {said}"

@@ -56,6 +56,14 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
         log.flush()
 
 
+def test_a_folder_in_the_place_of_the_records_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    for step in (0, 3):
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl.*[Ii]s a directory"):
+            MetricsLog(path, step)
+
+
 def test_smoothing_is_the_weighted_mean_of_the_past() -> None:
     values = [3.0, 1.0, 4.0, 1.0, 5.0]
     for end in range(1, 6):

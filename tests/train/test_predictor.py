@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.train.small import tiny
 from tests.train.test_tokens import texts
 from transformers import pipeline
 
-from mezzo.errors import ConfigError, PolicyError
+from mezzo.errors import ConfigError, DataError, PolicyError
 from mezzo.train.checkpoint import save_checkpoint, save_model
 from mezzo.train.model import build_model
 from mezzo.train.predictor import Predictor
@@ -77,3 +79,38 @@ def test_what_cannot_be_honoured_is_refused(run_folder: Path) -> None:
         Predictor(str(run_folder), max_length=25)
     with pytest.raises(PolicyError, match="Did you mean 'bf16'"):
         Predictor(str(run_folder), policy="bf61")
+
+    for max_length in (-1, "x", 2.5, True, None):
+        with pytest.raises(ConfigError, match=f"max_length={max_length!r} must be a whole number of 0 or more; 0 is"):
+            Predictor(str(run_folder), max_length=max_length)  # type: ignore[arg-type]
+    for model in (None, 3, b"x", "a\0"):
+        with pytest.raises(ConfigError, match=r"Predictor was given .* for model[;,]"):
+            Predictor(model)  # type: ignore[arg-type]
+    for device in (None, 3, "zz"):
+        with pytest.raises(ConfigError, match=f"device={device!r} cannot be used here"):
+            Predictor(str(run_folder), device=device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("good 3", "predict was given str for texts; give a list of them: [text]."),
+        (b"good", "predict was given bytes for texts"),
+        (None, "predict was given NoneType for texts"),
+        (3, "predict was given int for texts"),
+        ({"good": "bad"}, "predict was given dict for texts"),
+        ([3], "text 0 of 1 is int; each must be text that UTF-8 can write."),
+        (["good", None], "text 1 of 2 is NoneType; each must be text"),
+        (["", "\ud83d"], "text 1 of 2 holds half of a character, such as \\ud83d; each must be text"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused(run_folder: Path, given: Any, said: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        Predictor(str(run_folder), policy="fp32")(given)
+    assert said in str(refusal.value)
+
+
+def test_any_series_of_texts_will_do(run_folder: Path) -> None:
+    predictor, given = Predictor(run_folder, policy="fp32"), texts()[:3]
+    wanted = predictor(given)
+    assert predictor(tuple(given)) == predictor(iter(given)) == predictor(np.array(given)) == wanted

@@ -94,10 +94,6 @@ def run(argv: Sequence[str]) -> int:
     options = tyro.cli(PredictOptions, prog="mezzo predict", args=list(argv))
     if options.batch_size < 1:
         raise ConfigError(f"batch_size={options.batch_size} must be at least 1.")
-    if options.max_length < 0:
-        raise ConfigError(
-            f"max_length={options.max_length} must not be negative; 0 is what the model was trained with."
-        )
     try:
         _print_all(options)
     except BrokenPipeError:  # the reader, `head` perhaps, has what it wanted

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, did_you_mean
-from ..policy import Policy, as_policy
+from ..files import as_path
+from ..policy import Policy, as_policy, check_kinds
+from .text_files import is_text
 
 REVIEWS = "reviews"
 """The name of the built-in data set."""
@@ -29,39 +31,8 @@ SCHEDULES = (
 RENAMED = {"parts": "micro_batches"}
 MAY_DIFFER_ON_RESUME = ("resume", "overwrite", "out", "amp", "policy", "device", "log_every", "tracker")
 """Fields that leave a run comparable with its past: where it lies and in what precision it goes on."""
-
-
-_PATHS = ("dev_data", "test_data", "label_map", "out")
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "Path": (str,),
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-}
-
-
-def _fits(value: object, kind: str) -> bool:
-    """Whether a value read from JSON is one of a field's; fields that do not exist are somebody else's to refuse."""
-    if kind.startswith("Literal") or not kind:
-        return True
-    name, _, optional = kind.partition(" | ")
-    if value is None:
-        return bool(optional)
-    return isinstance(value, _KINDS[name]) and (kind == "bool" or not isinstance(value, bool))
-
-
-LONGEST_NAME = 255
-"""Bytes that a part of a path may have on the file systems in use."""
-
-
-def _check_path(name: str, value: object) -> None:
-    parts = str(value or "").replace("\\", "/").split("/")
-    _check("\0" not in str(value), f"{name} holds a NUL character, which no path has.")
-    longest = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
-    _check(
-        longest <= LONGEST_NAME, f"{name} names a file of {longest} bytes, and no name has more than {LONGEST_NAME}."
-    )
+SEED_BITS = 44
+"""More would leave no room for the number of the epoch in the 64 of torch's generator."""
 
 
 def _check(condition: bool, message: str) -> None:
@@ -117,7 +88,7 @@ class TrainConfig:
         overwrite: give up a run that lies in `out`.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: a value of another type or outside its range.
         PolicyError: a policy that cannot be read.
     """
 
@@ -163,16 +134,19 @@ class TrainConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values outside their ranges."""
+        """Refuse values of another type or outside their ranges."""
+        self._read_paths()
+        check_kinds(self, ConfigError)
         for name in ("vocab_size", "layers", "hidden", "heads", "batch_size", "epochs"):
             _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
         for name in ("micro_batches", "limit", "rows", "intermediate", "eval_every", "log_every", "seed"):
             _check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
-        for name in ("dropout", "token_dropout", "warmup_share", "ema", "dev_share", "test_share"):
-            _check(0.0 <= getattr(self, name) < 1.0, f"{name}={getattr(self, name)} must be at least 0 and below 1.")
-        for name in ("learning_rate", "max_norm"):
+        _check(self.seed < 2**SEED_BITS, f"seed={self.seed} must be below 2^{SEED_BITS}.")
+        for name in ("dropout", "token_dropout", "warmup", "ema", "dev_share", "test_share"):
+            _check(0.0 <= (getattr(self, name) or 0) < 1.0, f"{name}={getattr(self, name)} must be at least 0 and below 1.")  # fmt: skip
+        for name in ("lr", "max_norm"):
             value = getattr(self, name)
-            _check(value is None or (value > 0 and math.isfinite(value)), f"{name}={value} must be positive.")
+            _check(value is None or 0 < value < math.inf, f"{name}={value} must be positive and finite.")
         shares = self.dev_share + self.test_share
         _check(shares < 1, f"dev_share={self.dev_share} and test_share={self.test_share} leave no row to learn from.")
         _check(
@@ -188,14 +162,23 @@ class TrainConfig:
             f"warmup={self.warmup} was asked for, and the schedule is constant from its first update. Write "
             "--schedule constant_with_warmup.",
         )
-        _check(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative.")
+        _check(0 <= self.weight_decay < math.inf, f"weight_decay={self.weight_decay} must not be negative, inf or nan.")
         _check(self.max_length >= 3, f"max_length={self.max_length} leaves no token beside the two marks; write 3 or more.")  # fmt: skip
         _check(self.hidden % self.heads == 0,
                f"hidden={self.hidden} is not a multiple of heads={self.heads}.")  # fmt: skip
-        for name in ("data", "dev_data", "test_data", "label_map", "out", "model"):
-            _check_path(name, getattr(self, name))
         _check(not (self.resume and self.overwrite), "resume and overwrite contradict each other; write one of them.")
         as_policy(self.policy)
+
+    def _read_paths(self) -> None:
+        """Make paths of text, and text of paths and policies, where a field is the other. Writes: those fields."""
+        for name in ("data", "dev_data", "test_data", "label_map", "out", "model"):
+            value = getattr(self, name)
+            if isinstance(value, str | Path):
+                path = as_path("train", name, value)
+                _check(is_text(str(path)), f"{name}={str(path)!r} is not UTF-8, in which a run's files are written.")
+                object.__setattr__(self, name, str(value) if name in ("data", "model") else path)
+        if not isinstance(self.policy, str):
+            object.__setattr__(self, "policy", str(as_policy(self.policy)))
 
     @property
     def learning_rate(self) -> float:
@@ -260,12 +243,7 @@ class TrainConfig:
         Raises:
             ConfigError: unknown field, or a value outside its range.
         """
-        kinds = {field.name: field.type for field in fields(cls)}
-        for name, value in saved.items():
-            fits = _fits(value, str(kinds.get(name, "")))
-            _check(fits, f"{name}={value!r} is not what a training configuration has there: {kinds.get(name)}.")
-        paths = {name: Path(saved[name]) for name in _PATHS if saved.get(name) is not None}
-        return cls().replace(**{**saved, **paths})
+        return cls().replace(**saved)
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:

@@ -160,7 +160,7 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+    except (RuntimeError, AssertionError, TypeError) as error:  # a torch without CUDA asserts
         reason = first_line(error).rstrip(".")
         raise ConfigError(f"device={name!r} cannot be used here: {reason}. Write cpu or auto.") from None
     return device
@@ -229,7 +229,9 @@ def launch(command: Sequence[str], *, nproc: int, max_restarts: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if nproc < 1 or max_restarts < 0:
-        raise ConfigError(f"--nproc {nproc} must be at least 1, and --max-restarts {max_restarts} not negative.")
+        raise ConfigError(
+            f"--nproc {nproc} must be at least 1 or left out, --max-restarts {max_restarts} not negative."
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             f"--nproc {nproc} was asked for inside torchrun, which has started the ranks already. Leave --nproc out."

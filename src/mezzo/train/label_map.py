@@ -49,7 +49,7 @@ def read_label_map(path: Path) -> LabelMap:
     Raises:
         DataError: missing, not UTF-8, no such map, two classes of one name, or fewer than two.
     """
-    text = read_text(path)
+    text = read_text(path, "label map", (".json", ".tsv"))
     pairs = _json_pairs(path, text) if path.suffix.lower() == ".json" else _tsv_pairs(path, text)
     names = tuple(dict.fromkeys(name for _, name in pairs))
     if len(names) < 2:

@@ -28,7 +28,7 @@ def read_metrics(path: Path) -> list[Record]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
         records = [json.loads(line) for line in lines[:-1]]
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not _KEYS[record.get("kind") == "update"] <= record.keys():

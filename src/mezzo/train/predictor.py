@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ from typing import Any
 import torch
 
 from .. import prepare
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError, kind_of
+from ..files import as_path
+from ..formats import is_count
 from ..policy import as_policy
 from .batches import collate
 from .dist_context import choose_device
 from .evaluate import logits_of
 from .model import check_length, load_model
+from .text_files import is_text
 from .tokens import encode, load_tokenizer
 from .train_result import RunFolder
 
@@ -49,10 +52,15 @@ class Predictor:
         PolicyError: the policy cannot be read, or does not fit the model.
     """
 
-    def __init__(self, model: str, *, policy: str = "auto", device: str = "auto", max_length: int = 0) -> None:
+    def __init__(self, model: str | Path, *, policy: str = "auto", device: str = "auto", max_length: int = 0) -> None:
         chosen = as_policy(policy)
+        as_path("Predictor", "model", model)
+        if not is_count(max_length):
+            raise ConfigError(
+                f"max_length={max_length!r} must be a whole number of 0 or more; 0 is what the model was trained with."
+            )
         self._device = choose_device(device)
-        name = _model_folder(model)
+        name = _model_folder(str(model))
         self._tokenizer = load_tokenizer(name)
         self._model = prepare(load_model(name).to(self._device).eval(), policy=chosen, cache="persistent").model
         config: Any = self._model.config
@@ -62,7 +70,7 @@ class Predictor:
         check_length(self._model, self._max_length)
 
     @torch.inference_mode()
-    def __call__(self, texts: Sequence[str]) -> list[Prediction | None]:
+    def __call__(self, texts: Iterable[str]) -> list[Prediction | None]:
         """Classify texts.
 
         Args:
@@ -71,8 +79,12 @@ class Predictor:
         Returns:
             A prediction for each text, None for one that is empty.
 
+        Raises:
+            DataError: no list of texts, or something in it that is none.
+
         Syncs: yes.
         """
+        texts = _list_of(texts)
         indices = [index for index, text in enumerate(texts) if text.strip()]
         found: list[Prediction | None] = [None] * len(texts)
         if not indices:
@@ -85,6 +97,18 @@ class Predictor:
         for index, value, label in zip(indices, best_B.values.tolist(), best_B.indices.tolist(), strict=True):
             found[index] = Prediction(label=self._names[label], probability=value)
         return found
+
+
+def _list_of(texts: Iterable[str]) -> list[str]:
+    """Return texts in a list. One text alone would be answered letter by letter."""
+    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
+        raise DataError(f"predict was given {kind_of(texts)} for texts; give a list of them: [text].")
+    texts = list(texts)
+    for index, text in enumerate(texts):
+        if not is_text(text):
+            why = "holds half of a character, such as \\ud83d" if isinstance(text, str) else f"is {kind_of(text)}"
+            raise DataError(f"text {index} of {len(texts)} {why}; each must be text that UTF-8 can write.")
+    return texts
 
 
 def _model_folder(model: str) -> str:

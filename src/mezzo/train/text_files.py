@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,27 +24,27 @@ class Row:
     label: str
 
 
-def read_text(path: Path) -> str:
-    """Return a UTF-8 file's text without its byte-order mark, its lines ended as Unix does.
+def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIXES) -> str:
+    """Return a UTF-8 file's text without its byte-order mark, its lines ended as Unix does; `what` and `kinds` are for errors.
 
     Raises:
         DataError: missing, not a file, unreadable, empty, or not UTF-8.
     """
     if not path.exists():
-        raise DataError(f"the data file {path} does not exist. Write a path to a {', '.join(SUFFIXES)} file.")
+        raise DataError(f"the {what} {path} does not exist. Write a path to a {', '.join(kinds)} file.")
     try:
         raw = path.read_bytes()
         text = raw.decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"the data file {path} cannot be read: {error.strerror}.") from None
+        raise DataError(f"the {what} {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise DataError(
-            f"the data file {path} is not UTF-8: byte 0x{raw[error.start]:02x} in line {line}. "
+            f"the {what} {path} is not UTF-8: byte 0x{raw[error.start]:02x} in line {line}. "
             f"Convert it, for example: iconv -f GB18030 -t UTF-8 {path.name}"
         ) from None
     if not text.strip():
-        raise DataError(f"the data file {path} is empty.")
+        raise DataError(f"the {what} {path} is empty.")
     return text.replace("\r\n", "\n")
 
 
@@ -100,20 +100,19 @@ def _json_rows(path: Path, text: str, wanted: tuple[str, str]) -> Iterator[Row]:
                 f"line {number} of {path}: {wanted[0]!r} must be a string, {wanted[1]!r} a string or integer."
             )
         row = Row(values[0], str(values[1]))
-        if not (_is_text(row.text) and _is_text(row.label)):
+        if not (is_text(row.text) and is_text(row.label)):
             raise DataError(
                 f"line {number} of {path} holds half of a character: an escape such as \\ud83d without its other half."
             )
         yield row
 
 
-def _is_text(words: str) -> bool:
-    """Whether a string can be written as UTF-8; JSON escapes may spell halves of characters."""
+def is_text(words: object) -> bool:
+    """Whether a value is a string that can be written as UTF-8; JSON escapes and names of files may spell halves of characters."""
     try:
-        words.encode()
+        return isinstance(words, str) and words.encode() is not None
     except UnicodeEncodeError:
         return False
-    return True
 
 
 READERS: dict[str, Callable[[Path, str, tuple[str, str]], Iterator[Row]]] = {
