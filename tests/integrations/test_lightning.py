@@ -318,6 +318,38 @@ def test_a_compiled_module_trains(tmp_path: Path) -> None:
     assert fit.precision_plugin.stepper.counters().applied == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_module_without_optimizer_runs_as_under_lightning(policy: str, is_manual: bool, tmp_path: Path) -> None:
+    class Measured(Module):
+        def __init__(self) -> None:
+            super().__init__(policy)
+            self.automatic_optimization = not is_manual
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = super().training_step(batch, index)
+            if is_manual:
+                self.manual_backward(loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    module, other, clip = Measured(), Measured(), {"gradient_clip_val": None if is_manual else 1.0}
+    fit = trainer(policy, tmp_path, max_epochs=1, **clip)
+    fit.fit(Module(policy), loader())  # the plugin knows an optimizer, which the next fit has not
+    fit = trainer(policy, tmp_path, plugins=fit.precision_plugin, max_epochs=1, **clip)
+    fit.fit(module, loader())
+    theirs = "bf16-mixed" if "bf16" in policy else 32
+    trainer(policy, tmp_path, plugins=None, precision=theirs, max_epochs=1).fit(other, loader())
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=0.05, atol=0.02)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), Module(policy).parameters(), strict=True))
+    fit.save_checkpoint(tmp_path / "state.ckpt")
+    trainer(policy, tmp_path, max_epochs=2).fit(Measured(), loader(), ckpt_path=tmp_path / "state.ckpt")
+
+
 def test_an_overridden_backward_is_refused(tmp_path: Path) -> None:
     class Backward(Module):
         def backward(self, loss: torch.Tensor, *args: Any) -> None:

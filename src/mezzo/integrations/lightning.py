@@ -53,7 +53,7 @@ class MezzoPrecision(Precision):
 
     def __init__(self, policy: PolicyLike = "auto") -> None:
         self._adapter = Adapter(policy, _IN_FABRIC)
-        self._is_trainer = self._clips_now = False
+        self._is_trainer = self._clips_now = self._runs_only = False
         self._wrap: Callable[[], nn.Module | None] = lambda: None
         self._undo = ExitStack()
 
@@ -77,6 +77,8 @@ class MezzoPrecision(Precision):
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
         """Take the step, or skip it."""
+        if self._runs_only:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
         if kwargs:
             raise StepError(f"optimizer.step was given {', '.join(kwargs)}, and takes a closure alone. Leave it out.")
         optimizer = innermost_optimizer(optimizer)
@@ -98,13 +100,15 @@ class MezzoPrecision(Precision):
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of a loss. Syncs: no."""
+        if self._runs_only:
+            return super().backward(tensor, model, *args, **kwargs)
         if self._is_trainer:
             args = args[1:]  # the optimizer
         self._adapter.backward(tensor, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counters and policy."""
-        return self._adapter.state_dict()
+        """Return loss scale, counters and policy; nothing where nothing is trained."""
+        return {} if self._runs_only else self._adapter.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what was saved."""
@@ -132,9 +136,12 @@ class MezzoPrecision(Precision):
                 "write self.manual_backward(loss) with automatic_optimization = False."
             )
         self._clips_now = is_overridden("configure_gradient_clipping", model)
-        own = [innermost_optimizer(o) for o in optimizers] if model.trainer.state.fn == TrainerFn.FITTING else []
-        if own:
-            self._adapter.forget()  # of the last fit
+        own: list[Optimizer] = []
+        if model.trainer.state.fn == TrainerFn.FITTING:
+            # Lightning's stand-in for an optimizer, where configure_optimizers returns None, is not exported
+            own = [innermost_optimizer(o) for o in optimizers if type(o).__name__ != "_MockOptimizer"]
+            self._adapter.forget()  # the last fit
+            self._runs_only = not own
         self._adapter.prepare([model], own)
         self._hold_schedulers(model, lr_schedulers)
         return self._wrap() or model, [self._adapter.stepped(o) for o in own] or optimizers, lr_schedulers
