@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..casting import autocast
 from ..errors import StepError
-from ..formats import LOW_DTYPES
+from ..formats import LOW_DTYPES, SMALLEST, describe, is_number, number_of
 from ..policy import Policy, PolicyLike, as_policy
 from ..step import Stepper, StepResult, prepare
 
@@ -178,7 +179,11 @@ class Adapter:
 
         Returns:
             The norm of the true gradients before clipping: shape (), fp32. Syncs: no.
+
+        Raises:
+            StepError: `max_norm` is not positive.
         """
+        _check_bound("max_norm", max_norm)
         params = [p for p in parameters if p.grad is not None]
         owner = self._owner(params) if clip_now is None else None
         if owner is None:
@@ -192,6 +197,7 @@ class Adapter:
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp the gradients of parameters to a value in both directions. Syncs: no."""
+        _check_bound("clip_value", clip_value)
         params = [p for p in parameters if p.grad is not None]
         owner = self._owner(params)
         if owner is None:
@@ -235,6 +241,11 @@ class Adapter:
             if own == asked:
                 return optimizer
         return None
+
+
+def _check_bound(name: str, bound: object) -> None:
+    if not is_number(number_of(bound), SMALLEST, math.inf):
+        raise StepError(f"clipping to {name}={describe(bound)} would leave no gradient; write a positive number.")
 
 
 def _alone(model: nn.Module, policy: PolicyLike) -> Policy:
