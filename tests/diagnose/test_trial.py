@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import mezzo
 from mezzo import diagnose
-from mezzo.errors import ConfigError, RegionError, StepError
+from mezzo.errors import ConfigError, DataError, RegionError, StepError
 
 BATCH = torch.ones(4, 8)
 LOADER = DataLoader([0, 1])
@@ -103,6 +104,52 @@ def test_numbers_of_steps_are_whole(every: Any, tmp_path: Path) -> None:
         diagnose.record(amp, tmp_path / "run", every=every)
 
 
+@pytest.mark.parametrize("twice_every", ["2", 1.5, -1, None, True])
+def test_steps_run_twice_are_counted_in_whole_numbers(twice_every: Any, tmp_path: Path) -> None:
+    amp = mezzo.prepare(given := model(), torch.optim.SGD(given.parameters(), lr=0.1), "bf16")
+    with pytest.raises(ConfigError, match=r"record was given twice_every=.* and a loss_fn; "):
+        diagnose.record(amp, tmp_path / "run", twice_every=twice_every, loss_fn=lambda model, batch: model(batch).sum())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tries", ["x", 1.5, -1, None, []])
+def test_tries_are_a_whole_number(tries: Any) -> None:
+    with pytest.raises(ConfigError, match=r"compare was given tries=.*; give a whole number of 0 or more\."):
+        diagnose.compare(model(), BATCH, None, "bf16", tries=tries)
+
+
+@pytest.mark.parametrize("budget_s", ["x", -1, float("nan"), float("inf"), None, []])
+def test_seconds_of_timing_are_a_number(budget_s: Any) -> None:
+    with pytest.raises(ConfigError, match=r"explain was given budget_s=.*; give a number of 0 or more\."):
+        diagnose.explain(model(), BATCH, "bf16", budget_s=budget_s)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda model, batch: None, "loss_fn returned NoneType instead of the loss"),
+        (lambda model, batch: 3.0, "loss_fn returned float instead of the loss"),
+        (
+            lambda model, batch: model(batch),
+            r"loss_fn returned fp32.* instead of the loss.*Write \.mean\(\) or \.sum\(\)",
+        ),
+    ],
+)
+def test_gradients_are_those_of_a_loss(loss: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        diagnose.mismatch(model(), model(), BATCH, loss)
+
+
+@pytest.mark.parametrize("name", ["file", "file/run", "a\0"])
+def test_a_record_needs_a_place(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    amp = mezzo.prepare(given := model(), torch.optim.SGD(given.parameters(), lr=0.1), "bf16")
+    said = "cannot make the folder '.*': .*. Give record another" if "file" in name else "which no file can be called"
+    with pytest.raises((ConfigError, DataError), match=said):
+        diagnose.record(amp, tmp_path / name)
+    assert "step" not in vars(amp)
+
+
 @pytest.mark.parametrize("folder", [None, 3])
 def test_a_record_needs_a_folder(folder: Any) -> None:
     given = model()
@@ -166,4 +213,6 @@ def test_what_is_sound_runs() -> None:
     ):
         for run in RUNS.values():
             run(model(), BATCH, loss_fn=loss_fn)
+    assert diagnose.compare(model(), BATCH, None, "bf16", tries=np.int64(0)).proposals == ()  # type: ignore[arg-type]
+    assert diagnose.explain(model(), BATCH, "bf16", budget_s=np.float32(0)).policy_s == 0.0  # type: ignore[arg-type]
     assert diagnose.lint(nn.Bilinear(8, 8, 2), (BATCH, BATCH), lambda model, batch: model(*batch).sum()).is_healthy

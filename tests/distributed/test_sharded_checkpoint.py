@@ -231,3 +231,23 @@ def test_what_cannot_be_read_or_would_be_overwritten_is_refused_on_all_ranks(tmp
     shard.unlink()
     (found,) = both(tmp_path / "a", "load")
     assert found.startswith(f"cannot read {tmp_path / 'a'}: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"amp": None}, "save_checkpoint was given NoneType for amp; give what mezzo.prepare returned."),
+        ({"amp": torch.nn.Linear(2, 2)}, "save_checkpoint was given Linear for amp; give what mezzo.prepare returned."),
+        ({"folder": None}, "save_checkpoint was given NoneType for folder; give a path."),
+        ({"folder": "a\0"}, "save_checkpoint was given 'a\\x00' for folder, which no file can be called"),
+        ({"extra": object()}, "save_checkpoint was given object for extra; give a dict."),
+        ({"extra": []}, "save_checkpoint was given list for extra; give a dict."),
+    ],
+)
+def test_what_is_no_run_is_refused(given: State, said: str, tmp_path: Path) -> None:
+    amp = _start(1, "plain", "fp32", "torch", seed=0)
+    for call in (save_checkpoint, load_checkpoint) if "extra" not in given else (save_checkpoint,):
+        with pytest.raises(CheckpointError) as refusal:
+            call(**{"amp": amp, "folder": tmp_path / "a", **given})
+        assert said.replace("save_checkpoint", call.__name__) in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []

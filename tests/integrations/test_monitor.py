@@ -142,12 +142,19 @@ def test_an_active_run_of_wandb_gets_it(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_what_cannot_be_written_to_is_refused() -> None:
+def test_what_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     amp = prepared()
     with pytest.raises(ConfigError, match="was given int; it writes to a SummaryWriter"):
         mezzo.monitor(amp, to=3)
     with pytest.raises(ConfigError, match="every=0"):
         mezzo.monitor(amp, every=0)
+    (tmp_path / "file").touch()
+    for folder, said in (
+        ("a\0", "for to, which no file can be called"),
+        (tmp_path / "file", "monitor cannot write to"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            mezzo.monitor(amp, to=folder)
     assert amp._observers == ()
 
 

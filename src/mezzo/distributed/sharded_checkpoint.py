@@ -8,15 +8,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, MezzoError, first_line
-from ..files import move_into_place
+from ..errors import CheckpointError, MezzoError, first_line, kind_of
+from ..files import as_path, move_into_place
 from ..kernels import is_dtensor, like_dtensor, local
 from .group import Group, is_running
 
@@ -29,6 +29,7 @@ _TENSOR = "tensor at"
 """Marks the place of a tensor in it."""
 
 
+@runtime_checkable
 class Saveable(Protocol):
     """What `mezzo.prepare` returns, as far as a checkpoint needs it."""
 
@@ -54,7 +55,7 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
             a scheduler's state and the epoch.
 
     Raises:
-        CheckpointError: the folder is there already, or could not be written. Raised on all ranks.
+        CheckpointError: no run, no dict, or the folder is there already or could not be written. Raised on all ranks.
         DistributedError: a rank is lost.
 
     Writes: the folder; while at it, one beside it that ends in ".partial". Syncs: yes, with the slowest rank.
@@ -62,7 +63,9 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    path = Path(folder)
+    path = _folder("save_checkpoint", amp, folder)
+    if not isinstance(extra, Mapping | None):
+        raise CheckpointError(f"save_checkpoint was given {kind_of(extra)} for extra; give a dict.")
     aside = path.with_name(f"{path.name}.partial")
     if path.exists():
         raise CheckpointError(
@@ -99,7 +102,7 @@ def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, 
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    path = Path(folder)
+    path = _folder("load_checkpoint", amp, folder)
     if not (path / ".metadata").exists():
         raise CheckpointError(f"there is no checkpoint in {path}. Name a folder that save_checkpoint wrote.")
     with _refusing(f"cannot read {path}", "Load an earlier checkpoint."):
@@ -117,6 +120,12 @@ def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, 
     amp.load_state_dict(whole["amp"])
     found: dict[str, Any] = whole["extra"]
     return found
+
+
+def _folder(call: str, amp: object, folder: object) -> Path:
+    if not isinstance(amp, Saveable):
+        raise CheckpointError(f"{call} was given {kind_of(amp)} for amp; give what mezzo.prepare returned.")
+    return as_path(call, "folder", folder, CheckpointError)
 
 
 def _key(location: Place) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, kind_of
+from ..files import as_path
 from ..formats import LOW_DTYPES, is_count, widest
 from ..kernels import local
 from ..step import Stepper, StepResult
@@ -172,7 +173,7 @@ def _default() -> object:
 
 def _writer(target: Any, own: ExitStack) -> Writer:
     if isinstance(target, (str, os.PathLike)):
-        target = _summary_writer(target)
+        target = _summary_writer(str(as_path("monitor", "to", target)))
         own.callback(target.close)
     if hasattr(target, "add_scalar"):
         return lambda values, step: [target.add_scalar(name, value, step) for name, value in values.items()]
@@ -188,7 +189,7 @@ def _writer(target: Any, own: ExitStack) -> Writer:
     )
 
 
-def _summary_writer(folder: str | os.PathLike[str]) -> Any:
+def _summary_writer(folder: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -196,4 +197,7 @@ def _summary_writer(folder: str | os.PathLike[str]) -> Any:
             "monitor writes to TensorBoard, which is not installed: pip install 'mezzo[trackers]', or give to= a "
             "function of (values, step)."
         ) from error
-    return SummaryWriter(str(folder))
+    try:
+        return SummaryWriter(folder)
+    except OSError as error:
+        raise ConfigError(f"monitor cannot write to {folder}: {error.strerror}. Give another folder.") from error

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...errors import ConfigError
-from ...formats import dtype_name
+from ...errors import ConfigError, shown
+from ...formats import dtype_name, is_count, number_of
 from ...policy import Policy, PolicyLike, as_policy
 from ...trace import check_model, preserve_state, run_eagerly
 from ..trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
@@ -213,6 +213,8 @@ def compare(
     """
     check_model("compare", model)
     check_trial("compare", batch, loss_fn)
+    if not is_count(number_of(tries)):
+        raise ConfigError(f"compare was given tries={shown(tries)}; give a whole number of 0 or more.")
     asked = as_policy(policy)
     chosen = asked.resolve(device_of(model))
     if not chosen.is_low:

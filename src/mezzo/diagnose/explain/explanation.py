@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...formats import dtype_name, native_support
+from ...errors import ConfigError, shown
+from ...formats import dtype_name, is_number, native_support, number_of
 from ...policy import Policy, PolicyLike, as_policy
 from ...report import Document, Note, Pairs, Report, Table
 from ...trace import TraceContext, check_model, preserve_state
@@ -255,6 +256,8 @@ def explain(
     """
     check_model("explain", model)
     check_trial("explain", batch, loss_fn)
+    if not is_number(number_of(budget_s), 0):
+        raise ConfigError(f"explain was given budget_s={shown(budget_s)}; give a number of 0 or more.")
     device = device_of(model)
     chosen = as_policy(policy).resolve(device)
     compute = chosen.compute or torch.float32

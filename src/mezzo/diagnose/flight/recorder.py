@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ... import random_state
-from ...errors import ConfigError, DataError, kind_of
-from ...files import FileImage, flush_to_disk
+from ...errors import ConfigError, DataError, kind_of, shown
+from ...files import FileImage, as_path, flush_to_disk
 from ...formats import is_count
 from ...random_state import RandomState
 from ...step import Stepper, StepResult
@@ -295,17 +295,6 @@ def outcome(result: StepResult, losses: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def folder_of(call: str, folder: object) -> Path:
-    """Return the folder that a call was given.
-
-    Raises:
-        ConfigError: it is no path.
-    """
-    if not isinstance(folder, (str, Path)):
-        raise ConfigError(f"{call} was given {kind_of(folder)} for folder; give a path.")
-    return Path(folder)
-
-
 def record(
     amp: Stepper, folder: str | Path, *, every: int = 100, twice_every: int = 0, loss_fn: LossFn | None = None
 ) -> Recorder:
@@ -334,9 +323,9 @@ def record(
     Writes: the folder; `step` and `backward` of the stepper, until it is closed.
     Syncs: once in 16 steps, with the last of them, and with each step that is run twice.
     """
-    if (twice_every != 0) != (loss_fn is not None) or twice_every < 0:
+    if (twice_every != 0) != (loss_fn is not None) or not is_count(twice_every):
         raise ConfigError(
-            f"record was given twice_every={twice_every} {'and a' if loss_fn else 'without'} loss_fn; to run steps twice it takes both: "
+            f"record was given twice_every={shown(twice_every)} {'and a' if loss_fn else 'without'} loss_fn; to run steps twice it takes both: "
             "how many steps lie between them, and loss_fn(model, batch), which computes what is given to amp.backward."
         )
     if not isinstance(amp, Stepper) or not is_count(every, 1):
@@ -344,8 +333,11 @@ def record(
             f"record was asked to keep {kind_of(amp)} with every={every!r}; give what mezzo.prepare returned, and a whole number of at least 1."
         )
     check_trial("record", None, loss_fn)
-    path = folder_of("record", folder)
+    path = as_path("record", "folder", folder)
     if segments(path):
         raise DataError(f"{str(path)!r} holds another record already; give a new folder, or remove that one.")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot make the folder {str(path)!r}: {error.strerror}. Give record another.") from error
     return Recorder(amp, path, every, twice_every, loss_fn)

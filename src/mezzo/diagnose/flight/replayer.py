@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from ... import random_state
 from ...errors import ConfigError, DataError, StoppedRun, kind_of
+from ...files import as_path
 from ...policy import PolicyLike, as_policy
 from ...random_state import RandomState
 from ...report import Document, Pairs, Report
 from ...step.prepare import prepare
 from ..trial import check_trial
 from . import step_data
-from .recorder import BATCH, FORMAT, RESULTS, START, batch_file, folder_of, outcome, segments, step_file
+from .recorder import BATCH, FORMAT, RESULTS, START, batch_file, outcome, segments, step_file
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -197,7 +198,7 @@ def replay(
 
     Writes: the models that `build` made; random state comes back. Syncs: yes.
     """
-    kept = folder_of("replay", folder)
+    kept = as_path("replay", "folder", folder)
     first, path = _segment(kept, step)
     start = step_data.read(path / START, partial(torch.load, weights_only=True))
     if not isinstance(start, dict) or start.get("format") != FORMAT:

@@ -15,7 +15,7 @@ from ..._torch import is_compiled
 from ...errors import ConfigError, listed
 from ...formats import widened
 from ...trace import plain, preserve_state, tensors_in
-from ..trial import LossFn, call, check_trial
+from ..trial import LossFn, call, check_trial, loss_of
 from .compiled_nodes import wrong_nodes
 from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
 from .observed_run import OpRun, Run, observe, relative_error
@@ -66,7 +66,7 @@ def _compared(run: Any, batch: Any, loss_fn: LossFn | None) -> Callable[[], Any]
 
     def step() -> list[Tensor]:
         with torch.enable_grad():
-            loss = loss_fn(run, batch)
+            loss = loss_of(run, batch, loss_fn)
             grads = torch.autograd.grad(loss, parameters, allow_unused=True)
         return [loss, *(zero if grad is None else grad for grad, zero in zip(grads, nothing, strict=True))]
 
