@@ -39,13 +39,13 @@ def _options(default: TrainConfig) -> Any:
     fields: list[Any] = [
         (f.name, kinds[f.name], field(default=getattr(default, f.name))) for f in dataclasses.fields(default)
     ]
-    own = [("json", bool, False), ("nproc", int | None, None), ("max_restarts", int, 0)]
+    own = [("json", bool, False), ("nproc", int, 0), ("max_restarts", int, 0)]
     made = make_dataclass("Options", [*fields, *own], frozen=True, kw_only=True)
     made.__doc__ = (TrainConfig.__doc__ or "").replace(
         "Attributes:",
         """Attributes:
         json: print the result as JSON.
-        nproc: processes to start on this machine, which share the work; left out, none is started, as under torchrun.
+        nproc: processes to start on this machine, which share the work; 0 starts none, as under torchrun.
         max_restarts: how often to start them again, from the last checkpoint, after one has failed.""",
     )
     return made
@@ -67,10 +67,10 @@ def _with_none_as_python(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _launch_options(argv: Sequence[str]) -> tuple[int | None, int, list[str]]:
+def _launch_options(argv: Sequence[str]) -> tuple[int, int, list[str]]:
     """Return how many processes to start, how often again, and the words for each of them."""
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    ahead.add_argument("--nproc", type=int)
+    ahead.add_argument("--nproc", type=int, default=0)
     ahead.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
     known, rest = ahead.parse_known_args(argv)
     return known.nproc, known.max_restarts, rest
@@ -119,12 +119,12 @@ def run(argv: Sequence[str]) -> int:
     """
     config, as_json = parse(argv)
     nproc, max_restarts, words = _launch_options(argv)
-    if max_restarts and nproc is None:
+    if max_restarts and not nproc:
         raise ConfigError(
             f"--max-restarts {max_restarts} starts again what --nproc has started, and --nproc was left out. Write --nproc 1, "
             "or give it to torchrun."
         )
-    if nproc is not None:
+    if nproc:
         config.num_micro_batches(max(nproc, 1))
         return launch(["train", *words], nproc=nproc, max_restarts=max_restarts)
     try:

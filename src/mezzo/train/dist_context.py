@@ -229,9 +229,7 @@ def launch(command: Sequence[str], *, nproc: int, max_restarts: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if nproc < 1 or max_restarts < 0:
-        raise ConfigError(
-            f"--nproc {nproc} must be at least 1 or left out, --max-restarts {max_restarts} not negative."
-        )
+        raise ConfigError(f"--nproc {nproc} must be at least 1, and --max-restarts {max_restarts} not negative.")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             f"--nproc {nproc} was asked for inside torchrun, which has started the ranks already. Leave --nproc out."
