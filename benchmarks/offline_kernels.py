@@ -22,9 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mezzo.kernels.backends.triton.launch import BLOCK, WARPS
+from mezzo.kernels.backends.triton.launch import BLOCK, SCALARS, WARPS
 from mezzo.kernels.backends.triton.tiles import BF16, FP16, FP32, KAHAN, MASTER, OWN, SPLIT, STOCHASTIC
-from mezzo.kernels.ops.adamw.triton import SCALARS
 from mezzo.kernels.ops.decision.triton import constants as decision_constants
 from mezzo.kernels.ops.layer_norm.triton import LONGEST
 from mezzo.kernels.ops.layer_norm.triton import constants as norm_constants

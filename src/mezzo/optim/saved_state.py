@@ -196,6 +196,6 @@ def _check_torch(
             refuse(part, f"has no {moment}, which {option}={group[option]} asks for")
     options = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "lr", "nesterov", *HOW}
     try:
-        kind([torch.zeros(1, 1)], lr=1e-3, **{name: group[name] for name in options})
+        kind([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], lr=1e-3, **{name: group[name] for name in options})
     except Exception as error:
         refuse(f"{part}.param_groups", f"do not fit {kind.__name__}: {first_line(error)}")
