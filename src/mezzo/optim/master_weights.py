@@ -187,9 +187,10 @@ class MasterWeights(torch.optim.Optimizer):
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
-        self._check_own(param)
+        if (held := self.state.get(param)) is None:  # what it has state of is its own
+            self._check_own(param)
         mode = self.masters.mode_of(param)
-        return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
+        return mode, None if held is None else held.get(AUX_STATE.get(mode, ""))
 
     def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
@@ -274,7 +275,7 @@ class MasterWeights(torch.optim.Optimizer):
         return {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     def _check_own(self, param: Tensor) -> None:
-        if param not in self._places():
+        if not any(param is p for group in self.param_groups for p in group["params"]):
             raise ConfigError(f"{describe(param)} is not a parameter of this {type(self.inner).__name__}.")
 
     def _take_aux(self, param: Tensor) -> Tensor | None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -117,9 +117,8 @@ def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     state = dict(saved["state"])
     keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
     for key, p in zip(keys, chain.from_iterable(g["params"] for g in optimizer.param_groups), strict=True):
-        entry = state.get(key, {})
         mode, aux = optimizer.aux_state(p) if optimizer.set_at.get(p) == p._version else ("none", None)
-        if aux is not None and mode_of_state(entry) is None:
+        if aux is not None and mode_of_state(entry := state.get(key, {})) is None:
             state[key] = {**entry, AUX_STATE[mode]: aux}
     return {**saved, "state": state}
 
@@ -135,8 +134,7 @@ def take_masters_(optimizer: Any, entries: Mapping[Tensor, Mapping[str, Tensor]]
 @torch.no_grad()
 def give_masters_(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
     """Do what `set_masters_` says. Writes: parameters, and their aux state. Syncs: no."""
-    check_given(optimizer, masters)
-    for param, mode in [(param, optimizer.aux_state(param)[0]) for param in masters]:
+    for param, mode in checked_masters(optimizer, masters).items():
         aux = give_master_(mode, local(param), local(masters[param].to(param.device)))
         if aux is not None:
             optimizer.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
@@ -170,19 +168,26 @@ def label_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
     return names[number] if names else f"parameter {number}"
 
 
-def check_given(optimizer: Any, masters: Any) -> None:
-    """Refuse what `set_masters_` cannot take, before it writes; NaN is looked for on the host. Errors are its own. Syncs: no."""
+def checked_masters(optimizer: Any, masters: Any) -> dict[Tensor, Master]:
+    """Return how each parameter keeps small updates, once nothing is left that `set_masters_` cannot take; errors are its own. Syncs: no."""
     if not isinstance(masters, Mapping):
         raise ConfigError(f"set_masters_() got {describe(masters)}, and takes a dict of a tensor for each parameter.")
+    modes = {param: optimizer.aux_state(param)[0] for param in masters}
     for param, master in masters.items():
-        optimizer.aux_state(param)  # whose parameter it is
-        owner, said = label_of(optimizer, param), f"set_masters_() got {describe(master)} for"
         if not isinstance(master, Tensor) or _kind(master) != _kind(param):
-            raise OperandError(f"{said} {owner}: write the value that it stands for, as a dense tensor in fp32.")
-        check_shape(owner, "master", master, param)
+            _refuse_master(optimizer, param, master, ": write the value that it stands for, as a dense tensor in fp32.")
+        if master.shape != param.shape:
+            check_shape(label_of(optimizer, param), "master", master, param)
         here, there = local(param.detach()), local(master)
-        if here.is_cpu and there.is_cpu and bool((there.isnan() & ~here.isnan()).any()):
-            raise OperandError(f"{said} {owner}, with NaN where the parameter has none, and no step leaves that again.")
+        if here.is_cpu and there.is_cpu and bool((there.isnan() & ~here.isnan()).any()):  # looked for on the host alone
+            _refuse_master(
+                optimizer, param, master, ", with NaN where the parameter has none: no step leaves it again."
+            )
+    return modes
+
+
+def _refuse_master(optimizer: Any, param: Tensor, master: object, why: str) -> NoReturn:
+    raise OperandError(f"set_masters_() got {describe(master)} for {label_of(optimizer, param)}{why}")
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

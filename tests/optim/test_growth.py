@@ -1,0 +1,55 @@
+"""What masters take of Python grows with the number of parameters, not with its square."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo.optim import AdamW, MasterWeights
+
+
+def made(kind: str, count: int) -> AdamW | MasterWeights:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(3).bfloat16()) for _ in range(count)]
+    one = AdamW(params, master="split") if kind == "own" else MasterWeights(torch.optim.NAdam(params), "split")
+    one.set_masters_({p: p.detach().float() for p in params})
+    for p in params:
+        p.grad = torch.ones(3).bfloat16()
+    one.step()
+    return one
+
+
+def calls(action: Callable[[], object]) -> int:
+    found = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal found
+        found += 1
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+ACTIONS: dict[str, Callable[[AdamW | MasterWeights], object]] = {
+    "step": lambda one: one.step(),
+    "load_state_dict": lambda one: one.load_state_dict(one.state_dict()),
+    "masters": lambda one: [one.master(p) for group in one.param_groups for p in group["params"]],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"), [("around", "step"), ("around", "load_state_dict"), ("around", "masters"), ("own", "step")]
+)
+def test_four_times_the_parameters_take_four_times_the_calls(kind: str, action: str) -> None:
+    few, many = (calls(partial(ACTIONS[action], made(kind, count))) for count in (50, 200))
+    assert many <= 1.2 * 4 * few
