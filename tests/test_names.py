@@ -10,7 +10,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 TORCHS_OWN = {"GradScaler", "autocast", "Trainer"}
 """Names of torch and transformers, repeated where a user of theirs looks for them."""
-ROLES = {"__init__.py", "reference.py", "cpu.py", "triton.py", "fused.py"}
+ROLES = {"__init__.py", "cpu.py", "triton.py", "fused.py"}
 """One of each for every kernel. A file of `cli` is called after its command."""
 
 

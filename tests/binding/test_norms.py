@@ -19,7 +19,7 @@ import mezzo
 from mezzo.binding.forward import Binding
 from mezzo.casting.mode import CastMode
 from mezzo.kernels import layer_norm, registry, rms_norm, spared_host
-from mezzo.kernels.ops.layer_norm import reference
+from mezzo.kernels.ops import layer_norm as reference
 
 LOW = torch.bfloat16
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -26,8 +26,8 @@ from mezzo.diagnose.explain.explanation import _seconds
 from mezzo.diagnose.watch.samples import is_taken
 from mezzo.errors import ConfigError, StepError
 from mezzo.kernels import registry
+from mezzo.kernels.ops import gradients as reference
 from mezzo.kernels.ops import layer_norm
-from mezzo.kernels.ops.gradients import reference
 from mezzo.step.replay import Replay
 from mezzo.trace.diagnosis import preserve_state
 from mezzo.train.batches import Batch, seed_dropout

@@ -11,15 +11,15 @@ from tests.kernels.test_attention import exact
 from torch import Tensor
 
 from mezzo._torch import flash_attention
+from mezzo.kernels.ops import layer_norm as norm_reference
+from mezzo.kernels.ops import recurrent as recurrent_reference
 from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
 from mezzo.kernels.ops.dropout import cpu as dropout_cpu
 from mezzo.kernels.ops.layer_norm import cpu as norm_cpu
-from mezzo.kernels.ops.layer_norm import reference as norm_reference
 from mezzo.kernels.ops.linear import cpu as linear_cpu
 from mezzo.kernels.ops.linear_training import cpu as training_cpu
 from mezzo.kernels.ops.recurrent import cpu as recurrent_cpu
-from mezzo.kernels.ops.recurrent import reference as recurrent_reference
 
 OUTCOMES: Counter[str] = Counter()
 

@@ -35,9 +35,10 @@ from mezzo.errors import OperandError
 from mezzo.kernels import registry
 from mezzo.kernels.backends.cpp.build import library
 from mezzo.kernels.operands import operands
+from mezzo.kernels.ops import adamw as adamw_reference
+from mezzo.kernels.ops import sgd as sgd_reference
 from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import cpu as adamw_cpu
-from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
 from mezzo.kernels.ops.dropout import cpu as dropout_cpu
@@ -47,7 +48,6 @@ from mezzo.kernels.ops.linear_training import cpu as training_cpu
 from mezzo.kernels.ops.recurrent import cpu as recurrent_cpu
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
-from mezzo.kernels.ops.sgd import reference as sgd_reference
 from mezzo.kernels.weights import AUX_STATE, Weights
 
 STORED = [

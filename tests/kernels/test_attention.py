@@ -25,7 +25,7 @@ from mezzo.casting import AttentionMode
 from mezzo.errors import OperandError
 from mezzo.kernels import attention as own_attention
 from mezzo.kernels import has_gradients, registry
-from mezzo.kernels.ops.attention import cpu, reference
+from mezzo.kernels.ops.attention import cpu
 
 BF16 = torch.bfloat16
 PRODUCTS = 0 if registry.choose("attention", torch.device("cpu"), BF16).backend != "cpu" else cpu.products()
@@ -241,7 +241,7 @@ def test_batched_gradients_are_those_of_one_after_the_other() -> None:
 
 @needs_products
 def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mezzo.kernels.ops.attention._kernel", lambda: reference)
+    monkeypatch.setattr("mezzo.kernels.ops.attention.compiled", lambda op: None)
     assert not has_gradients(*[rows(2, 4, 64, 32)] * 3, None, True, False)
 
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from mezzo.kernels import registry
 from mezzo.kernels.operands import operands
+from mezzo.kernels.ops import adamw as adamw_reference
+from mezzo.kernels.ops import gradients as gradients_reference
+from mezzo.kernels.ops import sgd as sgd_reference
 from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
 from mezzo.kernels.ops.adamw import cpu as adamw_cpu
-from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.gradients import ScaledGradients
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.gradients import foreach as gradients_foreach
-from mezzo.kernels.ops.gradients import reference as gradients_reference
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
-from mezzo.kernels.ops.sgd import reference as sgd_reference
 from mezzo.kernels.weights import Weights, store_master
 
 STORED = [

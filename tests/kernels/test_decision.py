@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mezzo.kernels import decision_slots, num_decided, pack_decision
-from mezzo.kernels.ops.decision.reference import decide_
+from mezzo.kernels.ops.decision import decide_
 
 ZERO = torch.zeros(())
 

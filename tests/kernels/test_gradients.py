@@ -9,8 +9,7 @@ import torch
 from tests.tolerance import relative
 from torch import Tensor
 
-from mezzo.kernels.ops.gradients import norm_and_finite
-from mezzo.kernels.ops.gradients.reference import CHUNK
+from mezzo.kernels.ops.gradients import CHUNK, norm_and_finite
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(), (0,), (1,), (63,), (127,), (5, 0, 3), (33, 129), (CHUNK - 1,), (2 * CHUNK + 7,)]

@@ -19,7 +19,7 @@ from mezzo import files as files_module
 from mezzo.errors import ConfigError
 from mezzo.kernels import registry
 from mezzo.kernels.backends.cpp import build, kernel_cache
-from mezzo.kernels.ops.adamw import reference as adamw_reference
+from mezzo.kernels.ops import adamw as adamw_reference
 
 SEVEN = 'extern "C" int answer() { return 7; }'
 EVIL = 'extern "C" int answer() { return 666; }'

@@ -14,7 +14,7 @@ from torch import Tensor
 from mezzo.errors import OperandError
 from mezzo.kernels import linear, registry, takes_linear
 from mezzo.kernels.ops import linear_training as door
-from mezzo.kernels.ops.linear_training import cpu, reference
+from mezzo.kernels.ops.linear_training import cpu
 
 BF16 = torch.bfloat16
 IS_COMPILED = registry.choose("linear_training", torch.device("cpu"), BF16).backend == "cpu"
@@ -323,7 +323,7 @@ def test_a_weight_that_ends_beyond_its_memory_is_left_to_torch() -> None:
 
 
 def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_kernel", lambda: reference)
+    monkeypatch.setattr(door, "compiled", lambda op: None)
     assert not takes_linear(*operands((128, 64, 64)))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import OperandError
 from mezzo.kernels import recurrent, registry, takes_recurrent
-from mezzo.kernels.ops.recurrent import cpu, reference
+from mezzo.kernels.ops.recurrent import cpu
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 HAS_KERNEL = registry.choose("recurrent", CPU, BF16).backend == "cpu" and cpu.products() > 0
@@ -295,7 +295,7 @@ def test_more_threads_than_rows_to_share_are_left_to_torch(layers: Layers, monke
 def test_without_a_compiled_kernel_it_is_not_taken(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers(8, 12)
     x, *state = operands(model, 4, 300)
-    monkeypatch.setattr("mezzo.kernels.ops.recurrent._kernel", lambda: reference)
+    monkeypatch.setattr("mezzo.kernels.ops.recurrent.compiled", lambda op: None)
     assert not takes_recurrent(x, *arguments(model, state))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mezzo.errors import OperandError
 from mezzo.kernels import registry, rms_norm, takes_rms_norm
-from mezzo.kernels.ops.layer_norm import cpu, reference
+from mezzo.kernels.ops import layer_norm as reference
+from mezzo.kernels.ops.layer_norm import cpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 pytestmark = pytest.mark.skipif(

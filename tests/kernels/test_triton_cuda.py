@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from mezzo import kernels
 from mezzo.kernels import registry
 from mezzo.kernels.operands import operands
+from mezzo.kernels.ops import adamw as adamw_reference
+from mezzo.kernels.ops import decision as decision_reference
+from mezzo.kernels.ops import sgd as sgd_reference
 from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
-from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.decision import decision_slots, pack_decision
-from mezzo.kernels.ops.decision import reference as decision_reference
-from mezzo.kernels.ops.sgd import reference as sgd_reference
 from mezzo.kernels.ops.sgd import sgd_scalars
 
 pytestmark = [

@@ -35,11 +35,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.kernels import registry
 from mezzo.kernels.operands import operands
+from mezzo.kernels.ops import adamw as adamw_reference
+from mezzo.kernels.ops import sgd as sgd_reference
 from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
-from mezzo.kernels.ops.adamw import reference as adamw_reference
 from mezzo.kernels.ops.gradients import ScaledGradients
 from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
-from mezzo.kernels.ops.sgd import reference as sgd_reference
 from mezzo.loss_scale import LossScale, next_state
 from mezzo.policy import ScalingConfig
 
@@ -137,7 +137,8 @@ def check_scalars(every: bool) -> None:
 
 def check_decisions(count: int) -> None:
     """Every kind of finding, of one to three optimizers: the vector is the reference's, bit for bit."""
-    from mezzo.kernels.ops.decision import decision_slots, pack_decision, reference, triton
+    from mezzo.kernels.ops import decision as reference
+    from mezzo.kernels.ops.decision import decision_slots, pack_decision, triton
 
     draw = torch.Generator().manual_seed(0)
     flags = torch.tensor([0.0, 0.0, 0.0, 1.0, math.nan])

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
-from mezzo.kernels.ops.adamw import reference as adamw
-from mezzo.kernels.ops.sgd import reference as sgd
+from mezzo.kernels.ops import adamw, sgd
 from mezzo.loss_scale import accumulation
 from mezzo.step import gradients, result
 

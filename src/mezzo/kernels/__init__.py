@@ -35,12 +35,12 @@ from .ops.decision import pack_decision as pack_decision
 from .ops.dropout import draws_faster as draws_faster
 from .ops.dropout import dropout as dropout
 from .ops.dropout import takes_dropout as takes_dropout
+from .ops.gradients import CHUNK as CHUNK
 from .ops.gradients import GradientCheck as GradientCheck
+from .ops.gradients import LateNorm as LateNorm
 from .ops.gradients import ScaledGradients as ScaledGradients
 from .ops.gradients import norm_and_finite as norm_and_finite
-from .ops.gradients.check import LateNorm as LateNorm
-from .ops.gradients.check import values as values
-from .ops.gradients.reference import CHUNK as CHUNK
+from .ops.gradients import values as values
 from .ops.layer_norm import group_norm as group_norm
 from .ops.layer_norm import layer_norm as layer_norm
 from .ops.layer_norm import rms_norm as rms_norm

@@ -14,7 +14,7 @@ from ..errors import OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..read_only import read_only
 from .dtensor import PLAIN
-from .ops.gradients.scaled import ScaledGradients
+from .ops.gradients import ScaledGradients
 from .weights import AUX_STATE, Weights
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,7 +23,7 @@ from .backends.cpp.build import NativeBuildError, library
 Backend = Literal["auto", "reference", "cpu", "foreach", "triton", "fused"]
 """auto picks the fastest that can run here; any other name is that one or an error."""
 
-# Fastest first; the reference runs everywhere and ends every list.
+# Fastest first; the reference, which is what the folder of an op defines or torch's own op, runs everywhere and ends every list.
 _ORDER: dict[str, tuple[str, ...]] = {
     "gradients": ("cpu", "foreach", "reference"),
     "adamw": ("cpu", "triton", "fused", "reference"),
@@ -37,6 +37,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "decision": ("triton", "reference"),
     "layer_norm": ("triton", "cpu", "reference"),
 }
+_CPU = torch.device("cpu")
 _log = logging.getLogger("mezzo.kernels")
 _warned: list[str] = []
 
@@ -153,12 +154,18 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
         if not obstacle:
             reason = "; ".join(refused) or ("asked for" if backend == name else "the fastest that can run here")
             _log.debug("%s on %s %s runs the %s kernel: %s", op, device.type, dtype_name(dtype), name, reason)
-            module = importlib.import_module(f".ops.{op}.{name}", __package__)
+            module = importlib.import_module(f".ops.{op}" if name == "reference" else f".ops.{op}.{name}", __package__)
             return Choice(backend=name, reason=reason, module=module, makes_scalars=name == "fused")
         refused.append(f"not {name}: {obstacle}")
     raise ConfigError(
         f"backend={backend!r} was asked for {op} on {device.type} {dtype_name(dtype)}: {obstacle}. Write backend='auto'."
     )
+
+
+def compiled(op: str) -> Any:
+    """Return the module of an op's compiled kernel for bf16 on the CPU; None where torch's own op runs. Host only."""
+    choice = choose(op, _CPU, torch.bfloat16)
+    return choice.module if choice.backend == "cpu" else None
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> str:

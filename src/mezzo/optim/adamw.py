@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import AdamWRule, Backend
-from ..kernels.ops.adamw import reference
+from ..kernels.ops import adamw as reference
 from ..policy import Master
 from .base import MasterOptimizer, Params
 from .checks import check_betas, check_differentiable, check_range, check_rate

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels import Backend, SGDRule
-from ..kernels.ops.sgd import reference
+from ..kernels.ops import sgd as reference
 from ..policy import Master
 from .base import MasterOptimizer, Params
 from .checks import check_differentiable, check_range, check_rate

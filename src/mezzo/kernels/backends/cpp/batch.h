@@ -1,6 +1,6 @@
 // What one step covers, and how it is shared out over chunks and threads.
 //
-// Precision of every step: 16-bit values are widened exactly; the arithmetic is fp32, in the order of the reference.py
+// Precision of every step: 16-bit values are widened exactly; the arithmetic is fp32, in the order of the __init__.py
 // beside each step; results are narrowed as formats.h and masters.h say. MEZZO_FMA is 1 where torch rounds a
 // product and the sum after it once, so that masters equal the reference to the last bit.
 #pragma once

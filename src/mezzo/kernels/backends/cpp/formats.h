@@ -1,5 +1,5 @@
 // Number formats and their roundings, one value at a time, so that a loop over them becomes vector code.
-// Definitions: rounding/reference.py and torch's casts.
+// Definitions: rounding/__init__.py and torch's casts.
 #pragma once
 
 #include <cmath>

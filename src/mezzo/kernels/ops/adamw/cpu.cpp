@@ -1,4 +1,4 @@
-// The AdamW step; reference.py beside this file defines it.
+// The AdamW step; __init__.py beside this file defines it.
 
 #include "batch.h"
 

@@ -1,4 +1,4 @@
-"""The AdamW step on the CPU: one compiled pass; `reference.py` defines it and `cpu.cpp` computes it."""
+"""The AdamW step on the CPU: one compiled pass; the folder defines it and `cpu.cpp` computes it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ctypes
 from pathlib import Path
 
 from ...backends.cpp.batch import compiled_step
-from . import reference
-from .reference import AdamWRule
+from .. import adamw as reference
+from . import AdamWRule
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 

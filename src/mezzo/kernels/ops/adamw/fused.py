@@ -10,8 +10,8 @@ from torch import Tensor
 from ...._torch import fused_adam_, fused_adamw_
 from ...backends.torch_lists import keeps_fp32, rate_of, step_end_to_end_, true_grads, with_masters
 from ...operands import Operands
-from . import reference
-from .reference import AdamWRule
+from .. import adamw as reference
+from . import AdamWRule
 
 
 def step_(operands: Operands, rule: AdamWRule, _: None, step: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The AdamW step on CUDA: one launch over all tensors; `reference.py` defines it."""
+"""The AdamW step on CUDA: one launch over all tensors; the folder defines it."""
 
 import ctypes
 import math
@@ -26,8 +26,8 @@ from ...backends.triton.tiles import (
     write_mean,
 )
 from ...operands import Operands
-from . import reference
-from .reference import AdamWRule
+from .. import adamw as reference
+from . import AdamWRule
 
 
 @triton.jit

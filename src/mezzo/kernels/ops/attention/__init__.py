@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from ...._torch import (
     constant_when_compiled,
     dispatch_modes,
     flash_attention,
+    flash_attention_backward,
     is_batched_gradient,
     is_unwatched,
     math_attention,
 )
-from ... import registry
-from . import reference
+from ...registry import compiled
 
 WIDEST = 128
 """Elements of a head up to which torch's kernel and this one were compared."""
@@ -72,11 +71,8 @@ def _takes(keys: int) -> bool:
 
 @constant_when_compiled
 def _products() -> int:
-    return int(_kernel().products())
-
-
-def _kernel() -> ModuleType:
-    return registry.choose("attention", torch.device("cpu"), torch.bfloat16).module
+    kernel = compiled("attention")
+    return 0 if kernel is None else int(kernel.products())
 
 
 def attention(
@@ -126,11 +122,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp, mask = ctx.saved_tensors
+        is_causal, scale = ctx.options
         if torch.is_grad_enabled():
-            found = _differentiable(grad, (query, key, value), mask, *ctx.options)
+            found = _differentiable(grad, (query, key, value), mask, is_causal, scale)
+        elif dispatch_modes() or is_batched_gradient(grad):
+            given = grad, query, key, value, out, logsumexp, 0.0, is_causal
+            found = flash_attention_backward(*given, attn_mask=mask, scale=scale)
         else:
-            kernel = reference if dispatch_modes() or is_batched_gradient(grad) else _kernel()
-            found = kernel.backward(grad, query, key, value, out, logsumexp, mask, *ctx.options)
+            found = compiled("attention").backward(grad, query, key, value, out, logsumexp, mask, is_causal, scale)
         return (*found, None, None, None)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...._torch import is_batched_gradient, is_unwatched
-from ... import registry
 from ...operands import is_readable
+from ...registry import compiled
 
 Pair = tuple[int, int]
 
@@ -54,16 +53,13 @@ def has_weight_gradient(input: Tensor, weight: Tensor, bias: Tensor | None, stri
         and weight.requires_grad
         and is_unwatched()
         and all([is_readable(one) for one in (input, weight, *([] if bias is None else [bias]))])
-        and bool(_kernel().is_faster())
+        and (kernel := compiled("convolution")) is not None
+        and bool(kernel.is_faster())
     )
 
 
 def _padded(size: int, block: int) -> int:
     return -(-size // block) * block
-
-
-def _kernel() -> ModuleType:
-    return registry.choose("convolution", torch.device("cpu"), torch.bfloat16).module
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
@@ -105,7 +101,7 @@ class _Convolution(torch.autograd.Function):
             wanted = [needs_input, needs_weight, needs_bias]
             return (*_torchs_gradients(grad, input, weight, stride, padding, wanted), None, None)
         grad = grad.contiguous()
-        found = _kernel().weight_gradient(grad, input, weight, stride, padding, needs_bias)
+        found = compiled("convolution").weight_gradient(grad, input, weight, stride, padding, needs_bias)
         wanted = [needs_input, False, False]
         of_input = _torchs_gradients(grad, input, weight, stride, padding, wanted)[0] if needs_input else None
         return of_input, *found, None, None

@@ -1,4 +1,4 @@
-"""A step's decision on CUDA: one launch, and one for the loss scale; `reference.py` and `next_state` define them."""
+"""A step's decision on CUDA: one launch, and one for the loss scale; the folder and `next_state` define them."""
 
 from typing import Any, Protocol
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...backends.triton.launch import launch_once
-from .reference import CLIP_EPS, decision_slots, num_decided
+from . import CLIP_EPS, decision_slots, num_decided
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def constants(num: int) -> dict[str, float]:
 
 
 def decide_(vector: Tensor, num: int, *, together: bool, clips: bool) -> None:
-    """Decide; arguments and writes are those of `reference.decide_`, the results its bits. Syncs: no."""
+    """Decide; arguments and writes are those of `decision.decide_`, the results its bits. Syncs: no."""
     launch_once(decide_kernel, vector, **constants(num), TOGETHER=together, CLIPS=clips)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
-import torch
 from torch import Tensor
 
 from ...._torch import is_unwatched
-from ... import registry
 from ...dtensor import PLAIN
 from ...operands import FORMATS
+from ...registry import compiled
 
 SMALLEST = 1 << 13
 """Elements from which on reading and writing the generator's state, 25 us, is made up for."""
@@ -38,11 +35,8 @@ def takes_dropout(input: Tensor, p: float) -> bool:
 
 def draws_faster() -> bool:
     """Whether mezzo draws the random numbers of torch's dropout faster than torch does on this CPU. Host only."""
-    return bool(_kernel().is_faster())
-
-
-def _kernel() -> ModuleType:
-    return registry.choose("dropout", torch.device("cpu"), torch.bfloat16).module
+    kernel = compiled("dropout")
+    return kernel is not None and bool(kernel.is_faster())
 
 
 def dropout(input: Tensor, p: float) -> Tensor:
@@ -59,5 +53,5 @@ def dropout(input: Tensor, p: float) -> Tensor:
 
     Writes: the state of torch's default generator. Syncs: no.
     """
-    out: Tensor = input * _kernel().noise(input, p)
+    out: Tensor = input * compiled("dropout").noise(input, p)
     return out

@@ -1,4 +1,4 @@
-// The norms of gradients; reference.py beside this file defines them.
+// The norms of gradients; __init__.py beside this file defines them.
 
 #ifdef __AVX512F__
 #pragma GCC target("prefer-vector-width=512")  // as in sgd

@@ -1,4 +1,4 @@
-"""The gradient pass on the CPU: one compiled pass; `reference.py` defines it and `cpu.cpp` computes it."""
+"""The gradient pass on the CPU: one compiled pass; the folder defines it and `cpu.cpp` computes it."""
 
 from __future__ import annotations
 

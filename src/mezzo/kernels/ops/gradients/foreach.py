@@ -11,7 +11,7 @@ from ...._torch import foreach_norm
 
 
 def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of each gradient; arguments as for `reference.tensor_norms`.
+    """Return the L2 norm of each gradient; arguments as for that of the folder.
 
     Returns:
         Shape (len(grads),), fp32, on the gradients' device. torch sums parts of 65,536 elements there, then the parts.

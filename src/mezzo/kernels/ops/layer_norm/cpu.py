@@ -1,6 +1,6 @@
 """Norms on the CPU in one pass forward and one backward, fp32 arithmetic over what lies in 16 bit; `cpu.cpp` computes them.
 
-Layer norm forward is torch's own kernel, as `reference.py` calls it.
+Layer norm forward is torch's own kernel, as the folder calls it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ....formats import LOW_DTYPES
 from ...backends.cpp.build import library
 from ...dtensor import PLAIN
 from ...operands import FORMATS, batch_of, check_read
-from . import as_fp32, reference
+from .. import layer_norm as reference
+from . import as_fp32
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 

@@ -1,4 +1,4 @@
-"""Layer and RMS norm on CUDA: one launch forward, two backward, 16 bit in memory; `reference.py` defines them.
+"""Layer and RMS norm on CUDA: one launch forward, two backward, 16 bit in memory; the folder defines them.
 
 torch's kernel for CUDA takes operands of one dtype, so that fp32 weights had 16-bit activations copied to fp32 and back, four
 times: 58 bytes an element, forward and backward. Here it is 10, and the partial sums of the weights' gradients.
@@ -23,7 +23,7 @@ from ....formats import LOW_DTYPES
 from ...backends.triton.launch import start
 from ...backends.triton.tiles import narrow
 from ...operands import FORMATS
-from . import reference
+from .. import layer_norm as reference
 
 LONGEST = 4096 if torch.version.hip else 8192
 """Elements that are normalised together, up to which a program holds them in at most 64 registers a thread."""

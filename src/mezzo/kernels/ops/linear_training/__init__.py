@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...._torch import is_batched_gradient, is_unwatched
-from ... import registry
 from ...operands import check_read, is_readable
+from ...registry import compiled
 
 SMALLEST_LINEAR = 2**12
 """Products up to which torch 2.13 calls no oneDNN, and is the faster one.
@@ -50,7 +49,8 @@ def takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
         and _is_takable(input)
         and _is_takable(weight)
         and (bias is None or (bias.shape == (width,) and _is_takable(bias)))
-        and bool(_kernel().is_faster())
+        and (kernel := compiled("linear_training")) is not None
+        and bool(kernel.is_faster())
     )
 
 
@@ -60,10 +60,6 @@ def _padded(size: int) -> int:
 
 def _is_takable(tensor: Tensor) -> bool:
     return (tensor.dtype is torch.float32 or tensor.dtype is torch.bfloat16) and is_readable(tensor)
-
-
-def _kernel() -> ModuleType:
-    return registry.choose("linear_training", torch.device("cpu"), torch.bfloat16).module
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -83,7 +79,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Syncs: no.
     """
     low = input.to(torch.bfloat16)
-    apply = _Linear.apply if torch.is_grad_enabled() else _kernel().forward
+    apply = _Linear.apply if torch.is_grad_enabled() else compiled("linear_training").forward
     out: Tensor = apply(low, weight, bias)
     return out
 
@@ -96,7 +92,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.of_bias = None if bias is None else bias.dtype
         ctx.shapes = input.shape, weight.shape, weight.dtype
-        out: Tensor = _kernel().forward(input, weight, bias)
+        out: Tensor = compiled("linear_training").forward(input, weight, bias)
         return out
 
     @staticmethod
@@ -110,7 +106,7 @@ class _Linear(torch.autograd.Function):
         check_read("a linear layer", "weight", weight, of_weight, dtype)
         check_read("a linear layer", "gradient", grad, (*of_input[:-1], of_weight[0]), torch.bfloat16)
         operands = grad.contiguous(), input.contiguous(), weight.contiguous()
-        found: tuple[Tensor | None, ...] = _kernel().backward(
+        found: tuple[Tensor | None, ...] = compiled("linear_training").backward(
             *operands, needs_input, ctx.of_bias if needs_bias else None
         )
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from ...._torch import dispatch_modes, is_batched_gradient, is_unwatched
 from ....formats import LOW_DTYPES
-from ... import registry
 from ...dtensor import PLAIN
-from . import reference
+from ...registry import compiled
 
 SMALLEST = 2_300_000
 """Products of an LSTM layer's gate from which it is faster than torch's, for each of its rows and for 16 more, since weights are cast and packed
@@ -71,7 +69,8 @@ def takes_recurrent(
         [one.shape for one in given[1:]] == shapes  # another number of weights: projections
         and (train or len(state) == 1 or _may_be_differentiated(given))
         and 2 * batch >= torch.get_num_threads()  # they share out the batch
-        and _kernel().products() > 0
+        and (kernel := compiled("recurrent")) is not None
+        and kernel.products() > 0
     )
 
 
@@ -86,10 +85,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any([one.requires_grad for one in tensors])
-
-
-def _kernel() -> ModuleType:
-    return registry.choose("recurrent", torch.device("cpu"), torch.bfloat16).module
 
 
 def recurrent(
@@ -138,14 +133,14 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, is_reversed: bool, keeps: bool, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, states, kept = _kernel().forward(operands, is_reversed, keeps)
+        y, states, kept = compiled("recurrent").forward(operands, is_reversed, keeps)
         ctx.set_materialize_grads(False)
         if keeps:
             ctx.save_for_backward(y, states, kept, *operands)
             ctx.is_reversed = is_reversed
         end, real = 0 if is_reversed else -1, states[..., : y.shape[-1]]
         last = y[end].clone(), real[end].to(operands[2].dtype, copy=True)
-        if reference.is_gru(operands):  # not rounded twice, and as torch's it may be written
+        if is_gru(operands):  # not rounded twice, and as torch's it may be written
             y = (real[:-1] if is_reversed else real[1:]).to(operands[2].dtype, copy=True)
         return y, *last
 
@@ -156,8 +151,8 @@ class _Layer(torch.autograd.Function):
         if not there:
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled() or dispatch_modes() or any(map(is_batched_gradient, there)):
-            return (None, None, *reference.gradients(grads, operands, ctx.is_reversed, wanted))
-        d_sums, d_c = _kernel().backward(grads, operands, y, states, kept, ctx.is_reversed)
+            return (None, None, *gradients(grads, operands, ctx.is_reversed, wanted))
+        d_sums, d_c = compiled("recurrent").backward(grads, operands, y, states, kept, ctx.is_reversed)
         return (None, None, *_gradients(d_sums, d_c, operands, y, ctx.is_reversed, wanted))
 
 
@@ -179,3 +174,53 @@ def _gradients(
         sums = d_sums.flatten(1, 2).sum(1, dtype=torch.float32).to(torch.bfloat16)
         found += [one.clone() if want else None for one, want in zip((sums[0], sums[-1]), wanted[5:], strict=True)]
     return found + [None] * (len(operands) - len(found))
+
+
+def is_gru(operands: Sequence[Tensor]) -> bool:
+    """Whether operands of a layer, as `gradients` takes them, are those of a GRU, by the rows of a weight. Host only."""
+    return operands[4].shape[0] == 3 * operands[1].shape[-1]
+
+
+def gradients(
+    grads: Sequence[Tensor | None], operands: Sequence[Tensor], is_reversed: bool, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Run the layer again and return the gradients of its operands; differentiable where gradients are on.
+
+    Args:
+        grads: of its results y [T, B, H], h [B, H] and c [B, H]; None: none. A GRU's c is its h.
+        operands: x [T, B, D], h [B, H], c [B, H], then w_ih [4 H, D] and w_hh [4 H, H], and both biases [4 H] if it has any;
+            of a GRU 3 H, and c is h as it was before it was rounded, which is read.
+        is_reversed: time runs backward.
+        wanted: of each operand, whether its gradient is.
+
+    Returns:
+        of each operand, in its shape and dtype; None where it is not wanted.
+
+    Syncs: no.
+    """
+    again = torch.is_grad_enabled()
+    given = [one if again else one.detach().requires_grad_(want) for one, want in zip(operands, wanted, strict=True)]
+    with torch.enable_grad():
+        found = zip(layer(given, is_reversed), grads, strict=True)
+        pairs = [(out, grad) for out, grad in found if grad is not None]
+        inputs = [one for one, want in zip(given, wanted, strict=True) if want]
+        got = iter(
+            torch.autograd.grad(
+                [out for out, _ in pairs], inputs, [grad for _, grad in pairs], create_graph=again, allow_unused=True
+            )
+        )
+    return [next(got) if want else None for want in wanted]
+
+
+def layer(operands: Sequence[Tensor], is_reversed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, the last h and the last c of a layer, given what `gradients` is given. Syncs: no."""
+    x, h, c, *weights = operands
+    x = x.flip(0) if is_reversed else x
+    flags = len(weights) == 4, 1, 0.0, True, False, False
+    if is_gru(operands):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # the state may be fp32
+            y, h_n = torch.gru(x, c[None], weights, *flags)
+        c_n = h_n
+    else:
+        y, h_n, c_n = torch.lstm(x, (h[None], c[None]), weights, *flags)
+    return y.flip(0) if is_reversed else y, h_n[0], c_n[0]

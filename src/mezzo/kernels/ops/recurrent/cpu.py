@@ -14,7 +14,7 @@ from torch import Tensor
 from ...backends.cpp.batch import int64s
 from ...backends.cpp.build import library
 from ...operands import batch_of, check_read
-from .reference import is_gru
+from . import is_gru
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 GROUP = 16

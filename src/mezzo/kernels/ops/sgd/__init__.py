@@ -1,4 +1,112 @@
-"""The step of stochastic gradient descent with momentum."""
+"""Definition of the SGD step: torch's own operations in torch's own order, on fp32 masters, and the numbers it takes."""
 
-from .reference import SGDRule as SGDRule
-from .reference import sgd_scalars as sgd_scalars
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...operands import Operands
+from ...weights import read_master, write_master_
+from ..adamw import is_counted_on_host, rate_on, rows_by_count, store_means_
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGDRule:
+    """The numbers of SGD, as a group has them.
+
+    Attributes:
+        weight_decay: times the weight, added to the gradient.
+        momentum: decay of the running sum of gradients; 0 keeps none.
+        nesterov: step along gradient plus momentum times sum, instead of the sum.
+        lr: learning rate, which kernels of torch's take as it is; mezzo's own read it from `sgd_scalars`.
+        dampening: likewise.
+    """
+
+    weight_decay: float
+    momentum: float
+    nesterov: bool = False
+    lr: float | Tensor = 0.0
+    dampening: float = 0.0
+
+
+def sgd_scalars(
+    step: Tensor, rule: SGDRule, lr: float | Tensor, dampening: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return three numbers for each parameter, computed where the step counts lie.
+
+    Args:
+        step: shape (n,), fp32: steps taken by each, this one included.
+        rule: the momentum.
+        lr: learning rate; a tensor has shape () or (1,) and lies on the device of `step` or on the CPU.
+        dampening: taken from the weight of new gradients, from the second step on.
+        dtype: of the result: that of the computation.
+
+    Returns:
+        Shape (n, 3), `dtype`, the device of `step`: -lr, the factor of the running sum, which is 0 in the first step
+        and then the momentum, and the factor of the gradient, which is 1 in the first step and then 1 - dampening. Without
+        momentum the last two mean nothing.
+
+    Syncs: no.
+    """
+    if rule.momentum == 0 and not isinstance(lr, Tensor):
+        is_kept = step.device.type == "cpu" and not torch.compiler.is_compiling()
+        return (_all_of_one_rate if is_kept else _all_of_one_rate.__wrapped__)(step.shape, lr, dtype, step.device)
+    if is_counted_on_host(step, lr):
+        rate = float(lr)
+        first, later = (-rate, 0.0, 1.0), (-rate, rule.momentum, 1 - dampening)
+        return rows_by_count(step, lambda count: first if count == 1 else later, dtype)
+    one = torch.ones_like(step, dtype=dtype)
+    rates = rate_on(step.device, lr, dtype) * one if isinstance(lr, Tensor) else one * lr
+    keep = torch.where(step == 1, 0 * one, one * rule.momentum)
+    add = torch.where(step == 1, one, one * (1 - dampening))
+    return torch.stack([-rates, keep, add], dim=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_of_one_rate(shape: torch.Size, lr: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the numbers of parameters without momentum, which no step writes: from step to step they are the same."""
+    return torch.full((*shape, 3), -lr, dtype=dtype, device=device)
+
+
+def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `sgd_scalars` with the rate and dampening of the rule. Syncs: no."""
+    return sgd_scalars(step, rule, rule.lr, rule.dampening, dtype)
+
+
+def step_(
+    operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor, indices: Sequence[int] | None = None
+) -> None:
+    """Take one SGD step.
+
+    Masters, gradients and running sums are computed in fp32 (fp64 for fp64 weights), whatever they are stored in. For
+    fp32 sums the masters go the way of torch.optim.SGD on fp32 parameters, bit for bit.
+
+    Args:
+        operands: weights, gradients and, with momentum, momentum_buffer.
+        rule: the constant numbers.
+        scalars: shape (n, 3) from `sgd_scalars`.
+        step: shape (n,), fp32: steps taken by each, this one included; decides the random bits.
+        indices: of the weights to step; None: all.
+
+    Writes: weights, their aux state, sums; none of them if `found_inf` is set.
+    Syncs: no.
+    Source: Sutskever et al. 2013, in torch's form; README.md of this folder.
+    """
+    weights, skip = operands.weights, operands.grads.skip
+    for index in range(len(weights.values)) if indices is None else indices:
+        rate, keep, add = scalars[index].unbind()
+        aux = weights.aux[index] if weights.aux else None
+        master = read_master(weights.mode, weights.values[index], aux)
+        grad = operands.grads.read(index, master.dtype)
+        if rule.weight_decay != 0:
+            grad = grad.add(master, alpha=rule.weight_decay)
+        if rule.momentum != 0:
+            (sum_,) = [held[index] for held in operands.moments.values()]
+            total = (sum_.to(master.dtype) * keep).addcmul_(grad, add)
+            store_means_((sum_,), (total,), weights, index, step[index], skip)
+            grad = grad.add(total, alpha=rule.momentum) if rule.nesterov else total
+        write_master_(weights, index, master.addcmul(grad, rate), step[index], skip)

@@ -1,4 +1,4 @@
-// The SGD step; reference.py beside this file defines it.
+// The SGD step; __init__.py beside this file defines it.
 
 #ifdef __AVX512F__
 #pragma GCC target("prefer-vector-width=512")  // else half a register on Intel's processors; AdamW, which divides, gains nothing

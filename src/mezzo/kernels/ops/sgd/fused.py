@@ -9,8 +9,8 @@ from torch import Tensor
 from ...._torch import fused_sgd_
 from ...backends.torch_lists import keeps_fp32, rate_of, step_end_to_end_, true_grads, with_masters
 from ...operands import Operands
-from . import reference
-from .reference import SGDRule
+from .. import sgd as reference
+from . import SGDRule
 
 
 def step_(operands: Operands, rule: SGDRule, _: None, step: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The SGD step on CUDA: one launch over all tensors; `reference.py` defines it."""
+"""The SGD step on CUDA: one launch over all tensors; the folder defines it."""
 
 import torch
 import triton
@@ -18,8 +18,8 @@ from ...backends.triton.tiles import (
     write_mean,
 )
 from ...operands import Operands
-from . import reference
-from .reference import SGDRule
+from .. import sgd as reference
+from . import SGDRule
 
 
 @triton.jit(do_not_specialize=["tensors"])

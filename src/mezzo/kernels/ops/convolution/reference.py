@@ -1,8 +1,0 @@
-"""Gradients of a convolution's weight by torch's own kernel, where nothing is compiled: there is nothing to take in its place."""
-
-from __future__ import annotations
-
-
-def is_faster() -> bool:
-    """Return False: torch's own op runs. Host only."""
-    return False
