@@ -20,15 +20,11 @@ _asked = 0
 
 
 class GraphTables:
-    """What the host fills of a captured graph, for as long as the graph lives.
+    """What the host fills of a captured graph, for as long as the graph lives; with room for as many numbers as `num_asked` tells.
 
     While a graph is captured nothing reaches the device, so a table is filled behind it. It lies in memory of before: of the
     graph's own, one block is lent to many tensors in turn, and a replay would write those over the table. What was on the device
     before the capture may be dropped any time, so none of it is taken.
-
-    Args:
-        device: of the graph.
-        room: whole numbers that all tables together may take, by `num_asked`.
     """
 
     def __init__(self, device: torch.device, room: int) -> None:
@@ -70,17 +66,9 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def factor_for(factor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a factor as torch's kernel takes it that multiplies many tensors at once.
+    """Return a factor of shape () as torch's kernel takes it that multiplies many tensors of a device and dtype at once. Syncs: as `move`.
 
     On accelerators in their 16-bit dtype, to which torch would round it in any case: otherwise it would launch for each tensor.
-
-    Args:
-        factor: shape ().
-        device: of the tensors.
-        dtype: of the tensors.
-
-    Returns:
-        Shape (). Syncs: as `move`.
     """
     there = move(factor, device)
     return there.to(dtype) if dtype in LOW_DTYPES and device.type != "cpu" else there

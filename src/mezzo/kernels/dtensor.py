@@ -72,13 +72,7 @@ def num_shards(tensor: Tensor) -> int:
 
 
 def global_offset(tensor: Tensor) -> int:
-    """Return the index in the whole tensor, counted row by row, of the first element that lies here.
-
-    Raises:
-        ConfigError: the elements that lie here do not follow each other in the whole tensor.
-
-    Host only.
-    """
+    """Return the index in the whole tensor, counted row by row, of the first element that lies here; a ConfigError where they do not follow each other. Host only."""
     if not is_dtensor(tensor):
         return 0
     shape, offsets = local_shape_and_offset(tensor)

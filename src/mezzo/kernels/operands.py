@@ -33,13 +33,7 @@ _STATE_ADVICE = "Load the state dict of these parameters in their order, or dele
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """One tensor of a step, and what an error calls it.
-
-    Attributes:
-        owner: the name of the parameter.
-        name: "weight", "gradient", or its name in the optimizer's state.
-        tensor: as a kernel meets it.
-    """
+    """One tensor of a step as a kernel meets it, the name of its parameter, and its own: "weight", "gradient", or that in the optimizer's state."""
 
     owner: str
     name: str
@@ -205,17 +199,7 @@ def _copies(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses
 
 
 def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layout:
-    """Return where weights, aux state and moments lie, after a look at each of them.
-
-    Args:
-        weights: what to update.
-        moments: of each by name.
-
-    Raises:
-        OperandError: as `operands`, but for overlaps; see `check_apart`.
-
-    Syncs: no.
-    """
+    """Return where weights, aux state and moments lie, after a look at each of them. Errors as `operands`, but for overlaps: see `check_apart`. Syncs: no."""
     rows = list(_rows(weights, moments))
     for row in rows:
         _check_row(row, weights)
@@ -288,14 +272,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def check_apart(layouts: Iterable[Layout]) -> None:
-    """Refuse tensors of which one step would write the same memory twice, but for weights that are one another.
-
-    Args:
-        layouts: of everything that is stepped together.
-
-    Raises:
-        OperandError: two share memory.
-    """
+    """Refuse tensors of which one step would write the same memory twice, but for weights that are one another: an OperandError."""
     for last, one in overlaps(span for layout in layouts for span in layout.spans):
         if not one.name == last.name == "weight":
             raise one.refuse(one.tensor, f"in the memory of {last.name} of {last.owner}")

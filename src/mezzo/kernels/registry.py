@@ -136,7 +136,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
     While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
 
     Args:
-        op: "gradients", "adamw", "sgd", "linear", "linear_training", "attention", "convolution", "dropout", "recurrent", "decision" or "layer_norm".
+        op: a key of `_ORDER`.
         device: where the tensors lie.
         dtype: of the weights, or of the gradients for op "gradients".
         backend: "auto", or the one that must run.

@@ -54,15 +54,9 @@ class Weights:
         return self.offsets[index] if self.offsets else 0
 
     def random_bits(self, index: int, step: Tensor, stream: int) -> Tensor:
-        """Return the random bits of a weight's elements in a step.
+        """Return the random bits of a weight's elements in a step, for the weight itself or, by another stream, its moments. Syncs: no.
 
-        Args:
-            index: which weight.
-            step: shape (): steps taken, the one under way included; (n,) for many end to end.
-            stream: of the weight itself or of its moments.
-
-        Returns:
-            Its shape, int64, in [0, 2**32), as `rounding.random_bits`. Syncs: no.
+        Its shape, int64, in [0, 2**32). `step` has shape (): steps taken, the one under way included; (n,) for many end to end.
         """
         like = self.values[index]
         if self.places is not None:
@@ -71,20 +65,10 @@ class Weights:
 
 
 def read_master(mode: Master, value: Tensor, aux: Tensor | None) -> Tensor:
-    """Return the master of one weight.
+    """Return the master of one weight, fp32 (fp64 for an fp64 weight), in fresh memory unless the weight is its own. Syncs: no.
 
-    The weight is what counts: where its aux state no longer rounds to it, because somebody wrote the
+    The weight is what counts: where its aux state, None for modes that keep nothing, no longer rounds to it, because somebody wrote the
     weight since the last step, the master is the weight.
-
-    Args:
-        mode: how the weight keeps small updates.
-        value: the weight, any shape.
-        aux: its aux state; None for modes that keep nothing.
-
-    Returns:
-        The shape of `value`; fp32, fp64 for an fp64 weight. Fresh memory unless the weight is its own master.
-
-    Syncs: no.
     """
     if aux is None:
         return value.to(torch.promote_types(value.dtype, torch.float32))
@@ -96,18 +80,9 @@ def read_master(mode: Master, value: Tensor, aux: Tensor | None) -> Tensor:
 
 
 def store_master(mode: Master, master: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the weight that stands for a master, and its aux state.
+    """Return the weight in `dtype` that stands for a master, fp32 or fp64, and its aux state, None for modes that keep nothing. Syncs: no.
 
-    Args:
-        mode: how the weight keeps small updates.
-        master: any shape; fp32, or fp64 for an fp64 weight.
-        dtype: of the weight.
-        bits: random ones of each element, for mode "stochastic"; None rounds to nearest there too.
-
-    Returns:
-        The weight in `dtype`, and its aux state, None for modes that keep nothing.
-
-    Syncs: no.
+    Mode "stochastic" rounds by the random `bits` of each element; without them to nearest there too.
     """
     if mode == "split":
         return split(master)
@@ -119,13 +94,7 @@ def store_master(mode: Master, master: Tensor, dtype: torch.dtype, bits: Tensor 
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of the same chunks of tensors of one shape, in the order of their memory.
-
-    Args:
-        tensors: of one shape. Where their elements do not lie in the same order without gaps, the only piece is the whole.
-
-    Syncs: no.
-    """
+    """Yield views of the same chunks of tensors of one shape, in the order of their memory; the whole where that differs or has gaps. Syncs: no."""
     first = tensors[0].detach()
     alike = all([tensor.stride() == first.stride() for tensor in tensors])
     if first.numel() <= PIECE or not alike or not bool(torch.ops.aten.is_non_overlapping_and_dense(first)):
@@ -149,17 +118,9 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:
-    """Have a weight stand for a master, in memory that is there.
+    """Have a weight stand for a master of its shape and device, in memory that is there; return its aux state, None for modes that keep nothing.
 
-    Args:
-        mode: how the weight keeps small updates.
-        weight: what the model reads, any shape.
-        master: the same shape and device; taken in fp32, or what is wider in the weight.
-
-    Returns:
-        its aux state: fresh memory, laid out as `master`; None for modes that keep nothing.
-
-    Writes: `weight`. Syncs: no.
+    The master is taken in fp32, or what is wider in the weight. Writes: `weight`. Syncs: no.
     """
     dtype = {"split": torch.int16, "fp32": torch.float32, "kahan": weight.dtype}.get(mode)
     master = master.to(torch.promote_types(weight.dtype, torch.float32))
@@ -173,25 +134,12 @@ def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:
 
 
 def write_(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """Write a value, unless the step is blocked: then the target keeps every bit. Writes: `target`. Syncs: no.
-
-    Args:
-        target: any shape and dtype.
-        value: the shape of `target`, the same dtype.
-        skip: shape () or (1,), bool, same device; None: not blocked.
-    """
+    """Write a value, unless `skip`, shape () or (1,) and bool, says that the step is blocked: then the target keeps every bit. Writes: `target`. Syncs: no."""
     target.copy_(value if skip is None else torch.where(skip.reshape(()), target, value))
 
 
 def write_master_(weights: Weights, index: int, master: Tensor, step: Tensor, skip: Tensor | None) -> None:
-    """Store a new master as weight and its aux state, unless the step is blocked.
-
-    Args:
-        weights: where to.
-        index: which of them.
-        master: the new master, its shape.
-        step: as in `Weights.random_bits`.
-        skip: as in `write_`.
+    """Store a new master as weight and its aux state, unless the step is blocked as in `write_`; `step` as in `Weights.random_bits`.
 
     Writes: the weight and its aux state. Syncs: no.
     """

@@ -21,13 +21,7 @@ MOST = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """Weights of a step that are laid end to end, and what belongs to them.
-
-    Attributes:
-        operands: theirs, as lists.
-        indices: of each in the step.
-        long: one weight, a copy of all.
-    """
+    """Some weights of a step, with their indices in it, and one long weight: a copy of all, end to end."""
 
     operands: Operands
     indices: Sequence[int]
@@ -52,14 +46,7 @@ def step_end_to_end_(
 ) -> None:
     """Take the reference's step with weights laid end to end: in as many launches for a thousand of them as for one.
 
-    Args:
-        step_: the reference; arguments, results and writes are its own.
-        operands: checked; weights that lie in pieces are stepped one by one.
-        rule: the constant numbers.
-        scalars: shape (n, 3).
-        step: shape (n,).
-
-    Writes: as `step_`. Syncs: no.
+    Arguments, results and writes are those of `step_`, the reference; weights that lie in pieces are stepped one by one. Syncs: no.
     """
     if operands.other:
         step_(operands, rule, scalars, step, operands.other)
@@ -78,13 +65,9 @@ def step_end_to_end_(
 def with_masters(operands: Operands, step: Tensor) -> Iterator[tuple[list[Tensor], Operands, list[Tensor]]]:
     """Yield fp32 masters, what belongs to them and their step counts; store them when the next are asked for.
 
-    fp32 weights are their own masters. Weights that lie in pieces are left out.
+    fp32 weights are their own masters. Weights that lie in pieces are left out. Caches of casts see that weights were written.
 
-    Args:
-        operands: checked.
-        step: shape (n,), fp32: steps taken by each, this one included.
-
-    Writes: weights and their aux state, unless `found_inf` is set. Caches of casts see that weights were written. Syncs: no.
+    Writes: weights and their aux state, unless `found_inf` is set. Syncs: no.
     """
     counts, mode = step.unbind(), operands.weights.mode
     if mode == "none":
@@ -101,13 +84,9 @@ def with_masters(operands: Operands, step: Tensor) -> Iterator[tuple[list[Tensor
 
 
 def parts(operands: Operands, *, are_random: bool = True) -> Iterator[Part]:
-    """Yield the weights of a step that lie in one piece each, as many at once as have `MOST` elements.
+    """Yield the weights of a step that lie in one piece each, as many at once as have `MOST` elements. Syncs: no.
 
-    Args:
-        operands: checked.
-        are_random: whether anything is rounded by random bits, or multiplied by numbers of its own weight.
-
-    Syncs: no.
+    With `are_random` something is rounded by random bits, or multiplied by numbers of its own weight.
     """
     for indices in _runs(operands):
         given, places = _taken(operands, indices), _places(operands.weights, indices) if are_random else None

@@ -50,15 +50,8 @@ def compiled_step(
 ) -> Callable[[Operands, Any, Tensor, Tensor], None]:
     """Return an optimizer's step as one compiled pass; arguments, writes and results are those of `reference.step_`, to the last bit.
 
-    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
-
-    Args:
-        source: compiled when the first step is taken.
-        name: of the C function.
-        reference: what defines the step.
-        pack: returns the C struct of a rule's numbers, which is kept as long as rules are equal.
-
-    Syncs: no, nor does the step.
+    Weights that no kernel can walk, such as slices of something larger, take the reference's way. `source` is compiled when the
+    first step is taken; the struct that `pack` returns of a rule is kept as long as rules are equal. Syncs: no, nor does the step.
     """
     packed, kernel = functools.lru_cache(maxsize=64)(pack), functools.cache(lambda: getattr(library(source), name))
 
@@ -76,13 +69,7 @@ def compiled_norms(
     """Return the gradient pass as one compiled pass, twice: as a tensor, shape (number of gradients,), fp32, and as so many numbers.
 
     The L2 norm of each gradient, within a few ulp of the reference; gradients that are not dense are copied. One that lies
-    outside its storage, or not on the CPU, is an OperandError.
-
-    Args:
-        source: compiled when the first norms are taken.
-        name: of the C function.
-
-    Syncs: no, nor do the norms.
+    outside its storage, or not on the CPU, is an OperandError. Syncs: no, nor do the norms.
     """
 
     @functools.cache
@@ -112,14 +99,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 def run(kernel: Any, operands: Operands, rule: ctypes.Structure, scalars: Tensor, step: Tensor) -> None:
-    """Call a C++ step on the operands that it can walk.
-
-    Args:
-        kernel: the C function.
-        operands: checked.
-        rule: the struct of its constant numbers.
-        scalars: shape (n, 3), fp32, on the CPU.
-        step: shape (n,), fp32, on the CPU.
+    """Call a C++ step on the operands that it can walk, with the struct of its rule, scalars [n, 3] and step counts [n].
 
     Writes: weights, their aux state, moments; none of them if `found_inf` is set. Syncs: no.
     """

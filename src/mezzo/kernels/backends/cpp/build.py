@@ -25,12 +25,7 @@ _log = logging.getLogger("mezzo.kernels")
 
 
 class NativeBuildError(Exception):
-    """No compiled kernel; the message is a clause that says why.
-
-    Args:
-        reason: the clause.
-        remedy: a sentence about what mends it.
-    """
+    """No compiled kernel: a clause that says why, and a sentence about what mends it."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason)
@@ -38,11 +33,7 @@ class NativeBuildError(Exception):
 
 
 def compiler() -> str:
-    """Return the C++ compiler: the one the environment variable CXX names, else g++ or clang++.
-
-    Raises:
-        NativeBuildError: there is none.
-    """
+    """Return the C++ compiler: the one the environment variable CXX names, else g++ or clang++. Raises: NativeBuildError."""
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
@@ -80,9 +71,6 @@ def library(source: Path) -> ctypes.CDLL:
 
     The file's name holds everything the result depends on: sources, flags and processor, and the compiler where CXX
     names one. So what was compiled once is found where there is no compiler.
-
-    Args:
-        source: a C++ file; may include the headers beside this module.
 
     Raises:
         NativeBuildError: no compiler, or it failed, or nowhere to keep what it made; with the first complaint.

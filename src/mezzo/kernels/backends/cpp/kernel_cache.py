@@ -39,11 +39,7 @@ def _user() -> int:
 
 @functools.cache
 def fresh() -> Path:
-    """Return a folder of this process alone, removed when it ends.
-
-    Raises:
-        OSError: none can be made.
-    """
+    """Return a folder of this process alone, removed when it ends. Raises: OSError."""
     import atexit
 
     folder = Path(tempfile.mkdtemp(prefix="mezzo-"))
@@ -63,10 +59,6 @@ def objection(status: os.stat_result) -> str:
 @contextlib.contextmanager
 def opened(folder: Path, *, make: bool) -> Iterator[int]:
     """Open a folder that only this user can write; everything after goes by its descriptor, whatever its name becomes.
-
-    Args:
-        folder: where.
-        make: whether it is made if it is missing.
 
     Raises:
         OSError: it cannot be opened or made, or somebody else may write to it.
@@ -93,12 +85,7 @@ def _warn_of(path: Path, reason: str) -> None:
 
 
 def load(folder: Path, name: str) -> ctypes.CDLL | None:
-    """Return the library of a name in a folder; None if it is not there, not ours, not whole, or does not load.
-
-    Args:
-        folder: may be missing.
-        name: of the file.
-    """
+    """Return the library of a name in a folder; None if it is not there, not ours, not whole, or does not load."""
     try:
         with opened(folder, make=False) as descriptor:
             return _loaded(folder, name, descriptor) if _is_whole(folder, name, descriptor) else None
@@ -128,13 +115,7 @@ def _by_descriptor(folder: Path, descriptor: int) -> Path:
 
 
 def store(folder: Path, name: str, code: bytes) -> None:
-    """Write a library with its digest; whole or not at all, whoever else writes it at the same time.
-
-    Raises:
-        OSError: it cannot be written.
-
-    Writes: the file.
-    """
+    """Write a library with its digest; whole or not at all, whoever else writes it at the same time. Raises: OSError."""
     with opened(folder, make=True) as descriptor:
 
         def write(file: BinaryIO) -> None:

@@ -95,13 +95,8 @@ def launch(
 ) -> None:
     """Launch a step's kernel once over all tensors that it can walk.
 
-    Args:
-        step_kernel: takes the tables, `scalars`, `step`, the factors of gradients and `found_inf`, then the counts of tensors and blocks.
-        operands: checked.
-        scalars: shape (n, 3), fp32, on the device.
-        step: shape (n,), fp32, same device.
-        numbers: what the kernel takes after the counts.
-        constants: by name, beside those that every step has.
+    It takes the tables, `scalars` [n, 3], `step` [n], the factors of gradients and `found_inf`, the counts of tensors and blocks, then
+    `numbers`; and `constants` beside those that every step has.
 
     Raises:
         ConfigError: somebody else than `amp.capture` captures a graph on the device.
@@ -141,28 +136,14 @@ def launch_scalars(scalars_kernel: Any, step: Tensor, *numbers: float) -> Tensor
 
 
 def launch_once(one_kernel: Any, first: Tensor, *rest: object, **constants: object) -> None:
-    """Launch one program of one warp, for what is a handful of numbers.
-
-    Args:
-        one_kernel: takes the arguments in their order, then constants by name.
-        first: says where.
-        rest: further arguments.
-        constants: of the kernel.
-
-    Writes: what the kernel does. Syncs: no.
-    """
+    """Launch one program of one warp where the first argument lies, for what is a handful of numbers. Writes: as the kernel. Syncs: no."""
     start(one_kernel, 1, first.device, first, *rest, **constants, num_warps=1)
 
 
 def start(a_kernel: Any, programs: int, device: torch.device, *args: object, **constants: Any) -> None:
     """Launch a kernel on a device, by the compiled one of the last such launch: Triton's own way to it takes the host five times as long.
 
-    Args:
-        a_kernel: no whole number of its arguments is compiled in.
-        programs: how many.
-        device: where the tensors lie.
-        args: in the kernel's order.
-        constants: the rest of its arguments, and options of Triton's, by name.
+    No whole number among `args` may be compiled in; `constants` are the rest of its arguments, and options of Triton's.
 
     Writes: what the kernel does. Syncs: no.
     """

@@ -96,13 +96,7 @@ def is_counted_on_host(step: Tensor, lr: float | Tensor) -> bool:
 def rows_by_count(step: Tensor, row_of: Callable[[float], Row], dtype: torch.dtype) -> Tensor:
     """Return a row for each parameter, computed once for each number of steps; where none was taken nothing is read.
 
-    Args:
-        step: shape (n,), fp32, on the CPU: steps taken by each, this one included.
-        row_of: returns the numbers of a parameter that has taken so many, 1 or more.
-        dtype: of the result.
-
-    Returns:
-        Shape (n, 3), `dtype`. Syncs: no.
+    Step counts have shape (n,) and lie on the CPU; `row_of` is asked about 1 or more. Shape (n, 3), `dtype`. Syncs: no.
     """
     counts = step.tolist()
     rows = {count: row_of(count) if count >= 1 else (1.0, 0.0, 1.0) for count in set(counts)}
@@ -111,19 +105,9 @@ def rows_by_count(step: Tensor, row_of: Callable[[float], Row], dtype: torch.dty
 
 
 def rate_on(device: torch.device, lr: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a learning rate on a device.
+    """Return a learning rate of shape () or (1,) on a device, as shape (). Syncs: no.
 
     One that lies on the host is read there and written by a kernel: copying it would have the host wait.
-
-    Args:
-        device: where the step is computed.
-        lr: shape () or (1,); there, or on the CPU.
-        dtype: of the result.
-
-    Returns:
-        Shape ().
-
-    Syncs: no.
     """
     rate = lr.detach().reshape(())
     if rate.device.type != "cpu" or device.type == "cpu" or torch.compiler.is_compiling():
@@ -180,20 +164,12 @@ def store_means_(
     step: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """Write one or two running means, rounding bf16 ones stochastically.
+    """Write one or two running means, rounding bf16 ones stochastically, each by its own 16 of 32 random bits.
 
     A running mean moves by (1 - beta) of itself, 0.1 % for beta 0.999; bf16 spacing is 0.4 to 0.8 %. Rounded to nearest it
     would rise with large gradients and never fall again.
 
-    Args:
-        targets: any shapes; fp32, bf16 or fp64.
-        means: the shapes of `targets`; fp32 or fp64.
-        weights: with the seeds of the random bits, of which each mean takes its own 16 of 32.
-        index: which of them.
-        step: as in `Weights.random_bits`.
-        skip: shape (), bool: write nothing; None: write.
-
-    Writes: `targets`. Syncs: no.
+    Writes: `targets`, unless `skip`, shape () and bool, says no. Syncs: no.
     """
     if all(target.dtype is not torch.bfloat16 for target in targets):
         for target, mean in zip(targets, means, strict=True):

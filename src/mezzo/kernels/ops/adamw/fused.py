@@ -15,12 +15,9 @@ from . import AdamWRule
 
 
 def step_(operands: Operands, rule: AdamWRule, _: None, step: Tensor) -> None:
-    """Take one AdamW step: the masters go the way of torch.optim.AdamW(fused=True) on fp32 parameters.
+    """Take one AdamW step: the masters go the way of torch.optim.AdamW(fused=True) on fp32 parameters, with the rate and decay of the rule.
 
-    Args:
-        operands: as in `reference.step_`. Moments that are not fp32 take its way, end to end; weights that lie in pieces too.
-        rule: with `lr` and `decay`.
-        step: shape (n,), fp32: steps taken by each, this one included.
+    Moments that are not fp32 take the way of `reference.step_`, end to end; weights that lie in pieces too.
 
     Writes: weights, their aux state, moments; none of them if `found_inf` is set. Syncs: no.
     """

@@ -124,15 +124,10 @@ def _parts(number: float) -> tuple[float, float, float]:
 
 
 def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) -> None:
-    """Take one AdamW step; arguments and writes are those of `reference.step_`.
+    """Take one AdamW step; arguments and writes are those of `reference.step_`. Syncs: no.
 
     Every operation is IEEE's and products are fused only where `tl.fma` says so, as in the compiled CPU step.
     Under the interpreter the results are the reference's bits, with the nearest square root.
-
-    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
-
-    Writes: weights, their aux state, moments; none of them if `found_inf` is set.
-    Syncs: no.
     """
     if operands.other:
         reference.step_(operands, rule, scalars, step, operands.other)

@@ -27,17 +27,9 @@ LONGEST_IN_PAIRS = 256
 def has_gradients(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> bool:
-    """Whether `attention` takes these operands, computes their gradients faster than torch, and is seen by nobody.
+    """Whether `attention` takes these operands, computes their gradients faster than torch, and is seen by nobody. Host only.
 
-    Args:
-        query: any tensor of the CPU.
-        key: likewise.
-        value: likewise.
-        mask: of bool or to be added; None: none.
-        is_causal: a query sees no key behind its own place.
-        enable_gqa: several heads of queries may share one of keys.
-
-    Host only.
+    Query, key and value may be any tensors of the CPU; with `enable_gqa` several heads of queries may share one of keys.
     """
     if not ((torch.compiler.is_compiling() or is_unwatched()) and query.dim() == key.dim() == value.dim() == 4):
         return False

@@ -21,24 +21,10 @@ def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor | None,
     is_causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value.
+    """Return the gradients of query, key and value, each in its shape and dtype, rounded to nearest; shapes are those of `attention`.
 
     Products are of bf16, the probabilities and their gradients rounded to it, with sums in fp32; any number of threads
-    gives the same bits.
-
-    Args:
-        grad: of `out`, [B, H, T, D], bf16.
-        query: [B, H, T, D], bf16.
-        key: [B, G, S, D], bf16, H a multiple of G.
-        value: as `key`.
-        out: as `query`.
-        logsumexp: [B, H, T], fp32: of the scores of each query.
-        mask: [B or 1, H or 1, T or 1, S or 1] or without the first two, added to the scores; None: none.
-        is_causal: query i sees keys up to i.
-        scale: of the scores.
-
-    Returns:
-        each in the shape and dtype of its operand, rounded to nearest.
+    gives the same bits. `grad` and `out` are as the query, `logsumexp` [B, H, T] of the scores of each, in fp32.
 
     Raises:
         OperandError: one that is not what it is said to be.

@@ -25,17 +25,7 @@ WASTE = 1.25
 
 
 def has_weight_gradient(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> bool:
-    """Whether `convolution` takes these operands, computes the gradient of the weight faster than torch, and is seen by nobody.
-
-    Args:
-        input: any tensor.
-        weight: of a convolution of one group without dilation.
-        bias: or None.
-        stride: of its outputs.
-        padding: with zeros, on each side.
-
-    Host only.
-    """
+    """Whether `convolution` takes these operands, of one group without dilation, computes the gradient of the weight faster than torch, and is seen by nobody. Host only."""
     if not (input.dim() == weight.dim() == 4 and 0 < input.shape[2] * input.shape[3] <= LARGEST):
         return False
     (batch, inside, height, width), (outside, own, *taps) = input.shape, weight.shape

@@ -20,20 +20,9 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 def weight_gradient(
     grad: Tensor, input: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], has_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of weight and bias.
+    """Return the gradients of weight [O, I, R, C], of which the shape is read, and bias [O] or None, bf16; arguments as for `convolution`.
 
-    Products are summed in fp32 and rounded once; any number of threads gives the same bits.
-
-    Args:
-        grad: of the result, [B, O, rows, columns], bf16.
-        input: [B, I, H, W], bf16.
-        weight: [O, I, R, C], bf16, of which the shape is read.
-        stride: of the result.
-        padding: with zeros, on each side.
-        has_bias: there is one, whose gradient is wanted.
-
-    Returns:
-        [O, I, R, C], bf16; [O], bf16, or None.
+    Products are summed in fp32 and rounded once; any number of threads gives the same bits. `grad` is [B, O, rows, columns], bf16.
 
     Raises:
         OperandError: one that is not what it is said to be.

@@ -23,14 +23,11 @@ _DECIDED = ("gradients_bad", "skipped", "clip_coefs", "divisors")
 
 @functools.cache
 def decision_slots(num: int) -> Mapping[str, slice]:
-    """Return where each number stands in the vector of a decision.
+    """Return where each number stands in the vector of a decision about `num` optimizers.
 
     Found are flags, each 0 or anything else: `early` and `elsewhere` beside those of the `optimizers`, `loss_bad` and
     `buffers_bad`. Given are `scale`, `grad_norm`, `flushed`, `max_norm` and the `norms` of the optimizers. Decided are
     `gradients_bad`, and for each optimizer `skipped`, `clip_coefs` and `divisors`.
-
-    Args:
-        num: of optimizers.
     """
     lengths = [1 if name in _ONE or name == "gradients_bad" else num for name in _ORDER]
     ends = list(accumulate(lengths))
@@ -43,14 +40,9 @@ def num_decided(vector: Tensor) -> int:
 
 
 def pack_decision(numbers: Mapping[str, Sequence[Tensor]], zero: Tensor) -> Tensor:
-    """Return a vector with what was found and given in its slots, and zeros where nothing is decided yet.
+    """Return a vector with what was found and given, each of shape (), in its slots, and zeros where nothing is decided yet.
 
-    Args:
-        numbers: by slot, each of shape (); one device.
-        zero: shape (), same device.
-
-    Returns:
-        Shape (9 + 5 n,) for n optimizers, fp32. Syncs: no.
+    Shape (9 + 5 n,) for n optimizers, fp32, on the device of all. Syncs: no.
     """
     num = len(numbers["norms"])
     given = {**dict.fromkeys(_DECIDED, (zero,) * num), "gradients_bad": (zero,), **numbers}

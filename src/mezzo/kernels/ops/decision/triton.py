@@ -96,11 +96,8 @@ class MovedScale(Protocol):
 def move_scale_(vector: Tensor, state: MovedScale, *numbers: float, dynamic: bool) -> None:
     """Move the loss scale after a step, in one launch; bit for bit `loss_scale.next_state`.
 
-    Args:
-        vector: decided.
-        state: shape () each, fp32 and int32, same device.
-        numbers: factors of growth and of backoff, floor, ceiling, clean steps before growth, skipped steps before backoff.
-        dynamic: whether the scale moves; else steps are counted alone.
+    Of `state` each has shape (), fp32 or int32. `numbers` are the factors of growth and of backoff, floor, ceiling, clean steps before
+    growth, skipped steps before backoff; a scale that is not dynamic has its steps counted alone.
 
     Writes: `state`; nothing after a bad loss, or bad buffers beside good gradients. Syncs: no.
     """

@@ -14,14 +14,7 @@ SMALLEST = 1 << 13
 
 
 def takes_dropout(input: Tensor, p: float) -> bool:
-    """Whether `dropout` takes an input, is the faster one, and is seen by nobody.
-
-    Args:
-        input: any tensor.
-        p: probability of 0.
-
-    Host only.
-    """
+    """Whether `dropout` takes an input, is the faster one, and is seen by nobody. Host only."""
     return (
         input.numel() >= SMALLEST
         and 0 < p < 1
@@ -40,18 +33,9 @@ def draws_faster() -> bool:
 
 
 def dropout(input: Tensor, p: float) -> Tensor:
-    """Return what torch's dropout returns in training, to the bit, of an input for which `takes_dropout` says yes.
+    """Return what torch's dropout with probability p returns in training, to the bit, of an input for which `takes_dropout` says yes.
 
-    For backward waits, as with torch's, what is multiplied with.
-
-    Args:
-        input: fp32, fp16 or bf16, of any shape.
-        p: probability of 0.
-
-    Returns:
-        The shape and dtype of `input`.
-
-    Writes: the state of torch's default generator. Syncs: no.
+    For backward waits, as with torch's, what is multiplied with. Writes: the state of torch's default generator. Syncs: no.
     """
     out: Tensor = input * compiled("dropout").noise(input, p)
     return out

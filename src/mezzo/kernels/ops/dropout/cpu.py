@@ -18,14 +18,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def noise(like: Tensor, p: float) -> Tensor:
-    """Return what dropout multiplies with: 0 with probability p, else 1 / (1 - p), rounded as torch rounds it.
-
-    Args:
-        like: a plain tensor of the CPU, fp32, fp16 or bf16.
-        p: above 0 and below 1.
-
-    Returns:
-        The shape, dtype and layout of `like`.
+    """Return what dropout multiplies with: 0 with probability p, else 1 / (1 - p), rounded as torch rounds it; shape, dtype and layout of `like`.
 
     Writes: the state of torch's default generator, as `torch.dropout` leaves it. Syncs: no.
     """

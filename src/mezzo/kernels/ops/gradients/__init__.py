@@ -22,15 +22,9 @@ CHUNK = 65536
 
 
 def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of each gradient.
+    """Return the L2 norm of each gradient: dense, real, of one device and dtype. Syncs: no.
 
-    Args:
-        grads: any shapes, dense, real; one device, one dtype.
-
-    Returns:
-        Shape (len(grads),), fp32, that device; inf or NaN where an element is, or where fp32 cannot hold the square.
-
-    Syncs: no.
+    Shape (len(grads),), fp32, that device; inf or NaN where an element is, or where fp32 cannot hold the square.
     """
     return torch.stack([_norm(grad) for grad in grads])
 
@@ -79,17 +73,7 @@ class ScaledGradients:
         return None if self.found_inf is None else self.found_inf.reshape(()) != 0
 
     def read(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Return one gradient unscaled, clipped and pointing the way to step down.
-
-        Args:
-            index: which.
-            dtype: to compute in, no narrower than the gradients.
-
-        Returns:
-            Its shape, `dtype`; the gradient itself if nothing had to be done.
-
-        Syncs: no.
-        """
+        """Return one gradient in `dtype`, no narrower than it is, unscaled, clipped and pointing the way to step down; itself if nothing had to be done. Syncs: no."""
         grad = self.values[index].to(dtype)
         for factor in (self.inv_scale, self.clip_coef):
             if factor is not None:
@@ -98,11 +82,7 @@ class ScaledGradients:
 
 
 class LateNorm:
-    """The norm of norms that the host knows, to torch's last bit: `float` makes it, of three tensor ops, which few steps need. Host only.
-
-    Args:
-        norms: of each gradient, fp32.
-    """
+    """The norm of fp32 norms that the host knows, to torch's last bit: `float` makes it, of three tensor ops, which few steps need. Host only."""
 
     __slots__ = ("_norms",)
 
@@ -159,13 +139,7 @@ class GradientCheck:
         return self.norms if isinstance(self.norms, Tensor) else torch.frombuffer(self.norms, dtype=torch.float32)
 
     def count_nonfinite(self) -> Tensor:
-        """Count inf and NaN in each gradient, as it is now; a second pass, for reports.
-
-        Returns:
-            Shape (number of gradients,), int64, the device of `norm`.
-
-        Syncs: no.
-        """
+        """Count inf and NaN in each gradient, as it is now; a second pass, for reports. Shape (number of gradients,), int64, the device of `norm`. Syncs: no."""
         home = self.tensor_norms.device
         counts = [(~values(grad).isfinite()).sum().to(home) for grad in self.grads]
         return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=home)

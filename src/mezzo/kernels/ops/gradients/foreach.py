@@ -11,12 +11,6 @@ from ...._torch import foreach_norm
 
 
 def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of each gradient; arguments as for that of the folder.
-
-    Returns:
-        Shape (len(grads),), fp32, on the gradients' device. torch sums parts of 65,536 elements there, then the parts.
-
-    Syncs: no.
-    """
+    """Return what `tensor_norms` of the folder returns; torch sums parts of 65,536 elements on the device, then the parts. Syncs: no."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     return torch.stack(foreach_norm(list(grads), 2, dtype=wide)).to(torch.float32)

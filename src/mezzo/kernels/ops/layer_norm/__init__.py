@@ -88,14 +88,7 @@ def _sums_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool
 
 
 def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Apply a layer norm to a 16-bit input with fp32 arithmetic.
-
-    Args:
-        module: weight and bias of any floating dtype, or none.
-        x: shape (..., *module.normalized_shape); fp16 or bf16.
-
-    Returns:
-        The shape and dtype of `x`, rounded once.
+    """Apply a layer norm, its weights of any floating dtype, to a 16-bit input, shape (..., *module.normalized_shape), with fp32 arithmetic; rounded once.
 
     Syncs: no.
     Source: Ba et al. 2016.
@@ -113,28 +106,14 @@ def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
 
 
 def wide_layer_norm(low: torch.dtype, module: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Apply a layer norm of fp32 weights, or none, to an fp32 input, and round its result once.
-
-    Args:
-        low: dtype of the result.
-        module: the norm.
-        x: shape (..., *module.normalized_shape); fp32.
-
-    Returns:
-        The shape of `x` in `low`. Syncs: no.
-    """
+    """Apply a layer norm of fp32 weights, or none, to an fp32 input, shape (..., *module.normalized_shape), and round its result once, to `low`. Syncs: no."""
     return F.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps).to(low)
 
 
 def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
-    """Apply a group norm that has weights to a 16-bit input on the CPU: torch's own kernel, whose arithmetic and sums are fp32 beside fp32 weights.
+    """Apply a group norm that has weights to a 16-bit input, shape (batch, channels, ...), on the CPU; rounded once.
 
-    Args:
-        module: weight and bias of any floating dtype.
-        x: shape (batch, channels, ...); fp16 or bf16.
-
-    Returns:
-        The shape and dtype of `x`, rounded once.
+    By torch's own kernel, whose arithmetic and sums are fp32 beside fp32 weights.
 
     Syncs: no.
     Source: Wu and He 2018.
@@ -143,16 +122,7 @@ def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 def takes_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -> bool:
-    """Whether `rms_norm` takes these operands in fewer passes than torch's ops: a compiled kernel, or Triton's for fp32 weights.
-
-    Args:
-        x: any tensor.
-        shape: of what is normalised together.
-        weight: of the norm; None: none.
-        low: dtype of the result, fp16 or bf16.
-
-    Host only.
-    """
+    """Whether `rms_norm` takes these operands in fewer passes than torch's ops: a compiled kernel, or Triton's for fp32 weights. Host only."""
     choice = choose("layer_norm", x.device, low)
     if choice.backend == "triton":
         return x.dtype is low and (weight is None or weight.dtype is torch.float32)
@@ -162,7 +132,7 @@ def takes_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, low: torc
 def rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None, low: torch.dtype, training: bool
 ) -> Tensor:
-    """Apply an RMS norm with fp32 arithmetic to operands for which `takes_rms_norm` says yes.
+    """Apply an RMS norm with fp32 arithmetic to operands for which `takes_rms_norm` says yes; rounded once, to `low`.
 
     Args:
         x: shape (..., *shape); fp16 or bf16, on the CPU fp32 too.
@@ -171,9 +141,6 @@ def rms_norm(
         eps: added to the mean of squares; None: that of fp32, in which it is added.
         low: dtype of the result, fp16 or bf16.
         training: of the module.
-
-    Returns:
-        The shape of `x` in `low`, rounded once.
 
     Syncs: no.
     Source: Zhang and Sennrich 2019.

@@ -26,14 +26,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def fits(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -> bool:
-    """Whether the kernel takes these operands, and is seen by nobody. Host only.
-
-    Args:
-        x: any tensor.
-        shape: of what is normalised together.
-        weight: of the norm; None: none.
-        low: dtype of the result.
-    """
+    """Whether the kernel takes operands as `rms_norm` does, and is seen by nobody. Host only."""
     return (
         type(x) in PLAIN
         and x.device.type == "cpu"

@@ -18,17 +18,10 @@ LARGE = 2**22
 
 
 def reads_faster(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the compiled linear layer is faster than torch's for these operands, reads them as they are, and is seen by nobody.
+    """Whether the compiled linear layer is faster than torch's for these operands, reads them as they are, and is seen by nobody. Host only.
 
     It is for inference: bf16 on the CPU, a few rows, a large weight without gaps, no gradient to come, and nothing
     at work that wants to see each op of torch.
-
-    Args:
-        input: any shape [..., K].
-        weight: [N, K].
-        bias: [N], or None.
-
-    Host only.
     """
     given = (input, weight) if bias is None else (input, weight, bias)
     return (
@@ -46,20 +39,7 @@ def reads_faster(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
 
 
 def small_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `input @ weight.T + bias` of operands for which `reads_faster` says yes.
-
-    Products are summed in fp32 and rounded once.
-
-    Args:
-        input: [..., K], bf16.
-        weight: [N, K], bf16.
-        bias: [N], bf16, or None.
-
-    Returns:
-        [..., N], bf16.
-
-    Syncs: no.
-    """
+    """Return `input @ weight.T + bias` of operands for which `reads_faster` says yes: [..., K], [N, K] and [N] in bf16, summed in fp32 and rounded once. Syncs: no."""
     out: Tensor = registry.compiled("linear").linear(input, weight, bias)
     return out
 

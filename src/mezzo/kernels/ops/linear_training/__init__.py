@@ -26,14 +26,9 @@ million (an EPYC, both directions)."""
 
 
 def takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes these operands, is faster than torch with them, and is seen by nobody.
+    """Whether `linear` takes these operands, is faster than torch with them, and is seen by nobody. Host only.
 
-    Args:
-        input: any tensor.
-        weight: of a layer. Where gradients are recorded it is one that is trained.
-        bias: or None.
-
-    Host only.
+    Where gradients are recorded the weight is one that is trained.
     """
     # First: a tracer would record what is asked of shapes.
     if not (is_unwatched() and weight.dim() == 2 <= input.dim()):
@@ -66,17 +61,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `input @ weight.T + bias` of operands for which `takes_linear` says yes, as torch.autocast gives it.
 
     For backward wait the input in bf16 and the weight as it is stored: no copy of it. Without gradients nothing waits, and the
-    result has the same bits.
-
-    Args:
-        input: [..., K], fp32 or bf16.
-        weight: [N, K], fp32 or bf16.
-        bias: [N], fp32 or bf16, or None.
-
-    Returns:
-        [..., N], bf16: sums in fp32, rounded once. Gradients of fp32 weights are sums in fp32 that are not rounded.
-
-    Syncs: no.
+    result has the same bits. Operands [..., K], [N, K] and [N] are fp32 or bf16; the result is bf16, of sums in fp32 rounded once, and
+    gradients of fp32 weights are sums in fp32 that are not rounded. Syncs: no.
     """
     low = input.to(torch.bfloat16)
     apply = _Linear.apply if torch.is_grad_enabled() else compiled("linear_training").forward
@@ -115,15 +101,9 @@ class _Linear(torch.autograd.Function):
 def linear_gradients(
     grad: Tensor, input: Tensor, weight: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of a linear layer by torch's own ops, which may be watched and differentiated.
+    """Return the gradients of a linear layer by torch's own ops, which may be watched and differentiated. Syncs: no.
 
-    Args:
-        grad: of the result, [..., N].
-        input: [..., K], in the dtype of `grad`.
-        weight: [N, K].
-        has_bias: whether its gradient is wanted; autograd takes None alone for a bias that is not there.
-
-    Syncs: no.
+    That of the result is [..., N], the input [..., K] in its dtype, the weight [N, K]; autograd takes None alone for a bias that is not there.
     """
     rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
     return grad @ weight.to(grad.dtype), rows.t() @ inputs, rows.sum(0) if has_bias else None

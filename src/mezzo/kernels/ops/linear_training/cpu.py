@@ -17,10 +17,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `linear` says, of operands without gaps that `takes_linear` let through; any number of threads gives the same bits.
-
-    Syncs: no.
-    """
+    """Return what `linear` says, of operands without gaps that `takes_linear` let through; any number of threads gives the same bits. Syncs: no."""
     inner, width = input.shape[-1], weight.shape[0]
     out = input.new_empty((*input.shape[:-1], width))
     to, x, w, b = _addresses(out, input, weight, bias)
@@ -33,21 +30,10 @@ def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def backward(
     grad: Tensor, input: Tensor, weight: Tensor, needs_input: bool, of_bias: torch.dtype | None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return the gradients of input, weight and bias.
+    """Return the gradients of input, weight and bias, of operands without gaps; None of an input or a bias where none is wanted.
 
-    Products are summed in fp32, and rounded once where the gradient has 16 bit.
-
-    Args:
-        grad: of the result, [..., N], bf16, without gaps.
-        input: [..., K], bf16, without gaps.
-        weight: [N, K], fp32 or bf16, without gaps.
-        needs_input: whether the gradient of the input is wanted.
-        of_bias: dtype of the gradient of the bias; None where none is wanted.
-
-    Returns:
-        [..., K], bf16, or None; as weight; [N], or None.
-
-    Syncs: no.
+    Products are summed in fp32, and rounded once where the gradient has 16 bit. `grad` [..., N] and `input` [..., K] are bf16, the
+    weight [N, K] fp32 or bf16; `of_bias` is the dtype of its gradient. Syncs: no.
     """
     width, inner = weight.shape
     of_input, of_weight = torch.empty_like(input) if needs_input else None, torch.empty_like(weight)

@@ -22,15 +22,7 @@ _CASTABLE = (torch.float32, *LOW_DTYPES)
 
 
 def is_large_lstm(rows: int, inputs: int, units: int) -> bool:
-    """Whether a layer of an LSTM is of a size from which `recurrent` is faster than torch's.
-
-    Args:
-        rows: of its input, T times B.
-        inputs: width of a row.
-        units: of a direction.
-
-    Host only.
-    """
+    """Whether a layer of an LSTM is of a size, by rows of its input (T times B), their width and its units, from which `recurrent` is faster than torch's. Host only."""
     return (rows + 16) * units * (inputs + units) >= SMALLEST
 
 
@@ -38,20 +30,9 @@ def takes_recurrent(
     input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
     dropout: float, train: bool, bidirectional: bool, batch_first: bool,
 ) -> bool:  # fmt: skip
-    """Whether `recurrent` takes these operands, is faster than torch unless they are small, and is seen by nobody.
+    """Whether `recurrent` takes these arguments of `torch.lstm` or `torch.gru`, is faster than torch unless they are small, and is seen by nobody. Host only.
 
-    Args:
-        input: any tensor; the arguments are those of `torch.lstm` or `torch.gru`.
-        hx: first h and c, or first h alone: a GRU's.
-        params: of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh.
-        has_biases: whether `params` has any.
-        num_layers: one above the other.
-        dropout: between layers.
-        train: whether there is any dropout; a backward pass may follow although gradients are off.
-        bidirectional: each layer has a second direction.
-        batch_first: the input is [B, T, D], not [T, B, D].
-
-    Host only.
+    With `train` there is dropout: a backward pass may follow although gradients are off.
     """
     state = _state(hx)
     given = (input, *state, *params)
@@ -94,15 +75,15 @@ def recurrent(
     """Return output and last h and c of an LSTM, or last h of a GRU, for which `takes_recurrent` says yes: all that torch.autocast to bf16 returns.
 
     Args:
-        input: [T, B, D], fp32, bf16 or fp16, or [B, T, D]; the arguments are those of `takes_recurrent`.
-        hx: first h and c, or first h alone, [layers times directions, B, H] each.
+        input: [T, B, D], fp32, bf16 or fp16, or [B, T, D] with `batch_first`.
+        hx: first h and c, or first h alone: a GRU's; [layers times directions, B, H] each.
         params: of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh.
         has_biases: whether `params` has any.
         num_layers: one above the other.
         dropout: between layers; drawn as torch draws it.
         train: whether there is any dropout.
         bidirectional: each layer has a second direction.
-        batch_first: the input is [B, T, D].
+        batch_first: see `input`.
 
     Returns:
         [T, B, directions times H], or [B, T, ...], and what is like `hx`; bf16, of a GRU fp32 unless its first h is bf16.

@@ -65,10 +65,10 @@ def backward(
 
     Args:
         grads: of y [T, B, H], of the last h and of the last state [B, H], in the state's dtype; None: none.
-        operands: as for `forward`.
-        y: what `forward` returned, as the next two.
-        states: likewise.
-        kept: likewise.
+        operands: as for `forward`, which returned the next three.
+        y: see there.
+        states: see there.
+        kept: see there.
         is_reversed: time runs backward.
 
     Returns:

@@ -42,7 +42,7 @@ class EndToEnd:
 
 
 def random_key(seed: Whole, step: Tensor, stream: int = 0) -> Tensor:
-    """Return what tells the random bits of one parameter, step and stream from any other.
+    """Return what tells the random bits of one parameter, step and stream from any other; of several: the shape of `step`.
 
     Args:
         seed: names the parameter; in [0, 2**32). Those of several: int64, the shape of `step`.
@@ -50,15 +50,13 @@ def random_key(seed: Whole, step: Tensor, stream: int = 0) -> Tensor:
         stream: tells several draws for one parameter and step apart.
 
     Returns:
-        The shape of `step`, int64, in [0, 2**32), its device.
-
-    Syncs: no.
+        int64, in [0, 2**32), the device of `step`. Syncs: no.
     """
     return mix((step.to(torch.int64) * _GOLDEN + mix((seed + stream * _GOLDEN) & _MASK)) & _MASK)
 
 
 def random_bits(key: Tensor, like: Tensor, offset: int | EndToEnd = 0) -> Tensor:
-    """Return 32 random bits for each element: a pure function of key and place.
+    """Return 32 random bits for each element, int64 in [0, 2**32): a pure function of key and place. Syncs: no.
 
     Nothing is drawn from a generator and nothing advances: the same step gives the same bits again, on
     every device, on every rank, after every resume.
@@ -68,11 +66,6 @@ def random_bits(key: Tensor, like: Tensor, offset: int | EndToEnd = 0) -> Tensor
         like: any shape; only shape and device are used. Places count in row-major order.
         offset: index of the first element, where `like` is a part of something larger; of several tensors end to end, where
             each element belongs.
-
-    Returns:
-        Shape of `like`, int64, values in [0, 2**32).
-
-    Syncs: no.
     """
     if isinstance(offset, EndToEnd):
         return mix((offset.index & _MASK) ^ key.index_select(0, offset.owner))
@@ -81,21 +74,10 @@ def random_bits(key: Tensor, like: Tensor, offset: int | EndToEnd = 0) -> Tensor
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Round to one of the two neighbours in a 16-bit format, to each with the chance that makes the mean exact.
+    """Round fp32 to one of the two neighbours in a 16-bit format, to each with the chance that makes the mean exact. Syncs: no.
 
-    Args:
-        x: any shape; fp32.
-        dtype: bf16 or fp16.
-        bits: shape of `x`, any integer dtype; the low 16 bits are used, each value equally likely.
-
-    Returns:
-        Shape of `x`, `dtype`. Values of the format, inf and NaN are kept; beyond the largest value the upper
-        neighbour is inf.
-
-    Raises:
-        FormatError: not a floating dtype.
-
-    Syncs: no.
+    Of `bits`, of any integer dtype, the low 16 are used, each value equally likely. Values of the format, inf and NaN are kept;
+    beyond the largest value the upper neighbour is inf. Another dtype is a FormatError.
     """
     fmt = format_of(dtype)
     dropped = 23 - fmt.mantissa_bits
@@ -110,18 +92,9 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
 
 def compensate(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keep an fp32 master as a 16-bit weight and the 16-bit rounding of its error.
+    """Keep an fp32 master as a 16-bit weight and the 16-bit rounding of its error, both rounded to nearest even; 0 where the weight is not finite.
 
-    Args:
-        master: any shape; fp32.
-        dtype: bf16 or fp16.
-
-    Returns:
-        The weight: `master` rounded to nearest even. The compensation: the rest, rounded to nearest even; 0 where
-        the weight is not finite. Both `dtype` and the shape of `master`; their sum is within
-        half a spacing of the compensation from `master`.
-
-    Syncs: no.
+    Their sum is within half a spacing of the compensation from `master`. Syncs: no.
     Source: Kahan 1965; as one correction a step, Zamirai et al. 2020, Revisiting BFloat16 Training.
     """
     weight = master.to(dtype)
@@ -130,19 +103,10 @@ def compensate(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def restore(weight: Tensor, compensation: Tensor) -> Tensor:
-    """Return the master a weight and its compensation stand for.
+    """Return the fp32 master that a 16-bit weight and its compensation stand for. Syncs: no.
 
     The weight is what counts: where the compensation is more than half a spacing of it, because somebody
     wrote the weight since `compensate`, the master is the weight itself.
-
-    Args:
-        weight: any shape; bf16 or fp16.
-        compensation: shape and dtype of `weight`.
-
-    Returns:
-        Shape of `weight`, fp32.
-
-    Syncs: no.
     """
     wide, rest = weight.to(torch.float32), compensation.to(torch.float32)
     belongs = rest.abs() <= wide.abs() * (format_of(weight.dtype).eps / 2)

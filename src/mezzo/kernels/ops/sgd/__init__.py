@@ -83,14 +83,8 @@ def step_(
     """Take one SGD step.
 
     Masters, gradients and running sums are computed in fp32 (fp64 for fp64 weights), whatever they are stored in. For
-    fp32 sums the masters go the way of torch.optim.SGD on fp32 parameters, bit for bit.
-
-    Args:
-        operands: weights, gradients and, with momentum, momentum_buffer.
-        rule: the constant numbers.
-        scalars: shape (n, 3) from `sgd_scalars`.
-        step: shape (n,), fp32: steps taken by each, this one included; decides the random bits.
-        indices: of the weights to step; None: all.
+    fp32 sums the masters go the way of torch.optim.SGD on fp32 parameters, bit for bit. Arguments are those of
+    `adamw.step_`, with momentum the moment momentum_buffer.
 
     Writes: weights, their aux state, sums; none of them if `found_inf` is set.
     Syncs: no.

@@ -14,12 +14,9 @@ from . import SGDRule
 
 
 def step_(operands: Operands, rule: SGDRule, _: None, step: Tensor) -> None:
-    """Take one SGD step: the masters go the way of torch.optim.SGD(fused=True) on fp32 parameters.
+    """Take one SGD step: the masters go the way of torch.optim.SGD(fused=True) on fp32 parameters, with the rate of the rule.
 
-    Args:
-        operands: as in `reference.step_`. Sums that are not fp32 or dampened take its way, end to end; weights that lie in pieces too.
-        rule: with `lr`.
-        step: shape (n,), fp32: steps taken by each, this one included.
+    Sums that are not fp32 or dampened take the way of `reference.step_`, end to end; weights that lie in pieces too.
 
     Writes: weights, their aux state, sums; none of them if `found_inf` is set. Syncs: no.
     """

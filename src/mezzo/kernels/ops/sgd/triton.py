@@ -77,15 +77,10 @@ def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> 
 
 
 def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> None:
-    """Take one SGD step; arguments and writes are those of `reference.step_`.
+    """Take one SGD step; arguments and writes are those of `reference.step_`. Syncs: no.
 
     Products are fused only where `tl.fma` says so, as in the compiled CPU step; under the interpreter the results are
     the reference's bits.
-
-    Weights that no kernel can walk, such as slices of something larger, take the reference's way.
-
-    Writes: weights, their aux state, sums; none of them if `found_inf` is set.
-    Syncs: no.
     """
     if operands.other:
         reference.step_(operands, rule, scalars, step, operands.other)

@@ -33,19 +33,10 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Put the fp32 master together again.
+    """Put the fp32 master together again; `join(*split(x))` is x bit for bit unless x is NaN. Syncs: no.
 
     The weight is what counts: the master is within half a spacing of it, and where the remainder cannot belong
     to it, because somebody wrote the weight since `split`, the master is the weight itself.
-
-    Args:
-        weight: any shape; bf16.
-        remainder: shape of `weight`; int16.
-
-    Returns:
-        Shape of `weight`, fp32; `join(*split(x))` is x bit for bit unless x is NaN.
-
-    Syncs: no.
     """
     joined = ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
     # The one way a pair can be wrong: 0 with less than nothing left, or inf with more, are the bits of a NaN.
