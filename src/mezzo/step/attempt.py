@@ -52,14 +52,9 @@ def _base_names() -> frozenset[str]:
 
 
 class Attempt:
-    """One step of one optimizer that is taken whatever was found; made before it.
+    """One step of one optimizer, for which `can_be_undone` holds, that is taken whatever was found; made before it.
 
-    Args:
-        optimizer: for which `can_be_undone` holds.
-        params: those with gradients.
-        skip: shape (), on the device, not 0 where the step must be undone.
-
-    Syncs: no.
+    `params` are those with gradients; `skip`, shape (), on the device, is not 0 where the step must be undone. Syncs: no.
     """
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor], skip: Tensor) -> None:
@@ -76,10 +71,7 @@ class Attempt:
         self._on_host = [(tensor, tensor.clone()) for tensor in distinct if tensor.device.type != home]
 
     def settle(self, has_failed: bool = False) -> Callable[[], None] | None:
-        """Undo the step on the device if it must be skipped; called right after it.
-
-        Args:
-            has_failed: whether it ended in an error, so that it must be undone whatever was found.
+        """Undo the step on the device if it must be skipped, or because it ended in an error; called right after it.
 
         Returns:
             What must be called once the host knows that it was skipped; nothing of the step is left then. None where the

@@ -69,11 +69,7 @@ class Slot:
         return own_buffers(self.module).get(self.key)
 
     def leave(self, assigned: bool = False) -> None:
-        """Take the buffer as it is for the last that is known of it. Host only.
-
-        Args:
-            assigned: if it is another tensor, a forward put it there.
-        """
+        """Take the buffer as it is for the last that is known of it; another tensor is `assigned` if a forward put it there. Host only."""
         buffer = self.buffer
         if buffer is not None and self.dtype is not None and self.left is not None and self.left.is_current(buffer):
             return
@@ -91,10 +87,7 @@ class Slot:
         return self.is_stale or (self.is_statistic and before is not self.copy) or not before.is_of(self.buffer)
 
     def restore(self, before: Copy, void: Tensor | bool) -> None:
-        """Give the buffer back what it was, where `void` is true.
-
-        Writes: the buffer, or the module's. Syncs: only if shape or dtype are others now.
-        """
+        """Give the buffer back what it was, where `void` is true. Writes: the buffer, or the module's. Syncs: only if shape or dtype are others now."""
         buffer, value = self.buffer, before.value
         if isinstance(void, Tensor) and buffer is not None and value is not None and is_alike(value, buffer):
             own_buffers(self.module)[self.key] = torch.where(void.to(buffer.device), value, buffer.detach())

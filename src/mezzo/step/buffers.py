@@ -26,12 +26,9 @@ def _is_same(one: _Look, other: _Look) -> bool:
 
 
 class _Forward:
-    """One forward, and the buffers before it. The graph that it made holds it, so that it goes where the graph goes.
+    """One forward, by its number in the order they ran, and copies of the buffers before it. The graph that it made holds it, so that it goes where the graph goes.
 
-    Args:
-        number: of the forward, in the order they ran.
-        before: copies of the buffers by name.
-        used: where it enters itself when a backward pass comes through.
+    It enters itself in `used` when a backward pass comes through.
     """
 
     def __init__(self, number: int, before: dict[str, Copy], used: list[_Forward]) -> None:
@@ -52,9 +49,6 @@ class Buffers:
     are nobody's step. Copies are taken of what moved, so buffers that are never written cost one copy in all; the
     statistics of batch norm are copied in every step, and so are buffers that one of the first forwards wrote behind the
     version counter's back, as `buffer.data.mul_(0.9)` does.
-
-    Args:
-        model: where the buffers are, and where others may turn up.
 
     Attributes:
         slots: by the buffers' names; empty for a model without buffers, whose transactions need not be opened.
@@ -95,13 +89,7 @@ class Buffers:
         self._exempt = {name for name, slot in self.slots.items() if not slot.copy.is_finite()}
 
     def begin(self) -> Callable[[object], None] | None:
-        """Take note of a forward that begins.
-
-        Returns:
-            What must be called with its output; None if it can be part of no step.
-
-        Syncs: no.
-        """
+        """Take note of a forward that begins; return what must be called with its output, None if it can be part of no step. Syncs: no."""
         if functorch_level() is not None or not torch.is_grad_enabled():
             self._expect_statistics()
             return None
@@ -133,10 +121,7 @@ class Buffers:
         return [buffer for buffer in buffers if buffer is not None and buffer.is_floating_point()]
 
     def settle(self, void: Tensor | bool) -> None:
-        """Close the transaction: give the buffers that the step wrote their old values if it is void.
-
-        Args:
-            void: shape (), any device, not 0 if the step was skipped; or a bool where the host knows.
+        """Close the transaction: give the buffers that the step wrote their old values if it is void: not 0, on any device, or known to the host.
 
         Writes: the buffers. Syncs: only where one has another shape or dtype than before.
         """

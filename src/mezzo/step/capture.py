@@ -62,10 +62,7 @@ class _Graph:
     tensors: Sequence[Tensor]
 
     def take(self, args: Any, kwargs: Any) -> None:
-        """Copy the arguments of a call to where the graph reads them.
-
-        Raises:
-            StepError: they are not like those that were captured.
+        """Copy the arguments of a call to where the graph reads them; a StepError if they are not like those that were captured.
 
         Writes: the arguments of the graph. Syncs: no, from pinned memory or the device.
         """

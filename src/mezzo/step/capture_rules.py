@@ -17,11 +17,7 @@ from .update import Stepped
 
 
 def refuse_in_graph(**given: object) -> None:
-    """Refuse what `step` was given that the host would have to follow in each replay. Host only.
-
-    Raises:
-        StepError: anything was given.
-    """
+    """Refuse what `step` was given that the host would have to follow in each replay: a StepError. Host only."""
     names = [name for name, value in given.items() if value]
     if names:
         raise StepError(
@@ -31,11 +27,7 @@ def refuse_in_graph(**given: object) -> None:
 
 
 def refuse_uncapturable(engine: Engine) -> None:
-    """Refuse a model, ranks or a policy whose steps no graph can hold. Host only.
-
-    Raises:
-        StepError: it is refused.
-    """
+    """Refuse a model, ranks or a policy whose steps no graph can hold: a StepError. Host only."""
     devices = {p.device for p in engine.names}
     kinds = sorted({device.type for device in devices})
     if kinds == ["cpu"] or len(devices) != 1:
@@ -125,16 +117,7 @@ def host_values(engine: Engine) -> list[object]:
 
 
 def refuse_host_state(engine: Engine, before: Sequence[object], watched: Mapping[str, Sequence[object]]) -> None:
-    """Refuse a step that changed, while it was captured, what no replay would. Host only.
-
-    Args:
-        engine: after it.
-        before: its `host_values` before.
-        watched: its `watched_values` before.
-
-    Raises:
-        StepError: it did.
-    """
+    """Refuse a step that changed, while it was captured, what no replay would: its `host_values` or `watched_values`. Host only."""
     now = watched_values(engine)
     changed = [what for what, values in watched.items() if values != now[what]]
     if changed or before != host_values(engine):

@@ -58,12 +58,7 @@ class _Evaluations:
         self.last: tuple[list[OptimizerGrads], StepFlags[Any], StepResult] | None = None
 
     def __call__(self) -> Any:
-        """Evaluate the closure.
-
-        Raises:
-            StepError: the closure made no gradients.
-            _Void: inf or NaN.
-        """
+        """Evaluate the closure; _Void for inf or NaN, a StepError if it made no gradients."""
         self.loss = self._closure()
         if not self._engine.gradients.is_pending:
             raise StepError(f"step(closure): the closure ended without amp.backward(loss). {_INSIDE}")

@@ -42,13 +42,6 @@ def combine(
 ) -> tuple[Findings, list[Tensor]]:
     """Return the findings of all ranks, and the norms of the true gradients: of each optimizer, and of all at the end.
 
-    Args:
-        own: what was found here.
-        grads: of each optimizer that has any.
-        home: where to.
-        consensus: of the ranks; None on one.
-        num_optimizers: how many were prepared.
-
     Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
     if consensus is None and not any(any_dtensor(one.params) for one in grads):
@@ -121,11 +114,8 @@ def _norms(
 ) -> list[Tensor]:
     """Return the norm of each optimizer's true gradients, and at the end of all, each gradient counted once.
 
-    Args:
-        grads: of the optimizers.
-        squares: of what lies in shards, for each optimizer and for all; None where everything is whole.
-        home: where to.
-        has_parts: the ranks hold different weights, so that every gradient is a part of all.
+    `squares` are of what lies in shards, for each optimizer and for all; None where everything is whole. With `has_parts` the ranks
+    hold different weights, so that every gradient is a part of all.
     """
     if len(grads) == 1 and (squares is None or not (has_parts or any_dtensor(grads[0].params))):
         return [move(grads[0].check.norm, home)]

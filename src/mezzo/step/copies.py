@@ -27,13 +27,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def choose_(pairs: Sequence[tuple[Tensor, Tensor]], void: Tensor | bool) -> None:
-    """Give tensors back what they were, where `void` is true: small ones of a dtype and device in one choice.
+    """Give the second tensor of each pair back what it was, the first, where `void` is true: small ones of a dtype and device in one choice.
 
-    Args:
-        pairs: what each was, and the tensor; of one shape, dtype and device.
-        void: shape (), bool; or true.
-
-    Writes: the second tensor of each pair. Syncs: no.
+    Those of a pair have one shape, dtype and device. Writes: the second ones. Syncs: no.
     """
     for alike in _by_kind(pairs):
         if not isinstance(void, Tensor):

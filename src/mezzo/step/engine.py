@@ -36,21 +36,9 @@ Callback = tuple[Callable[[], object], Optimizer | None]
 class Engine:
     """The parts of a stepper, and the order in which a step calls them.
 
-    Args:
-        model: prepared.
-        optimizers: of its parameters.
-        binding: of the policy to the model.
-        was: what the parameters were before they were prepared.
-        skip: what several optimizers do when one has bad gradients.
-
     Attributes:
         root: the model without wrappers.
-        gradients: between backward and update.
-        buffers: of the model, as a transaction.
         loss_scale: as it is now.
-        recovery: what follows a skipped step.
-        guard: counts, and says when the run cannot go on.
-        replay: keeps the last batch where it may be needed.
         consensus: makes findings the same on all ranks; None on one rank.
         callbacks: functions to call after steps of an optimizer, or of all, that were taken.
         is_stepping: whether an optimizer's step is called from here just now.
@@ -126,10 +114,7 @@ class Engine:
         return self.consensus or self.not_yet
 
     def find_ranks(self) -> None:
-        """Look for ranks that nothing has led to yet, and compare with them, once, what this one was prepared with.
-
-        Raises:
-            DistributedError: ranks were prepared differently.
+        """Look for ranks that nothing has led to yet, and compare with them, once, what this one was prepared with: a DistributedError if they differ.
 
         Writes: masters, once, where the first rank's weights were copied. Syncs: once.
         """
@@ -148,11 +133,7 @@ class Engine:
         return make_report(self.root, self.optimizers, self.policy, self.names, buffers, self._loaded)
 
     def refuse_capture(self, call: str) -> None:
-        """Refuse a call while somebody else captures a graph, which no host could follow when it is replayed. Syncs: no.
-
-        Raises:
-            StepError: somebody does.
-        """
+        """Refuse a call while somebody else captures a graph, which no host could follow when it is replayed: a StepError. Syncs: no."""
         if self._may_capture and not self.is_captured and is_capturing(home := self.gradients.home):
             raise StepError(
                 f"{call} was called while a graph is captured on {home}: the host reads what each step found, and would not "
@@ -166,10 +147,7 @@ class Engine:
         return self._is_due or self.guard.may_stop or self.guard.state.wants_probe
 
     def check(self, unread: int = 0) -> None:
-        """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it.
-
-        Args:
-            unread: results of the last steps that need not be known yet.
+        """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it; but for the `unread` last ones.
 
         Raises:
             StoppedRun: see `Stepper.step`.
@@ -336,10 +314,7 @@ class Engine:
             flags: what was found.
             result: the same on its way to the host.
             skipped: who skipped, where the host knows.
-            is_said_at_once: whether callbacks are called, and errors raised, now; else when the next step begins.
-
-        Raises:
-            StoppedRun: the host knows, and the run cannot go on.
+            is_said_at_once: callbacks are called, and a StoppedRun is raised, now; else when the next step begins.
 
         Writes: buffers of a skipped step, the loss scale. Syncs: no.
         """

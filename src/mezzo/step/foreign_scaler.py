@@ -48,9 +48,6 @@ class AverageByHand:
     """Called before forwards of a copy of a model; says once that its weights are averaged in 16 bit, whose masters stayed behind.
 
     That is, they were written time and again, and are not what the model's are.
-
-    Args:
-        model: that was copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,17 +96,7 @@ def warn_of_average(dtype: torch.dtype) -> bool:
 def refuse_stranger(
     optimizer: Optimizer, prepared: Sequence[Optimizer], stamps: Mapping[int, Stamp], names: Mapping[Tensor, str]
 ) -> None:
-    """Refuse the step of an optimizer that was not prepared, on gradients that carry the loss scale. Host only.
-
-    Args:
-        optimizer: about to step.
-        prepared: the optimizers of the model.
-        stamps: of the gradients that backward left, by the parameters' ids.
-        names: of parameters.
-
-    Raises:
-        StepError: see above; nothing was changed.
-    """
+    """Refuse the step of an optimizer that was not prepared, on gradients that carry the loss scale, as their stamps tell: a StepError. Host only."""
     if any(optimizer in (known, wrapped_optimizer(known)) for known in prepared):
         return
     held = [(p, p.grad, stamps.get(id(p))) for p in parameters(optimizer)]
@@ -123,12 +110,9 @@ def refuse_stranger(
 
 
 def refuse_scaled(loss: Tensor) -> None:
-    """Refuse a loss that a GradScaler of the calling code multiplied, since the stepper scales by itself.
+    """Refuse, by a StepError, a loss that a GradScaler of the calling code multiplied, since the stepper scales by itself.
 
     A loss times a tensor is looked at; the scaler is sought in the variables of the functions that called. Syncs: no.
-
-    Raises:
-        StepError: the factor is a GradScaler's scale.
     """
     factor = constant_factor(loss)
     if factor is None:

@@ -20,11 +20,7 @@ from .ranks import wrapper_around
 
 
 class ForwardHook:
-    """Called before each forward of a prepared model, or of a module that is called without it.
-
-    Args:
-        engine: of the model.
-    """
+    """Called before each forward of a prepared model, or of a module that is called without it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -35,11 +31,7 @@ class ForwardHook:
         self.look()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
-        """Open the buffers' transaction; before the root, notice other ranks and what changed.
-
-        Returns:
-            What must be called with its output.
-        """
+        """Open the buffers' transaction; before the root, notice other ranks and what changed. Returns what must be called with the output."""
         engine = self._engine
         if engine.replay.is_running:
             return None
@@ -94,11 +86,7 @@ class ForwardHook:
         return [p.nbytes for p in self._layouts]
 
     def _refuse_swapped(self) -> None:
-        """Refuse weights that `.data` gave another dtype, or a shape that what their optimizer keeps of them does not have. Host only.
-
-        Raises:
-            StepError: there is one; nothing was changed.
-        """
+        """Refuse, by a StepError, weights that `.data` gave another dtype, or a shape that what their optimizer keeps of them does not have. Host only."""
         for optimizer in self._groups:
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 shape, dtype = self._layouts.get(p, (p.shape, p.dtype))

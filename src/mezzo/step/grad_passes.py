@@ -30,18 +30,12 @@ _PROBE = 2.0**24
 def measure_flush(
     pending: AccumulationState, loss: Tensor, params: Sequence[Tensor], probing: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """Measure what share of the gradients that the block makes were flushed to zero by 16 bit.
+    """Measure what share of the gradients that the block makes, from None or zeros, were flushed to zero by 16 bit.
 
-    The backward pass runs once more, before the block, on a loss that is much larger: an element that is finite and
+    The backward pass runs once more, before the block, inside `probing`, on a loss that is much larger: an element that is finite and
     not zero there, and zero after the block, was flushed. Nothing is measured where a graph cannot be run twice.
 
-    Args:
-        pending: takes the share.
-        loss: shape (), scaled.
-        params: whose gradients the block makes, from None or zeros.
-        probing: entered while the larger loss runs.
-
-    Syncs: no.
+    Writes: `pending`, which takes the share. Syncs: no.
     """
     whole = [p for p in params if p.requires_grad and not is_dtensor(p)]
     try:
@@ -60,13 +54,9 @@ def measure_flush(
 
 @contextmanager
 def true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[None]:
-    """Have `.grad` hold the true gradients inside the block.
+    """Have `.grad` hold the true gradients inside the block, divided by the scale that they carry, if any.
 
     fp16 gradients are replaced by fp32 ones inside the block, since dividing in fp16 would flush the small ones.
-
-    Args:
-        params: parameters, with or without gradients.
-        scale: shape (), fp32: that the gradients carry; None: they are true already.
 
     Writes: gradients. Syncs: no.
     """
@@ -106,10 +96,9 @@ def drop(optimizer: Optimizer, set_to_none: bool) -> None:
 
 @torch.no_grad()
 def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
-    """Clamp gradients, which may carry a scale, to a true value in both directions. Writes: `grads`. Syncs: no.
+    """Clamp gradients, which may carry a scale, to a true value in both directions; a StepError if one is complex, which has no order.
 
-    Raises:
-        StepError: a complex gradient, which has no order; nothing is written then.
+    Writes: `grads`. Syncs: no.
     """
     distinct = list(_distinct(grads))
     if any(grad.is_complex() for grad in distinct):
@@ -162,9 +151,9 @@ class GradStats:
         return replace(self, norms=[torch.as_tensor(norms).clone() for norms in self.norms], counts=None, stamps={})
 
     def nonfinite(self) -> dict[str, int | None]:
-        """Return the parameters whose gradients are not finite, and how many elements are not.
+        """Return the parameters whose gradients are not finite, and how many elements are not; None for at least one. Syncs: yes.
 
-        None stands for at least one: the gradient was gone, or written, before anybody asked. Syncs: yes.
+        That stands where the gradient was gone, or written, before anybody asked.
         """
         bad = [not math.isfinite(norm) for norms in self.norms for norm in norms.tolist()]
         counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]

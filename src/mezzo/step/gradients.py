@@ -26,14 +26,7 @@ from .leftovers import Leftovers, forget_zeroed, is_stale, refuse_replaced, why_
 
 @read_only
 class OptimizerGrads:
-    """The gradients of one optimizer in a step.
-
-    Attributes:
-        optimizer: whose gradients they are.
-        index: which of the prepared optimizers it is.
-        params: those with gradients; at least one.
-        check: of their gradients.
-    """
+    """The gradients of one optimizer in a step, by its index among the prepared ones, the parameters that have some, at least one, and their check."""
 
     optimizer: Optimizer
     index: int
@@ -80,12 +73,7 @@ class _Shown(dict[str, Tensor]):
 class Gradients:
     """Keeps the scale that gradients carry, what was seen of inf and NaN, and the order of calls.
 
-    Args:
-        model: for messages.
-        optimizers: whose parameters' gradients these are.
-        names: of parameters.
-        loss_dtype: the narrowest dtype a loss may have.
-        by_turns: whether each optimizer may take its step of one loss by a call of its own.
+    With `by_turns` each optimizer may take its step of one loss by a call of its own; a loss may be no narrower than `loss_dtype`.
     """
 
     def __init__(
@@ -129,11 +117,9 @@ class Gradients:
         inputs: Sequence[Tensor] | None,
         probing: AbstractContextManager[None] | None,
     ) -> None:
-        """Add the gradients of a loss times the scale that the first loss captured; see `Stepper.backward`.
+        """Add the gradients of a loss times the scale that the first loss captured; see `Stepper.backward`. Syncs: no.
 
         With `probing`, the first backward pass of a step measures how many of them 16 bit flushes to zero.
-
-        Syncs: no.
         """
         self._refuse_while_shown("backward(loss)")
         check_loss(loss, self._loss_dtype)
@@ -177,10 +163,7 @@ class Gradients:
         self._versions.note(self.parameters())
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return a loss times the scale of the step that somebody else's backward adds to; see `Stepper.scaled`.
-
-        Syncs: no.
-        """
+        """Return a loss times the scale of the step that somebody else's backward adds to; see `Stepper.scaled`. Syncs: no."""
         if self._pending is None or not self._pending.broken:
             raise StepError(
                 "scaled(loss) was called outside of `with amp.external_backward():`, whose backward passes it is for. "
@@ -259,11 +242,7 @@ class Gradients:
         return self._pending
 
     def require(self, call: str) -> AccumulationState:
-        """Return the step in the making.
-
-        Raises:
-            StepError: there is none, or its gradients are not whole.
-        """
+        """Return the step in the making; a StepError if there is none, or its gradients are not whole."""
         self._refuse_while_shown(call)
         if not self._optimizers:
             raise StepError(
@@ -319,13 +298,7 @@ class Gradients:
         return found
 
     def close(self, stepped: Sequence[Optimizer] = ()) -> None:
-        """End the step: what gradients are left are spent.
-
-        Args:
-            stepped: the optimizers whose step it was, for messages.
-
-        Syncs: no.
-        """
+        """End the step, that of the optimizers which `stepped`: what gradients are left are spent. Syncs: no."""
         if self._pending is not None:
             self._closed, self._pending = self._pending, None
         if stepped and self._closed and (len(stepped) < len(self._optimizers) or self._leftovers.is_part):

@@ -77,12 +77,7 @@ class GuardState:
 
 @read_only
 class Suspects:
-    """What may be to blame for a skipped step: asked for only then, since each reads from the device.
-
-    Attributes:
-        weights: counts inf and NaN in parameters and in buffers, by name.
-        gradients: counts them in gradients.
-    """
+    """What may be to blame for a skipped step, weights (parameters and buffers) and gradients, by name: asked for only then, since each reads from the device."""
 
     weights: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]]
     gradients: Callable[[], Mapping[str, int | None]]
@@ -96,15 +91,9 @@ def next_guard(
     scaling: ScalingConfig | None,
     floor: float = 0.0,
 ) -> GuardState:
-    """Return what the guard knows after one more step.
+    """Return what the guard knows after one more step; suspects are asked only if it was skipped.
 
-    Args:
-        state: before it; not changed.
-        flags: of the step.
-        suspects: asked only if it was skipped.
-        config: of the guard.
-        scaling: how the loss scale moves; None without scaling.
-        floor: norm of the scaled gradients below which most of them may have been flushed.
+    Below `floor`, a norm of the scaled gradients, most of them may have been flushed.
     """
     return (
         _after_skip(state, flags, suspects, config, scaling)
@@ -234,7 +223,6 @@ class Guard:
         floor: see `next_guard`.
 
     Attributes:
-        floor: as given.
         is_troubled: whether the last step that was read was skipped.
         may_stop: whether the next step may be the last one, or the first that needs a diagnosis.
     """
@@ -296,14 +284,7 @@ class Guard:
         self._unread.append(result)
 
     def read(self, *, wait: bool = True, unread: int = 0) -> None:
-        """Bring the state up to the last step.
-
-        Args:
-            wait: for results that are still on their way; else up to the last one that has arrived.
-            unread: of so many last steps that are left for later.
-
-        Syncs: with the last step that is read; no without `wait`.
-        """
+        """Bring the state up to the last step but the `unread` ones; without `wait` to the last that has arrived. Syncs: with it; no without `wait`."""
         while len(self._unread) > unread and (wait or self._unread[0].has_arrived):
             self._read(self._unread.pop(0))
 

@@ -76,12 +76,7 @@ def look(shares: Sequence[OptimizerGrads]) -> Before:
 
 
 class Invariants:
-    """Compares a step with what it was before.
-
-    Args:
-        names: of parameters.
-        buffers: counts the elements of each buffer that are not finite, where they lie.
-    """
+    """Compares a step with what it was before."""
 
     def __init__(self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, Tensor]]) -> None:
         self._names = names
@@ -97,13 +92,6 @@ class Invariants:
         report: Callable[[], StateReport],
     ) -> None:
         """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
-
-        Args:
-            before: from `look`.
-            shares: the parts of the optimizers.
-            facts: of the step.
-            step: how many steps there were, this one included.
-            report: makes the report of dtypes.
 
         Raises:
             InvariantError: something is not as it must be; says what, and what to look at.
@@ -278,12 +266,9 @@ def _is_ruined(tensor: Tensor) -> Tensor:
 
 
 def count_ruined(tensor: Tensor, is_trained: bool = True, grad: Tensor | None = None) -> Tensor:
-    """Return how many elements are inf or NaN; of a frozen parameter, which may be a mask, NaN. Shape (), int64. Syncs: no.
+    """Return how many elements of a weight, or of what an optimizer keeps of it, are inf or NaN; of a frozen parameter, which may be a mask, NaN.
 
-    Args:
-        tensor: a weight, or what an optimizer keeps of it; of a sharded one the part here.
-        is_trained: see above.
-        grad: of the weight: only where it is not 0, since the step read no other element.
+    Of a sharded one those here, and with its gradient only where that is not 0: the step read no other. Shape (), int64. Syncs: no.
     """
     tensor, grad = values(local(tensor.detach())), None if grad is None else local(grad)
     if grad is None or grad.is_sparse or grad.shape != tensor.shape:

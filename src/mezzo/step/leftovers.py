@@ -22,10 +22,6 @@ class Leftovers:
     before its own backward. So after `step(optimizer=...)` the others may be added to, as in torch, and it is at the step
     of an optimizer that its gradients must be whole.
 
-    Args:
-        optimizers: of the model.
-        names: of parameters.
-
     Attributes:
         pending: the step of that loss, which goes on where each optimizer skips by itself.
         is_part: whether the last step was that of some optimizers and not of all.
@@ -44,14 +40,7 @@ class Leftovers:
         self.pending: AccumulationState | None = None
 
     def close(self, stepped: Sequence[Optimizer], pending: AccumulationState) -> None:
-        """Take note of a step.
-
-        Args:
-            stepped: the optimizers that took or skipped it.
-            pending: the step; the gradients of the others carry its scale.
-
-        Syncs: no.
-        """
+        """Take note of a step that some optimizers took or skipped; the gradients of the others carry its scale. Syncs: no."""
         before = {id(p) for p in self._waiting} if pending is self.pending else None
         self.forget()
         taken = {id(p) for one in stepped for p in parameters(one)}
@@ -64,15 +53,10 @@ class Leftovers:
             self.pending = replace(pending, scale=None if pending.scale is None else pending.scale.clone())
 
     def open(self, pending: AccumulationState, params: Iterable[Tensor], stamps: Mapping[int, Stamp]) -> None:
-        """Look at the gradients that the first backward pass of a step will be added to.
+        """Look at the gradients, by their stamps as they were left, that the first backward pass of a step will be added to.
 
         Those that wait for their own step go on at the new scale. A gradient that was written since is taken for one that
-        was set to zero.
-
-        Args:
-            pending: the step; takes the gradients that an earlier one has used up.
-            params: of all optimizers.
-            stamps: of the gradients as they were left.
+        was set to zero. The step takes the gradients that an earlier one has used up.
 
         Raises:
             StepError: gradients that somebody else made, or those of the last step, where every optimizer took it.
@@ -107,11 +91,7 @@ class Leftovers:
         self.forget()
 
     def refuse_stale(self, pending: AccumulationState, params: Iterable[Tensor]) -> None:
-        """Refuse to step with gradients that an earlier step has used up. Host only.
-
-        Raises:
-            StepError: some of the parameters have such.
-        """
+        """Refuse, by a StepError, to step with gradients that an earlier step has used up. Host only."""
         stale = [p for p in params if is_stale(pending, p)]
         if stale:
             raise StepError(
@@ -131,15 +111,7 @@ def is_stale(pending: AccumulationState, param: Tensor) -> bool:
 
 
 def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[Tensor]:
-    """Take used-up gradients that were set to zero in place for dropped.
-
-    Args:
-        pending: the step.
-        params: whose gradients somebody wrote.
-
-    Returns:
-        Those parameters. Syncs: yes, where used-up gradients were written.
-    """
+    """Take used-up gradients that were set to zero in place for dropped, and return their parameters. Syncs: yes, where used-up gradients were written."""
     zeroed = [p for p in params if is_stale(pending, p) and p.grad is not None and not bool(p.grad.any())]
     for p in zeroed:
         del pending.stale[p]
@@ -147,11 +119,7 @@ def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[
 
 
 def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
-    """Refuse to leave untrained what has the name that a stepped parameter `had`. Host only.
-
-    Raises:
-        StepError: a parameter has a gradient, and no optimizer steps it.
-    """
+    """Refuse, by a StepError, to leave untrained what has the name that a stepped parameter `had`, and a gradient. Host only."""
     now = dict(model.named_parameters())
     new = [name for p, name in had.items() if (at := now.get(name, p)) not in had and at.grad is not None]
     if new:

@@ -22,13 +22,9 @@ from .guard import Counters
 
 
 class MastersFollow:
-    """Hooks around a model's `load_state_dict`, also where it is called on a module around the model.
+    """Hooks around a model's `load_state_dict`, also where it is called on a module around the model, by which masters follow.
 
     Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it.
-
-    Args:
-        model: the root.
-        optimizers: whose masters follow.
     """
 
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:

@@ -178,11 +178,7 @@ def _offer_fused(optimizers: Sequence[Optimizer], kind: str) -> None:
 
 
 def optimizers_of(call: str, model: object, optimizer: object) -> list[Optimizer]:
-    """Return what a call was given as optimizers, after a look at the kinds of both.
-
-    Raises:
-        StepError: the model is none, or one of the optimizers.
-    """
+    """Return what a call was given as optimizers, after a look at the kinds of both; a StepError if the model is none, or one of the optimizers."""
     if not isinstance(model, nn.Module):
         hint = " The model comes first." if isinstance(model, Optimizer) else ""
         raise StepError(
@@ -211,11 +207,7 @@ def _check_word(name: str, word: object, known: Sequence[str]) -> None:
 
 
 def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside wrappers that only pass calls on, such as Accelerate's.
-
-    Raises:
-        StepError: none inside has torch's hooks.
-    """
+    """Return the optimizer inside wrappers that only pass calls on, such as Accelerate's; a StepError if none inside has torch's hooks."""
     inner = optimizer
     while not has_step_hooks(inner):
         wrapped = getattr(inner, "optimizer", None)

@@ -31,12 +31,7 @@ from .update import forbid_direct_steps
 
 
 class PreparedRun:
-    """What a stepper has besides its steps: state, reports, checkpoints, and the way back.
-
-    Attributes:
-        model: the bound model.
-        optimizers: that are stepped: those given to `prepare`, or the masters around them.
-    """
+    """What a stepper has besides its steps: state, reports, checkpoints, and the way back."""
 
     def __init__(
         self,

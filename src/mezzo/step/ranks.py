@@ -31,11 +31,7 @@ _log = logging.getLogger("mezzo.step")
 
 
 def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
-    """Return what spreads a model over ranks; None if nothing does yet.
-
-    Args:
-        model: as it was prepared.
-        policy: with its compute dtype decided.
+    """Return what spreads a model, as it was prepared, over ranks; None if nothing does yet.
 
     Raises:
         PolicyError: gradients travel or weights are gathered in another dtype than the policy says.
@@ -52,10 +48,7 @@ def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
 
 
 def wrapper_around(model: nn.Module, policy: Policy, *, is_calling: bool) -> Wrapper | None:
-    """Return the DistributedDataParallel wrapper that is calling a model, or that holds it; None if none does.
-
-    Writes: the wrapper's communication hook.
-    """
+    """Return the DistributedDataParallel wrapper that is calling a model, or that holds it; None if none does. Writes: its communication hook."""
     if not is_running():
         return None
     ddp = around(model) if is_calling else holding(model)

@@ -38,14 +38,6 @@ _log = logging.getLogger("mezzo.step")
 class Recovery:
     """Reads what past steps found and acts on it.
 
-    Args:
-        model: the root, without wrappers.
-        binding: of the policy to it.
-        gradients: of the step.
-        buffers: of the model.
-        loss_scale: as it is now.
-        names: of parameters.
-
     Attributes:
         binding: as given, or the one that demotion made of it.
         guard: counts steps, and says when the run cannot go on.
@@ -76,16 +68,9 @@ class Recovery:
     def keep(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_loss: bool
     ) -> AfterForward | None:
-        """Keep a forward, whose step may be the last one.
+        """Keep a forward, whose step may be the last one; return what must be called with its output.
 
-        Args:
-            module: that runs.
-            args: positional arguments of its forward.
-            kwargs: named ones.
-            with_loss: follow what comes after the model too, where the run is about to stop.
-
-        Returns:
-            What must be called with its output.
+        With `with_loss` what comes after the model is followed too, where the run is about to stop.
         """
         follow = self.replay.keep(module, args, kwargs)
         if follow is None or not (with_loss and self.guard.is_last_chance):
@@ -98,13 +83,9 @@ class Recovery:
         return follow_loss
 
     def stop(self, state: GuardState, consensus: RankConsensus | None) -> StoppedRun | None:
-        """Return why the run cannot go on, if it cannot; where the policy says so, demote first.
+        """Return why the run cannot go on, by what the guard knows after the last step, if it cannot; where the policy says so, demote first.
 
         All ranks say so together, whichever saw it.
-
-        Args:
-            state: of the guard after the last step, which says what is to be done.
-            consensus: of the ranks; None on one.
         """
         self._skip = state.skip
         if not state.is_troubled:
@@ -136,11 +117,7 @@ class Recovery:
         return error
 
     def demote_again(self, edits: Sequence[str]) -> tuple[str, ...]:
-        """Add the rules that a run demoted to before it was saved, if this policy demotes.
-
-        Returns:
-            All edits that are in force. Writes: as `adopt`.
-        """
+        """Add the rules that a run demoted to before it was saved, if this policy demotes; return all edits in force. Writes: as `adopt`."""
         policy, known = self.binding.policy, self.guard.state.counters.demoted
         new = [edit for edit in edits if edit not in known] if policy.guard.on_overflow == "demote" else []
         if new:
@@ -182,10 +159,9 @@ class Recovery:
                 self._gradients.close()  # a closure that ran again took the stamps off the gradients
 
     def _demote(self, state: GuardState, skip: StepFlags[float], consensus: RankConsensus | None) -> bool:
-        """Give fp32 rules to what overflowed 16 bit, one after the other, until the last batch no longer overflows.
+        """Give fp32 rules to what overflowed 16 bit, one after the other, until the last batch no longer overflows; return whether any was given.
 
-        Returns:
-            Whether any was given; not where the cause is another one, or the loss scale may still mend it.
+        Not where the cause is another one, or the loss scale may still mend it.
         """
         policy, known, stop = self.binding.policy, state.counters.demoted, state.stop
         is_scales = skip.reason == "gradients" and policy.scaling is not None and stop is None
@@ -259,11 +235,7 @@ _SMALL_FP16 = 2.0**-18
 
 
 def check_demotion(policy: Policy, consensus: RankConsensus | None) -> None:
-    """Refuse demotion where it could not be kept.
-
-    Raises:
-        PolicyError: the policy asks for it without a guard, with weights stored in 16 bit, or on several ranks.
-    """
+    """Refuse, by a PolicyError, demotion where it could not be kept: without a guard, with weights stored in 16 bit, or on several ranks."""
     if policy.guard.on_overflow != "demote":
         return
     if not policy.guard.enabled:

@@ -20,12 +20,7 @@ from .update import allow_direct_steps
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Original:
-    """What parameters and optimizers were before a model was prepared.
-
-    Attributes:
-        dtypes: of each parameter and of its gradient.
-        optimizers: as they were given.
-    """
+    """What a model was before it was prepared: the dtype of each parameter and of its gradient, and the optimizers as they were given."""
 
     dtypes: dict[Tensor, tuple[torch.dtype, torch.dtype | None]]
     optimizers: tuple[Optimizer, ...]

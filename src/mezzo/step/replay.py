@@ -105,9 +105,6 @@ class _Kept:
 class Replay:
     """Keeps the batch of a step, without copies, and runs it again under the tracer.
 
-    Args:
-        model: the root, without wrappers.
-
     Attributes:
         is_running: a batch is being run again just now.
         is_idle: nothing is kept or followed, so that no call is needed.
@@ -130,11 +127,9 @@ class Replay:
     def keep(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[[object], None] | None:
-        """Keep a forward of the step in the making.
+        """Keep a forward of the step in the making; return what must be called with its output.
 
-        Returns:
-            What must be called with its output; None where it cannot be run again: inside a transform of functorch,
-            in a checkpoint's recompute, or while a graph is captured.
+        None where it cannot be run again: inside a transform of functorch, in a checkpoint's recompute, or while a graph is captured.
         """
         is_nested = functorch_level() is not None or graph_task_id() != -1
         accelerator = random_state.accelerator_in_use()
@@ -172,13 +167,7 @@ class Replay:
         self.is_idle = False
 
     def follow(self, step: int) -> None:
-        """Start to follow what the loss does after the model has ended, until its backward has.
-
-        Args:
-            step: its number, from 0.
-
-        Writes: the modes of this thread.
-        """
+        """Start to follow what the loss of step number `step`, from 0, does after the model has ended, until its backward has. Writes: the modes of this thread."""
         from ..trace import trace_loss
 
         self.is_idle = False
@@ -225,17 +214,9 @@ class Replay:
         self.is_idle = self.is_empty and self._following is None
 
     def run(self, step: int, scale: float, reason: Reason | None) -> Diagnosis | None:
-        """Run the last batch again under the tracer.
+        """Run the last batch, of step number `step`, from 0, again under the tracer; None where there is none, or it cannot be run again.
 
-        Args:
-            step: its number, from 0.
-            scale: loss scale that its gradients carried.
-            reason: what was not finite; None where that may have been on another rank.
-
-        Returns:
-            What was found; None where there is no batch, or it cannot be run again.
-
-        Syncs: at every op.
+        The reason is what was not finite; None where that may have been on another rank. Syncs: at every op.
         """
         from ..trace import rerun_traced
 

@@ -111,18 +111,7 @@ def make_report(
     buffers: Mapping[str, torch.dtype],
     loaded: Dtypes,
 ) -> StateReport:
-    """Look at everything a run keeps.
-
-    Args:
-        model: prepared, without wrappers.
-        optimizers: of it.
-        policy: with its compute dtype decided.
-        names: of parameters.
-        buffers: the dtype that each floating buffer had when the model was prepared, or that a forward gave it.
-        loaded: the dtype that each parameter had before it was prepared.
-
-    Syncs: no.
-    """
+    """Look at everything a run keeps: `loaded` are the dtypes of parameters before they were prepared, `buffers` those that floating ones had then, or that a forward gave them. Syncs: no."""
     moments, kept = _state(optimizers, names, policy.state)
     rows = [
         *_weight_rows(model, optimizers, policy, names, loaded),
@@ -256,11 +245,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def refuse_differing(report: StateReport) -> None:
-    """Refuse a run in which something is not what was declared.
-
-    Raises:
-        InvariantError: names each kind and the first tensors.
-    """
+    """Refuse a run in which something is not what was declared: an InvariantError names each kind and the first tensors."""
     if report.differing:
         what = "; ".join(
             f"{row.what} are declared {row.declared}, and {len(row.differing)} are not ({', '.join(row.differing[:3])})"
@@ -273,12 +258,7 @@ def refuse_differing(report: StateReport) -> None:
 
 
 class ParameterNames(dict[Tensor, str]):
-    """The parameters of a model and its optimizers, each with its name.
-
-    Args:
-        model: its names count first.
-        optimizers: of parameters that the model does not have, which get numbers.
-    """
+    """The parameters of a model and its optimizers, each with its name; those that the model does not have get numbers."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model

@@ -109,7 +109,7 @@ def check_grads(
     num_optimizers: int,
     max_norm: Tensor | float | None = None,
 ) -> StepFlags[Any]:
-    """Say what is wrong with the gradients of a step, if anything, and which optimizers may take it.
+    """Say what is wrong with the gradients of a step, if anything, and which optimizers may take it: numbers where the host decides, else tensors.
 
     Args:
         grads: of each optimizer that has any; at least one.
@@ -119,9 +119,6 @@ def check_grads(
         consensus: makes the findings the same on all ranks; None on one rank.
         num_optimizers: how many were prepared, with gradients or without.
         max_norm: to which gradients will be clipped; None: not.
-
-    Returns:
-        Numbers where the host decides, else tensors.
 
     Syncs: no on one rank or on accelerators; else with the slowest rank.
     """

@@ -111,11 +111,7 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
 def load_(
     model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any], policy: Policy
 ) -> tuple[str, ...]:
-    """Check everything, then load weights and optimizer states; see `load_weights_`.
-
-    Raises:
-        CheckpointError: nothing was changed.
-    """
+    """Check everything, then load weights and optimizer states; see `load_weights_`. A CheckpointError: nothing was changed."""
     inner = innermost(model)
     weights = unwrapped(state["model"], inner)
     _check_saved_numbers(state, policy)
@@ -155,13 +151,8 @@ def _load_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> None:
 def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> Iterator[str]:
     """Load weights and the states of optimizers with masters, into other storage and master modes where they differ.
 
-    Args:
-        model: gets the weights, rounded where its storage is narrower; without wrappers.
-        optimizers: masters start from the widest weights that were saved; plain ones have their states already.
-        state: that `check_tensors` let pass.
-
-    Yields:
-        A sentence for each kind of conversion.
+    Weights are rounded where the storage of the model, without wrappers, is narrower; masters start from the widest weights that were
+    saved; plain optimizers have their states already. Yields a sentence for each kind of conversion.
 
     Writes: weights, buffers, optimizer states.
     """

@@ -82,14 +82,7 @@ def allow_direct_steps(optimizer: Optimizer) -> None:
 
 
 class Stepped:
-    """One optimizer, and what of it stays the same from step to step. Made once it is prepared.
-
-    Args:
-        optimizer: prepared.
-
-    Attributes:
-        optimizer: as given.
-    """
+    """One optimizer, and what of it stays the same from step to step. Made once it is prepared."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self._inner = optimizer, wrapped_optimizer(optimizer)
@@ -118,11 +111,7 @@ class Stepped:
         return not self._is_fused or _lacks_momentum(self._inner, self.optimizer)
 
     def refuse_without_closure(self) -> None:
-        """Refuse a step without a closure of an optimizer that evaluates the loss by itself. Host only.
-
-        Raises:
-            StepError: it does; nothing was changed.
-        """
+        """Refuse, by a StepError, a step without a closure of an optimizer that evaluates the loss by itself. Host only."""
         kind: Any = type(self._inner)
         if needs_closure(kind):
             raise StepError(
@@ -131,11 +120,7 @@ class Stepped:
             )
 
     def refuse_options(self) -> None:
-        """Refuse options that were set, since the last step, to what no update can use. Host only.
-
-        Raises:
-            ConfigError: a rate, decay, eps, momentum or beta that is inf or NaN; nothing was changed.
-        """
+        """Refuse, by a ConfigError, options that were set, since the last step, to what no update can use, as inf and NaN. Host only."""
         options = [value for group in self.optimizer.param_groups for value in group.values()]
         if len(options) != len(self._options) or not all(map(is_, options, self._options)):
             for group in self.optimizer.param_groups:
@@ -161,15 +146,7 @@ def _lacks_momentum(optimizer: Optimizer, owner: Optimizer) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
-    """How gradients are clipped.
-
-    Attributes:
-        max_norm: to at most this L2 norm; None: not.
-        value: to at most this value in both directions; None: not.
-
-    Raises:
-        StepError: both, or one that is not positive.
-    """
+    """How gradients are clipped: to at most an L2 norm, or to a value in both directions; None: not. A StepError for both, or one that is not positive."""
 
     max_norm: float | None = None
     value: float | None = None
