@@ -38,19 +38,15 @@ class _Own:
 
 
 def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Binding:
-    """Make a policy part of a model; a model bound before follows the new policy from now on.
+    """Make a policy, its compute dtype decided, part of a model; a model bound before follows the new policy from now on.
 
-    Args:
-        model: the root; its modules keep their identity, names and state dict.
-        policy: with its compute dtype decided.
-        cache: where casts of weights are kept.
+    Its modules keep their identity, names and state dict.
 
     Raises:
         PolicyError: a required module rule matches nothing, or a module that stands in two places of the model has
             different rules there.
 
-    Writes: the class and the record of every module.
-    Syncs: no.
+    Writes: the class and the record of every module. Syncs: no.
     """
     enter_thread()
     indices = _indices(model)

@@ -102,12 +102,10 @@ class Binding:
         return self.stepper is not None and len(self.stepper.optimizers) > 0
 
     def region(self, precision: Precision, traced: bool) -> autocast:
-        """Return the region in which a precision holds.
+        """Return the region in which a precision holds; None stands for the policy's own compute dtype.
 
-        Args:
-            precision: None for the policy's own compute dtype.
-            traced: functorch is at work, under which torch's dispatcher does not cast; the function mode does,
-                without a cache, since what it would keep are the tracers of one call.
+        Where it is traced functorch is at work, under which torch's dispatcher does not cast; the function mode does, without a cache,
+        since what it would keep are the tracers of one call.
         """
         if precision in FP32_RULES or not self._is_low:
             return autocast(self.device_type, enabled=False)

@@ -20,15 +20,10 @@ _STATELESS = frozenset({*vars(nn.Module()), "_mezzo_bound", "_is_hf_initialized"
 
 
 def hand_written_gelu(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that runs a GELU written op by op as torch's own; None for any other module.
+    """Return the forward that runs a GELU written op by op as torch's own; None for any other module, bound or not. Syncs: no.
 
     A class that has "gelu" in its name, and instances without state, is one if in fp64 it has the values and the gradients of
     `F.gelu`, in training and evaluation. Its forward is called to see, on an empty copy.
-
-    Args:
-        module: bound or not.
-
-    Syncs: no.
     """
     original: Any = getattr(type(module), "_mezzo_class", type(module))
     if "gelu" not in original.__name__.casefold() or original.__module__.startswith("torch.nn."):
@@ -76,19 +71,7 @@ def _value_and_gradients(function: Callable[..., Any], inputs: list[Tensor]) -> 
 
 
 def run_gelu(approximate: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a GELU: of a 16-bit tensor as one op, which computes in fp32, rounds once and keeps its input alone.
-
-    Args:
-        approximate: as `F.gelu` takes it.
-        module: the module.
-        args: of the call.
-        kwargs: of the call.
-
-    Returns:
-        What its own forward gives, in the dtype of the input where that has 16 bit.
-
-    Syncs: no.
-    """
+    """Call a GELU: of a 16-bit tensor as one op, which computes in fp32, rounds once, to the input's dtype, and keeps its input alone. Syncs: no."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype in LOW_DTYPES:
         return F.gelu(args[0], approximate=approximate)
     return type(module)._mezzo_class.forward(module, *args, **kwargs)  # type: ignore[attr-defined]  # of every bound class
@@ -129,15 +112,10 @@ _PLAIN = (int, float, str, type(None), torch.dtype, torch.Size)
 
 
 def hand_written_rms_norm(module: nn.Module) -> HandWrittenRMSNorm | None:
-    """Return what a module computes that writes an RMS norm of its last dimension op by op; None of any other.
+    """Return what a module, bound or not, computes that writes an RMS norm of its last dimension op by op; None of any other. Syncs: no.
 
     A class that has "norm" in its name, and an instance with one parameter, of one dimension, and plain attributes otherwise, is one
     if it has the values and the gradients of the formula, in training and evaluation. Its forward is called to see, on empty copies.
-
-    Args:
-        module: bound or not.
-
-    Syncs: no.
     """
     original: Any = getattr(type(module), "_mezzo_class", type(module))
     state = tuple(sorted((name, value) for name, value in vars(module).items() if name not in _STATELESS))

@@ -63,13 +63,9 @@ class Regions(Protocol):
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value with its fp32, fp16 and bf16 tensors cast; differentiable; fp64 and other types are left alone.
+    """Return a value with its fp32, fp16 and bf16 tensors cast; differentiable; fp64 and other types are left alone. Syncs: no.
 
-    Args:
-        value: a tensor, or tensors in lists, tuples, dicts, `UserDict`s, dataclasses and classes registered with torch's pytree.
-        dtype: fp32, fp16 or bf16.
-
-    Syncs: no.
+    They may lie in lists, tuples, dicts, `UserDict`s, dataclasses and classes registered with torch's pytree.
     """
     if isinstance(value, Tensor):
         castable = value.dtype is torch.float32 or value.dtype in LOW_DTYPES
@@ -133,19 +129,9 @@ def run_ruled(
     kwargs: dict[str, Any],
     traced: bool,
 ) -> Any:
-    """Call the forward of a module that has a rule.
+    """Call the forward, which takes the module first, of a module that has a rule. Syncs: no.
 
-    Args:
-        regions: of the policy the module is bound to.
-        precision: the module's rule. Inside a region where casting is off, "result in the compute dtype" has no
-            meaning and fp32 comes out.
-        module: the module.
-        forward: its forward, called with the module first.
-        args: of the call.
-        kwargs: of the call.
-        traced: whether functorch is at work.
-
-    Syncs: no.
+    Inside a region where casting is off, "result in the compute dtype" has no meaning and fp32 comes out.
     """
     if precision not in FP32_RULES:
         with regions.region(precision, traced):
@@ -199,15 +185,7 @@ def has_module_rules(policy: Policy) -> bool:
 
 
 def with_missing_kernels(policy: Policy, model: nn.Module, device_type: str) -> Policy:
-    """Return a policy with a rule, which any rule of its own overrides, for modules that have no 16-bit kernel here.
-
-    Args:
-        policy: with its compute dtype decided.
-        model: that it will be bound to.
-        device_type: of the model.
-
-    Syncs: no.
-    """
+    """Return a policy with a rule, which any rule of its own overrides, for modules of a model that have no 16-bit kernel on a device. Syncs: no."""
     low = policy.compute
     if low is None or not policy.is_low or device_type != "cpu" or policy.op_rules.table != "torch":
         return policy

@@ -31,11 +31,9 @@ from .forward import record
 
 
 def check_floats(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model whose weights no region would cast, or that has no weights yet.
+    """Refuse, by a PolicyError, a model whose weights no region would cast, or that has no weights yet.
 
-    Raises:
-        PolicyError: low ops were asked for and weights are fp64, which regions leave alone; or lazy modules have not run; or the
-            model lies on the meta device.
+    Low ops were asked for and weights are fp64, which regions leave alone; or lazy modules have not run; or the model lies on the meta device.
     """
     params = list(model.parameters())
     if params and params[0].is_meta:
@@ -130,24 +128,15 @@ def _check_masters(optimizer: MasterOptimizer | MasterWeights, policy: Policy) -
 def convert_(
     model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, *, is_replicated: bool = False
 ) -> list[str]:
-    """Store weights as the policy says.
+    """Store weights of a bound model as the policy says; return the names of parameters that were converted.
 
     Weights that feed low ops go to `params`: of linear and convolution layers, attention, embeddings and, on a CPU, LSTMs outside
     fp32 rules, those that are trainable, or all if there is no optimizer; not of embeddings with sparse gradients. 16-bit weights of modules under an fp32 rule go to
-    fp32, since that is what their ops meet. Everything else stays as it is.
-
-    Args:
-        model: bound already.
-        optimizers: get the fp32 values as masters; none for inference.
-        policy: with its compute dtype decided.
-        is_replicated: DistributedDataParallel holds the parameters already.
-
-    Returns:
-        The names of parameters that were converted.
+    fp32, since that is what their ops meet. Everything else stays as it is. Optimizers get the fp32 values as masters.
 
     Raises:
         PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
-            DistributedDataParallel holds, or whose memory another tensor of the model shows.
+            DistributedDataParallel holds already (`is_replicated`), or whose memory another tensor of the model shows.
 
     Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: no.
     """

@@ -20,12 +20,10 @@ _hooked = False
 
 
 def watch_optimizers() -> None:
-    """Make every optimizer step count as a write, once for the process.
+    """Make every optimizer step count as a write, once for the process. Writes: torch's global optimizer post-step hooks.
 
     Fused kernels change weights without a new version (torch 2.13: `_fused_sgd_`, `_fused_adamw_`), which no cache
     could see. The hook is torch's own, and is set when the first cache is made, not on import.
-
-    Writes: torch's global optimizer post-step hooks.
     """
     global _hooked  # noqa: PLW0603  # one hook a process
     if not _hooked:
@@ -134,15 +132,9 @@ class WeightCastCache:
         self._casts: dict[tuple[object, ...], _WeightCast] = {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype, is_first: bool = True) -> Tensor:
-        """Return the kept cast of a weight, connected to the graph when gradients are on.
+        """Return the kept cast of a weight, or a view of one, connected to the graph when gradients are on.
 
-        Args:
-            weight: a parameter or a view of one; not an inference tensor.
-            dtype: the dtype of the cast.
-            is_first: whether the region uses the weight for the first time.
-
-        Writes: the kept cast, where the weight has changed since.
-        Syncs: no.
+        With `is_first` the region uses the weight for the first time. Writes: the kept cast, where the weight has changed since. Syncs: no.
         """
         return _connected(weight, self._fresh(weight, dtype, is_first))
 
@@ -256,15 +248,12 @@ _caches: weakref.WeakSet[RegionCache] = weakref.WeakSet()
 
 
 class RegionCache:
-    """Casts of one region, each valid for one version of its source.
+    """Casts of one region, each valid for one version of its source; those of weights may live beyond it in a store.
 
     Weights are kept until the region ends; of activations only the latest two, so that query, key and value share
     a cast and no memory is held for long. Every use has its own graph, so a cast made without gradients serves a pass
     that needs them, and gradients are summed in the dtype of the source.
     A tensor whose storage was handed out untracked (`.data`, `.numpy()`) is cast at every use from then on.
-
-    Args:
-        store: where casts of weights live beyond the region; None ends them with it.
     """
 
     def __init__(self, store: WeightCastCache | None = None) -> None:
@@ -277,17 +266,7 @@ class RegionCache:
         self._untracked: set[int] = set()
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `tensor` in `dtype`, from the cache where that is right.
-
-        Args:
-            tensor: any shape, floating.
-            dtype: the dtype wanted; another than the tensor's.
-
-        Returns:
-            A differentiable cast, connected to the graph when gradients are on.
-
-        Syncs: no.
-        """
+        """Return a floating tensor in another dtype, from the cache where that is right; connected to the graph when gradients are on. Syncs: no."""
         if not _cacheable(tensor):
             return tensor.to(dtype)
         storage = storage_key(tensor)

@@ -109,14 +109,7 @@ def _without_indices(function: AnyCallable) -> AnyCallable:
 
 @lru_cache
 def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, OpRow]:
-    """Return callable to row: the table with its edits, for one device.
-
-    Args:
-        ops: table name and edits; every edited op exists (`policy.known_ops`).
-        device_type: as `policy.table.table`.
-
-    Syncs: no.
-    """
+    """Return callable to row: the table with its edits, for one device. Syncs: no."""
     rows = dict(op_table(ops.table, device_type))
     for op, rule in ops.edits:
         name = ALIASES.get(op, op)
@@ -129,12 +122,7 @@ def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, OpRow]
 
 @dataclass(frozen=True, slots=True)
 class OpRuleTable:
-    """What a function mode looks up for every call.
-
-    Attributes:
-        rows: device type to callable to row.
-        opened: Python composite to the copy that shows its parts.
-    """
+    """What a function mode looks up for every call: by device type and callable the row, by Python composite the copy that shows its parts."""
 
     rows: dict[str, dict[AnyCallable, OpRow]]
     opened: dict[AnyCallable, AnyCallable]

@@ -99,15 +99,9 @@ def _counted() -> Mapping[Callable[..., Any], Callable[..., int]]:
 
 
 class ProductMode(AttentionMode):
-    """Have large products on the CPU run as `run_in_fp32` says, and attention as in `AttentionMode`.
+    """Have large products on the CPU run as `run_in_fp32` says, and attention as in `AttentionMode`. Syncs: no.
 
-    Args:
-        counts: whether products are counted.
-
-    Attributes:
-        num_products: of all calls; infinitely many where one ran its own way.
-
-    Syncs: no.
+    Where it counts, `num_products` are those of all calls; infinitely many where one ran its own way.
     """
 
     def __init__(self, counts: bool = False) -> None:
@@ -132,13 +126,7 @@ def run_in_fp32(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rec
     """Run a large product in fp32 where the processor emulates the dtype that a region casts to, or that operands have.
 
     Operands are rounded as torch.autocast rounds them, products are summed in fp32, and the result is rounded once: the arithmetic of
-    16-bit units. For backward the operands wait in 16 bit.
-
-    Args:
-        func: any function of torch.
-        args: of the call.
-        kwargs: of the call.
-        recomputes: whether a checkpoint that runs just now does so too when it runs again.
+    16-bit units. For backward the operands wait in 16 bit. With `recomputes` a checkpoint that runs just now does so too when it runs again.
 
     Returns:
         The result; `NotImplemented` for what is no such product, or seen by somebody.

@@ -104,11 +104,7 @@ def _fix(error: RuntimeError, op: str | None) -> str:
 
 
 def module_path(frames: Sequence[FrameType]) -> str | None:
-    """Return the qualified name of the innermost module whose forward is running, outermost module as the root.
-
-    Args:
-        frames: from the outermost to the innermost.
-    """
+    """Return the qualified name of the innermost module whose forward is running, by frames from the outermost to the innermost: that is the root."""
     running = [frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), Module)]
     if not running:
         return None
@@ -173,16 +169,7 @@ def _flat(values: Iterable[object]) -> list[Tensor]:
 
 
 def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: Iterable[object]) -> str | None:
-    """Return the sentence for a mismatch met by a ruled or unruled op, None where the error is another.
-
-    Args:
-        error: what torch raised.
-        op: name of the op.
-        row: the rule that was in force, None for none.
-        values: the op's arguments as it received them.
-
-    Syncs: no.
-    """
+    """Return the sentence for a mismatch met by a ruled or unruled op, None where the error is another; of values as the op received them. Syncs: no."""
     if not is_mismatch(error):
         return None
     got = ", ".join(describe(t) for t in _flat(values))
@@ -193,11 +180,9 @@ def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: It
 
 
 def traceback_message(error: BaseException, traceback: TracebackType | None) -> str | None:
-    """Return the sentence for a mismatch that torch's own engine raised inside a region, None for other errors.
+    """Return the sentence for a mismatch that torch's own engine raised inside a region, None for other errors. Syncs: no.
 
     Op, module and arguments are read from the frames of the traceback: nothing was recorded while the region ran.
-
-    Syncs: no.
     """
     if traceback is None or not (is_mismatch(error) or _is_rounded_too_far(error)):
         return None

@@ -24,13 +24,9 @@ _entries: list[Any] = []
 
 
 def record_entry(switches: Sequence[tuple[str, torch.dtype, bool]]) -> Any:
-    """Write the entry of a region into the graph that is being exported, if one is.
+    """Write the entry of a region into the graph that is being exported, if one is; return what records the exit, for `record_exit`.
 
-    Args:
-        switches: device type, dtype, and whether torch's autocast is to cast there when the program runs.
-
-    Returns:
-        What records the exit, for `record_exit`.
+    Each switch is a device type, a dtype, and whether torch's autocast is to cast there when the program runs.
     """
     if torch.compiler.is_dynamo_compiling():
         for device_type, _, _ in switches:

@@ -31,21 +31,11 @@ def in_fp32(
     low: torch.dtype,
     state: Tensor | None = None,
 ) -> Any:
-    """Call an op on operands rounded to 16 bit and widened again, outside torch's autocast, and round its results.
+    """Call an op on operands rounded to 16 bit and widened again, outside torch's autocast, and round its floating results to `low`. Syncs: no.
 
     What waits for backward are the operands in 16 bit, and weights as they are stored: no copy of those, and their gradients are not rounded.
-
-    Args:
-        function: an op of torch that is differentiated by torch.
-        args: of the call; tensors, also those in lists, for which `is_castable` says no stay as they are.
-        kwargs: of the call.
-        low: the 16-bit dtype.
-        state: an operand that is not rounded, and whose dtype the results have too where it is wider, as a GRU's.
-
-    Returns:
-        What the op returns, its floating results in `low`.
-
-    Syncs: no.
+    Tensors, also those in lists, for which `is_castable` says no stay as they are; so does the precision of a `state`, as a GRU's, whose dtype the
+    results have too where it is wider.
     """
     given: list[Tensor] = []
     wide: list[Tensor] = []
@@ -99,17 +89,10 @@ class _Rounded(torch.autograd.Function):
 def saved_as_given(
     what: str, given: Sequence[Tensor], wide: Sequence[Tensor], low: torch.dtype
 ) -> AbstractContextManager[object]:
-    """Have backward keep operands as they were given and widen them again: half the bytes for the same values.
+    """Have backward keep operands as they were given and widen them again: half the bytes for the same values. Host only.
 
-    Hooks on saved tensors that are there already, such as a checkpoint's, get what is kept.
-
-    Args:
-        what: the operands are, for a message.
-        given: the operands, of which one in fp32 is rounded to `low` before it is widened.
-        wide: what they were widened to.
-        low: the 16-bit dtype.
-
-    Host only.
+    Hooks on saved tensors that are there already, such as a checkpoint's, get what is kept. An operand in fp32 is rounded to `low` before it is
+    widened; `what` they are is for a message.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or functorch_level() is not None:
         return nullcontext()

@@ -21,21 +21,10 @@ transformer held 660 MB of which 420 were in use."""
 
 
 def wide_linear(input: Tensor, weight: Tensor, bias: Tensor | None, low: torch.dtype) -> Tensor:
-    """Return `input @ weight.T + bias` of operands rounded to `low`: summed in fp32, rounded once.
+    """Return `input @ weight.T + bias` of operands rounded to `low`: [..., K], [N, K] and [N], plain, on the CPU; summed in fp32, rounded once.
 
     For backward wait the input in `low` and the weight as it is stored, or in `low` where it is no parameter. Gradients of fp32
-    weights are sums in fp32 that are not rounded.
-
-    Args:
-        input: [..., K], plain, fp32 or 16 bit, on the CPU, as are the others.
-        weight: [N, K].
-        bias: [N], or None.
-        low: dtype of the result.
-
-    Returns:
-        [..., N].
-
-    Syncs: no.
+    weights are sums in fp32 that are not rounded. Syncs: no.
     """
     source = weight if weight._base is None else weight._base
     is_parameter = isinstance(source, torch.nn.Parameter) or (source.is_leaf and source.requires_grad)

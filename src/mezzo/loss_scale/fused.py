@@ -64,15 +64,8 @@ def step_scaled(
 ) -> tuple[Any, bool | None]:
     """Step a fused optimizer; on the CPU, where reading is free, only if the step is not to be skipped.
 
-    Args:
-        optimizer: a fused one.
-        scaler: all that an optimizer of torch's older protocol gets, whose step takes `grad_scaler`.
-        scaling: what the others get; with `found_inf`.
-        args: further arguments of its step.
-        kwargs: further keyword arguments of its step.
-
-    Returns:
-        What its step returns, and whether the step was skipped, where the host knows.
+    One of torch's older protocol, whose step takes `grad_scaler`, gets the scaler; any other finds `scaling`, with `found_inf`. Returns what its
+    step returns, and whether the step was skipped, where the host knows.
 
     Writes: the parameters, the optimizer's state, and the gradients. Syncs: no.
     """

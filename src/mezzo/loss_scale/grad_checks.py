@@ -22,14 +22,7 @@ _said: WeakSet[Optimizer] = WeakSet()
 
 
 def say_hooked(optimizer: Optimizer, known: Mapping[Tensor, str] | None = None) -> None:
-    """Log, once for an optimizer, which of its gradients go through somebody's hooks while they carry the loss scale.
-
-    Args:
-        optimizer: that is about to step, or did.
-        known: names of parameters.
-
-    Host only.
-    """
+    """Log, once for an optimizer, which of its gradients go through somebody's hooks while they carry the loss scale. Host only."""
     hooked = [] if optimizer in _said else [p for p in parameters(optimizer) if _is_hooked(p)]
     if hooked:
         _said.add(optimizer)
@@ -50,10 +43,7 @@ def _is_hooked(param: Tensor) -> bool:
 
 
 def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:
-    """Refuse gradients that are not exactly what backward passes of scaled losses left.
-
-    Returns:
-        Whether any gradient of the optimizer is known to be scaled.
+    """Refuse gradients that are not exactly what backward passes of scaled losses left; return whether any is known to be scaled.
 
     Raises:
         ScalerError: a gradient was edited while scaled, is divided already, is left over, or was never scaled.
@@ -100,25 +90,13 @@ def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
 
 
 def before_step(tracker: GradTracker, optimizer: Optimizer) -> None:
-    """Refuse to apply gradients that were divided and then had scaled ones added.
-
-    Raises:
-        ScalerError: a scaled loss ran backward between `unscale_` and `step`, and reached this optimizer.
-
-    Syncs: only on the way to an error.
-    """
+    """Refuse to apply gradients that were divided and then had scaled ones added: a ScalerError. Syncs: only on the way to it."""
     if tracker.can_judge:
         _refuse(optimizer, _still_scaled(tracker, optimizer, Stamp.is_of), messages.ADDED)
 
 
 def direct_step(tracker: GradTracker, optimizer: Optimizer) -> None:
-    """Refuse a step that was not asked of the scaler, on gradients that are still scaled.
-
-    Raises:
-        ScalerError: `optimizer.step` was called where `scaler.step(optimizer)` was due; nothing was applied.
-
-    Syncs: only on the way to an error.
-    """
+    """Refuse a step that was not asked of the scaler, on gradients that are still scaled: a ScalerError. Syncs: only on the way to it."""
     if not tracker.is_stepping and tracker.can_judge:
         _refuse(optimizer, _still_scaled(tracker, optimizer, Stamp.is_current), messages.DIRECT)
 

@@ -95,13 +95,7 @@ def names(optimizer: Optimizer) -> list[str]:
 
 
 def about(optimizer: Optimizer, indices: Sequence[int], verdict: str) -> str:
-    """Return a verdict on some gradients of an optimizer, with the parameters it concerns.
-
-    Args:
-        optimizer: whose gradients they are.
-        indices: positions among its parameters.
-        verdict: one of the sentences above.
-    """
+    """Return a verdict, one of the sentences above, on some gradients of an optimizer, with the parameters it concerns."""
     labels = names(optimizer)
     count = f"{len(indices)} of the {len(labels)} gradients of this {kind(optimizer)}"
     which = f": {listed([labels[i] for i in indices], SHOWN)}"

@@ -113,12 +113,10 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
 
 
 def given_scale(value: float | Tensor, config: ScalingConfig) -> tuple[Tensor, ScalingConfig]:
-    """Return a scale the caller chose, as a tensor of shape (), and how it moves from there.
+    """Return a scale the caller chose, as a tensor of shape (), and how it moves from there. Syncs: no.
 
     Raises:
         ScalerError: not one positive number within floor and ceiling; a tensor on an accelerator is not read.
-
-    Syncs: no.
     """
     ceiling = math.inf if config.max_scale is None else config.max_scale
     what = describe(value)

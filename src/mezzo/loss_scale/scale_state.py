@@ -13,11 +13,7 @@ from .state import LossScale
 
 @dataclass(frozen=True, slots=True)
 class ScaleSnapshot:
-    """The scale that the losses of one iteration are multiplied by, and their gradients divided by.
-
-    Attributes:
-        scale: shape (), fp32; a copy, which stays when the run's scale moves.
-    """
+    """The scale that the losses of one iteration are multiplied by, and their gradients divided by: shape (), fp32; a copy, which stays when the run's scale moves."""
 
     scale: Tensor
 
@@ -26,12 +22,6 @@ class ScaleState:
     """Holds the state of the loss scale: numbers until a first loss shows the device, then tensors that stay put.
 
     Captured CUDA graphs hold the tensors' addresses, so a move writes into them.
-
-    Args:
-        state: the first state, in numbers.
-
-    Attributes:
-        state: the state now.
     """
 
     def __init__(self, state: LossScale) -> None:
@@ -58,14 +48,9 @@ class ScaleState:
         return self._captured
 
     def adopt(self, name: str, value: Tensor | None, start: float) -> None:
-        """Take a tensor of the caller's as one of the state's own: what torch's scaler does by assignment.
+        """Take a tensor of the caller's, shape (), for a field of the state: what torch's scaler does by assignment.
 
-        Args:
-            name: of the field.
-            value: shape (); None takes the state off its device.
-            start: the first scale, which holds again where the scale itself is None.
-
-        Syncs: no; yes with None, on an accelerator.
+        None takes the state off its device; of the scale itself, back to `start`. Syncs: no; yes with None, on an accelerator.
         """
         self._captured = None
         if value is None:

@@ -62,18 +62,10 @@ class LossScale:
         return output * (move(self.scale, output.device) if isinstance(self.scale, Tensor) else self.scale)
 
     def is_exhausted(self, found_nonfinite: Found, config: ScalingConfig, patience: int | None) -> bool | Tensor:
-        """Say whether a step that starts from this state shows that no loss scale can help.
+        """Say whether a step that starts from this state shows that no loss scale can help. Syncs: no.
 
-        Args:
-            found_nonfinite: whether that step met inf or NaN.
-            config: how the scale moves.
-            patience: non-finite steps in a row that are too many; None: any number is borne.
-
-        Returns:
-            True if the scale should back off but stands at its floor, or patience has run out; a bool,
-            or a 0-d bool tensor if the state or the finding is one.
-
-        Syncs: no.
+        It does if it met inf or NaN, and the scale should back off but stands at its floor, or patience, so many in a row, has run out. A bool,
+        or a 0-d bool tensor if the state or the finding is one.
         """
         skipped = self.skipped_in_a_row + 1
         at_floor = (self.scale <= config.min_scale) & (skipped >= config.hysteresis)
@@ -161,11 +153,8 @@ def can_move_in_place(config: ScalingConfig) -> bool:
 def move_(state: LossScale, found: Tensor, skipped: Tensor, config: ScalingConfig) -> None:
     """Do as `next_state`, in place and in a third of the launches; nothing where the step says nothing about the scale.
 
-    Args:
-        state: on one device.
-        found: shape (), fp32, 1 or 0: whether gradients were inf or NaN, and the scale may be to blame.
-        skipped: likewise: whether the step was skipped, for that reason or another.
-        config: for which `can_move_in_place` holds.
+    Both flags have shape (), fp32, 1 or 0: gradients were inf or NaN, and the scale may be to blame; the step was skipped, for that
+    reason or another. For a config for which `can_move_in_place` holds.
 
     Writes: `state`. Syncs: no.
     """

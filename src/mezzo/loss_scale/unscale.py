@@ -69,16 +69,7 @@ def unscale_(grads: Iterable[Tensor], scale: Tensor | float) -> Tensor:
 
 @torch.no_grad()
 def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp16: bool = False) -> Tensor:
-    """Multiply gradients by the reciprocal of the loss scale; see `unscale_`.
-
-    Args:
-        grads: as there.
-        inverse: shape (), fp32.
-        found: shape (), fp32: 1 if something was found already, else 0.
-        allow_fp16: divide fp16 gradients in fp16.
-
-    Returns:
-        As there, on the device of `found`.
+    """Multiply gradients by the reciprocal of the loss scale, shape (), fp32, and return what `unscale_` does; 1 too if something was `found` already.
 
     Writes: every tensor in `grads`. Syncs: no.
     """
@@ -109,10 +100,7 @@ def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
 
 
 def is_unusable(scale: Tensor) -> Tensor:
-    """Return 1 if a scale has no finite reciprocal (0, inf, NaN or next to 0), else 0; both shape (), fp32.
-
-    Syncs: no.
-    """
+    """Return 1 if a scale has no finite reciprocal (0, inf, NaN or next to 0), else 0; both shape (), fp32. Syncs: no."""
     product = scale * scale.reciprocal()
     return (product - product).ne(0.0).to(torch.float32)  # inf and NaN minus themselves are NaN
 

@@ -19,13 +19,7 @@ _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")
 
 
 def check_range(name: str, value: Any, *, below: float = math.inf) -> None:
-    """Refuse what is no number in [0, below).
-
-    Raises:
-        ConfigError: it is none.
-
-    Syncs: for a tensor, once.
-    """
+    """Refuse what is no number in [0, below): a ConfigError. Syncs: for a tensor, once."""
     if not is_number(number := number_of(value), 0.0) or number >= below:
         raise ConfigError(f"{name}={shown(value)} must be in [0, {below}).")
 
@@ -39,24 +33,16 @@ def check_betas(betas: Any) -> None:
 
 
 def check_rate(lr: float | Tensor) -> None:
-    """Refuse a learning rate that is negative, or a tensor of several.
-
-    Raises:
-        ConfigError: it is.
-
-    Syncs: for a tensor, once.
-    """
+    """Refuse a learning rate that is negative, or a tensor of several: a ConfigError. Syncs: for a tensor, once."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements; write one of 1, or a group for each rate.")
     check_range("lr", lr)
 
 
 def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Refuse options that somebody set, since the optimizer was made, to what no update can use. Host only.
+    """Refuse, by a ConfigError, options that somebody set, since the optimizer was made, to what no update can use. Host only.
 
-    Raises:
-        ConfigError: an option that is gone, or a rate, decay, eps, momentum or beta that is no finite number; tensors are not
-            looked into.
+    One that is gone, or a rate, decay, eps, momentum or beta that is no finite number; tensors are not looked into.
     """
     kind = type(optimizer).__name__
     if gone := [name for name in (*_NUMBERS, "betas") if name in optimizer.defaults and name not in group]:
@@ -100,21 +86,13 @@ def _is_beta(value: Any) -> bool:
 
 
 def check_count(label: str, step: object) -> None:
-    """Refuse a step count that is no number. Host only.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Refuse a step count that is no number: a ConfigError. Host only."""
     if not isinstance(step, float | int) and not (isinstance(step, Tensor) and step.numel() == 1):
         raise ConfigError(f"the state of {label} has step={describe(step)}: it counts steps, so write one number.")
 
 
 def check_differentiable(optimizer: torch.optim.Optimizer, differentiable: bool) -> None:
-    """Refuse differentiable=True.
-
-    Raises:
-        ConfigError: it was asked for.
-    """
+    """Refuse differentiable=True: a ConfigError."""
     if differentiable:
         name = type(optimizer).__name__
         raise ConfigError(
@@ -124,13 +102,7 @@ def check_differentiable(optimizer: torch.optim.Optimizer, differentiable: bool)
 
 
 def check_dense(optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor) -> None:
-    """Refuse a sparse gradient.
-
-    Raises:
-        ConfigError: it is.
-
-    Host only.
-    """
+    """Refuse a sparse gradient: a ConfigError. Host only."""
     if grad.layout is not torch.strided:
         raise ConfigError(
             f"{type(optimizer).__name__} was given a sparse gradient for {describe(param)}: its update is dense. "

@@ -51,13 +51,7 @@ class Masters:
     count: Tensor | None = None
 
     def mode_of(self, param: Tensor) -> Master:
-        """Return how one parameter keeps small updates.
-
-        Raises:
-            MasterError: split masters for an fp16 parameter.
-
-        Host only.
-        """
+        """Return how one parameter keeps small updates; a MasterError for split masters of an fp16 parameter. Host only."""
         if self.mode == "split" and param.dtype is torch.float16:
             raise MasterError(
                 f"split masters were asked for {describe(param)}: 16 more bits make an fp32 value of a bf16 weight, but not "
@@ -95,18 +89,9 @@ class Masters:
             self.count += 1 if skip is None else skip.logical_not().to(self.count.device)
 
     def write_(self, param: Tensor, index: int, aux: Tensor | None, skip: Tensor | None) -> Tensor | None:
-        """Write a parameter, and its aux state, as its stand-in says.
+        """Write a 16-bit parameter, and its aux state, which is returned, as its open stand-in says, unless `skip`, shape () and bool.
 
-        Args:
-            param: the 16-bit parameter, its stand-in open.
-            index: its number among all parameters, which decides its random bits.
-            aux: its aux state; None if there is none yet.
-            skip: shape (), bool: write nothing; None: write.
-
-        Returns:
-            Its aux state.
-
-        Writes: `param` and `aux`. Syncs: no.
+        Its number among all parameters decides its random bits. Writes: `param` and `aux`. Syncs: no.
         """
         master, bits = self.fp32_param(param).detach(), None
         if self.count is not None:

@@ -72,11 +72,6 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
 
     A remainder or compensation means something only beside its weight, so weights are loaded first.
 
-    Args:
-        param: the parameter, its weights loaded already.
-        entry: the saved state of this parameter.
-        mode: how the parameter keeps small updates now.
-
     Returns:
         its aux state under its name in the state, in fresh memory; and, where something had to
         be converted, a clause that says what.
@@ -106,14 +101,7 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
 
 
 def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state with the masters that were set here, where it has none and nobody wrote the weights since: those were loaded before it.
-
-    Args:
-        optimizer: with `set_at`, the version of each weight when its master was set.
-        saved: as `check_saved` let it through.
-
-    Host only.
-    """
+    """Return a saved state with the masters that were set here, where it has none and nobody wrote the weights since: those were loaded before it. Host only."""
     state = dict(saved["state"])
     keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
     for key, p in zip(keys, chain.from_iterable(g["params"] for g in optimizer.param_groups), strict=True):
@@ -144,16 +132,7 @@ def give_masters_(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
 def own_state(
     param: Tensor, entry: Mapping[str, Any], names: Sequence[str], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the step count and moments of one parameter as mezzo's optimizers keep them, in fresh memory.
-
-    Args:
-        param: the parameter.
-        entry: its state, here or in torch's optimizer of the same name.
-        names: of its moments.
-        group: with its options.
-
-    Syncs: no.
-    """
+    """Return the step count and moments of one parameter as mezzo's optimizers keep them, in fresh memory, from its state here or in torch's. Syncs: no."""
     dtype, moments = moment_dtype(param, group), {name: entry[name] for name in names if entry.get(name) is not None}
     # torch.optim.SGD counts no steps; that its sum exists says that the first one is over.
     count = torch.as_tensor(entry.get("step", float(bool(moments))), dtype=torch.float32, device=param.device)
@@ -353,11 +332,7 @@ class KeepsMasters(torch.optim.Optimizer):
 
 
 def checked_hooks(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer that has torch's hooks on loading: without them masters could not follow its state.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return an optimizer that has torch's hooks on loading: without them masters could not follow its state; else a ConfigError."""
     if not has_load_hooks(inner):
         raise ConfigError(
             f"MasterWeights was given a {type(inner).__name__}, whose __init__ does not call super().__init__(params, defaults), "

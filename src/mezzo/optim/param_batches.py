@@ -70,11 +70,8 @@ class Active:
     def check(self, moments: Sequence[str]) -> None:
         """Refuse a gradient, or state that is there already, of another shape than the parameter.
 
-        Args:
-            moments: that a state with a step count cannot do without.
-
         Raises:
-            ConfigError: a step count that is no number, or one without moments.
+            ConfigError: a step count that is no number, or one without the `moments` that it cannot do without.
             OperandError: the first of them.
         """
         check_shape(self.label, "gradient", self.grad, self.param)
@@ -125,11 +122,7 @@ class GroupStep:
 
 
 def batches_of(step: GroupStep, active: Sequence[Active]) -> list[ParamBatch]:
-    """Return what the kernels take together of a group.
-
-    Args:
-        step: the group.
-        active: its parameters with a gradient, their states complete.
+    """Return what the kernels take together of a group, of its parameters with a gradient, their states complete.
 
     Raises:
         OperandError: something that does not fit its parameter.
@@ -173,12 +166,9 @@ def _is_viewed(tensor: Tensor) -> bool:
 
 
 def _bind_counts(states: Sequence[dict[str, Any]], device: torch.device) -> tuple[Tensor, Any]:
-    """Return the step counts of some parameters as one vector, so that one addition counts a step for all.
+    """Return the step counts of some parameters as one vector, so that one addition counts a step for all, and the host's array that holds it, if any.
 
     Writes: the entry "step" of each state, which becomes an element of the vector. Syncs: no.
-
-    Returns:
-        The vector, and the array of the host that holds it; None where it lies elsewhere.
     """
     counts = [torch.as_tensor(state["step"], dtype=torch.float32, device=device).reshape(()) for state in states]
     is_hosts = device.type == "cpu" and not torch.compiler.is_compiling()

@@ -44,11 +44,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def preset_fields(name: object) -> PolicyFields:
-    """Return the preset of a name, upper or lower case, Lightning's names among them.
-
-    Raises:
-        PolicyError: there is none; names the nearest.
-    """
+    """Return the preset of a name, upper or lower case, Lightning's names among them; a PolicyError names the nearest."""
     if not isinstance(name, str):
         raise PolicyError(f"'preset': a name such as 'bf16' is wanted, not {name!r}.")
     preset = ALIASES.get(name.casefold(), name.casefold())

@@ -34,12 +34,7 @@ _EXACT = 1e16  # above it repr is shorter than all digits
 
 
 def read(key: str, kind: object, word: str) -> object:
-    """Return the value a word stands for; upper and lower case are the same.
-
-    Args:
-        key: the field, for messages and for the word of None.
-        kind: the field's type, of `kinds`.
-        word: what was written.
+    """Return the value of a field, of a type of `kinds`, that a word stands for; upper and lower case are the same.
 
     Raises:
         PolicyError: not a value of that type; names the nearest one.
@@ -102,11 +97,7 @@ def spell(key: str, value: object) -> str:
 
 
 def read_scaling(word: str) -> ScalingConfig | None:
-    """Return the loss scale that "none", "dynamic" or a number for a fixed scale stand for.
-
-    Raises:
-        PolicyError: none of these.
-    """
+    """Return the loss scale that "none", "dynamic" or a number for a fixed scale stand for; a PolicyError for anything else."""
     if word.casefold() in ("none", "dynamic"):
         return None if word.casefold() == "none" else ScalingConfig()
     try:
@@ -118,11 +109,7 @@ def read_scaling(word: str) -> ScalingConfig | None:
 
 
 def split_edit(text: str) -> tuple[str, str]:
-    """Return key and value of "key=value", without the spaces around them.
-
-    Raises:
-        PolicyError: not of that form.
-    """
+    """Return key and value of "key=value", without the spaces around them; a PolicyError for what is not of that form."""
     match = _EDIT.fullmatch(text)
     if match is None:
         raise PolicyError(
@@ -184,11 +171,7 @@ def _read_precision(word: str) -> Rule | torch.dtype:
 
 
 def read_op_rule(op: str, word: str) -> tuple[str, Rule]:
-    """Return the pair that 'op=rule' stands for.
-
-    Raises:
-        PolicyError: an unknown op or rule; names the nearest one.
-    """
+    """Return the pair that 'op=rule' stands for; a PolicyError names the nearest of an unknown op or rule."""
     check_op(op)
     check(word.casefold() != "widest", f"the op rule 'widest' is now called 'promote': write 'op:{op}=promote'.")
     try:

@@ -89,13 +89,7 @@ class _Draft:
         self.configs: dict[str, dict[str, object] | None] = {name: _values(getattr(preset, name)) for name in CONFIGS}
 
     def edit(self, item: str) -> None:
-        """Take in one edit.
-
-        Writes: the draft.
-
-        Raises:
-            PolicyError: the short reason why the edit cannot be read.
-        """
+        """Take in one edit; a PolicyError with the short reason why it cannot be read. Writes: the draft."""
         check(bool(item), "an edit is empty; leave out the comma.")
         check(
             item.casefold() not in (*PRESET_FIELDS, *ALIASES), f"{item!r} is a preset, and a preset only comes first."
@@ -139,11 +133,7 @@ class _Draft:
         self.configs[config] = {**values, option: read(f"{config}.{option}", known[option], word)}
 
     def policy(self) -> PolicyFields:
-        """Return the policy with every edit in it.
-
-        Raises:
-            PolicyError: the edits contradict each other.
-        """
+        """Return the policy with every edit in it; a PolicyError if they contradict each other."""
         scaling, guard = self.configs["scaling"], self.configs["guard"]
         return self.preset.replace(
             **self.fields,

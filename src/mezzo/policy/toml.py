@@ -122,12 +122,7 @@ def _config(key: str, base: _Config, values: object) -> _Config:
 
 
 def save(policy: PolicyFields, path: str | os.PathLike[str], title: str) -> None:
-    """Write a policy to a file; see `Policy.save`.
-
-    Args:
-        policy: what to write.
-        path: the file.
-        title: the comment on its first line.
+    """Write a policy to a file, with a title as the comment on its first line; see `Policy.save`.
 
     Writes: a file beside the path, synced to disk, then renamed to it.
     """
