@@ -187,14 +187,8 @@ def test_a_private_name_is_found() -> None:
     ]
 
 
-ALLOWED_PAST = {
-    "kernels.operands",
-    "binding.bind",
-    "step.prepare",
-    "kernels.ops.adamw",
-    "kernels.ops.sgd",
-}
-"""Modules that are named after the one function they hold, and the two definitions that share a name."""
+ALLOWED_PAST = {"kernels.operands", "binding.bind", "step.prepare"}
+"""Modules that are named after the one function they hold."""
 
 
 def past_the_contract(path: Path, source: str) -> list[str]:

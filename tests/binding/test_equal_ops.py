@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from mezzo.binding import equal_ops
+from mezzo.binding import own_ops
 from mezzo.casting import attention
 from mezzo.kernels.ops import dropout as dropouts
 from mezzo.kernels.ops.dropout import cpu
@@ -139,8 +139,8 @@ def test_max_pooling_is_torchs(name: str, dtype: torch.dtype, monkeypatch: pytes
     x = torch.randn(shape).to(dtype).relu_()
     x.view(-1)[::97], x.view(-1)[5::131], x.view(-1)[7::311] = float("nan"), float("inf"), -0.0
     calls: list[int] = []
-    apply = equal_ops._MaxPool.apply
-    monkeypatch.setattr(equal_ops._MaxPool, "apply", lambda *args: calls.append(1) or apply(*args))
+    apply = own_ops._MaxPool.apply
+    monkeypatch.setattr(own_ops._MaxPool, "apply", lambda *args: calls.append(1) or apply(*args))
     found = []
     for model in (copy.deepcopy(pool), prepared(nn.Sequential(pool), "bf16, output=none")):
         given = x.clone().requires_grad_()
@@ -171,7 +171,7 @@ def test_max_pooling_can_be_differentiated_twice() -> None:
     "case", ["small", "few channels", "channels last", "apart", "indices", "pair", "compiled", "watched"]
 )
 def test_where_max_pooling_is_torchs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(equal_ops._MaxPool, "apply", lambda *_: pytest.fail("was taken"))
+    monkeypatch.setattr(own_ops._MaxPool, "apply", lambda *_: pytest.fail("was taken"))
     pool = {
         "apart": nn.MaxPool2d(2, 3),
         "indices": nn.MaxPool2d(2, return_indices=True),

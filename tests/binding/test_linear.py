@@ -19,10 +19,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.binding import module_rules
-from mezzo.binding.convolution import run_convolution
+from mezzo.binding import own_ops
 from mezzo.binding.forward import record
-from mezzo.binding.module_rules import run_linear
+from mezzo.binding.own_ops import run_convolution, run_linear
 from mezzo.formats import native_support
 from mezzo.kernels.ops import linear_training
 from mezzo.kernels.ops.convolution import cpu as convolution_kernel
@@ -55,7 +54,7 @@ class Calls:
         self.count, self.run, self.forwards, self.run_forward = 0, cpu.backward, 0, cpu.forward
         monkeypatch.setattr(cpu, "backward", self)
         monkeypatch.setattr(cpu, "forward", self.forward)
-        for module in (module_rules, linear_training):
+        for module in (own_ops, linear_training):
             monkeypatch.setattr(module, "SMALLEST_LINEAR", 0)
 
     def __call__(self, *args: Any) -> Any:
@@ -155,7 +154,7 @@ def test_a_gradient_is_kept_as_the_kernel_wrote_it(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(cpu, "backward", noted)
-    for module in (module_rules, linear_training):
+    for module in (own_ops, linear_training):
         monkeypatch.setattr(module, "SMALLEST_LINEAR", 0)
     model = nn.Linear(64, 32)
     amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.binding.module_rules import has_lstm_kernel
-from mezzo.casting import products, wide_linear
+from mezzo.casting import products, wide
 from mezzo.kernels import is_emulated
 
 LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -167,7 +167,7 @@ def test_the_longer_is_taken_in_parts(
     monkeypatch.setattr(products, "REUSE", 0)
     model, x = nn.Linear(40, width), torch.randn(rows, 40)
     whole = trained(prepared(copy.deepcopy(model), low), x)
-    monkeypatch.setattr(wide_linear, "AT_ONCE", 0)
+    monkeypatch.setattr(wide, "AT_ONCE", 0)
     parts = trained(prepared(model, low), x)
     assert calls.count == 2
     for one, other in zip(whole, parts, strict=True):
@@ -178,10 +178,10 @@ def test_the_longer_is_taken_in_parts(
 def test_few_rows_widen_some_of_a_large_weight(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a small weight some of many rows."""
     needs_emulation(low)
-    monkeypatch.setattr(wide_linear, "AT_ONCE", 1 << 18)
+    monkeypatch.setattr(wide, "AT_ONCE", 1 << 18)
     for rows, width in ((64, 8192), (8192, 64)):
-        kept = wide_linear._Memory()
-        monkeypatch.setattr(wide_linear, "_memory", kept)
+        kept = wide._Memory()
+        monkeypatch.setattr(wide, "_memory", kept)
         trained(prepared(nn.Linear(512, width), low), torch.randn(rows, 512))
         assert kept.tensors
         assert sum(one.nbytes for one in kept.tensors.values()) <= 8192 * 512 * 4 / 4

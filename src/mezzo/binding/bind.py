@@ -15,14 +15,11 @@ from .._torch import is_graphed
 from ..casting import is_attention
 from ..distributed import class_names
 from ..errors import PolicyError
-from ..formats import native_support
-from ..policy import FP32_RULES, CacheName, Policy, Rule
-from .convolution import is_convolution, run_convolution
-from .equal_ops import equal_op
+from ..policy import FP32_RULES, CacheName, Policy
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
-from .hand_written import hand_written_gelu, hand_written_rms_norm
-from .kept_casts import with_kept_casts
-from .module_rules import FUSED, Precision, is_linear, run_linear, run_recurrent, run_unfused
+from .hand_written import class_of
+from .module_rules import Precision
+from .own_ops import in_place_of_forward
 
 _WRITTEN = (RECORD, "forward")
 
@@ -121,7 +118,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
             "captures whole steps."
         )
     before, forward = record(module), module.__dict__.pop("forward", None)
-    inner = (_own_forward(before) if forward is None else _Own(forward)) or _in_place_of_forward(module, binding, own)
+    inner = (_own_forward(before) if forward is None else _Own(forward)) or in_place_of_forward(module, binding, own)
     attends = binding.has_own_ops and own is None and around not in FP32_RULES and _is_innermost_attention(module)
     module.__dict__[RECORD] = Bound(
         binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
@@ -139,38 +136,10 @@ def _own_forward(before: Bound | None) -> _Own | None:
     return before.inner if before is not None and isinstance(before.inner, _Own) else None
 
 
-def _in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> Callable[..., Any] | None:
-    """Return what runs in place of the forward of a module's class, if anything does."""
-    if binding.keeps_casts and own is None and (run := with_kept_casts(module)) is not None:
-        return run
-    if isinstance(module, FUSED):
-        return run_unfused
-    if binding.has_own_ops and own is None and (run := _own_op(module)) is not None:
-        return run
-    if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
-        return None
-    return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)
-
-
-def _own_op(module: nn.Module) -> Callable[..., Any] | None:
-    if isinstance(module, nn.LSTM | nn.GRU):
-        return run_recurrent
-    if native_support("cpu", torch.bfloat16).reason == "avx512_bf16":  # elsewhere torch's are faster
-        if is_convolution(module):
-            return run_convolution
-        if is_linear(module):
-            return run_linear
-    return equal_op(module)
-
-
 def _is_innermost_attention(module: nn.Module) -> bool:
-    if not is_attention(_original(module)):
+    if not is_attention(class_of(module)):
         return False
-    return not any(is_attention(_original(inner)) for inner in module.modules() if inner is not module)
-
-
-def _original(module: nn.Module) -> type[nn.Module]:
-    return getattr(type(module), "_mezzo_class", type(module))
+    return not any(is_attention(class_of(inner)) for inner in module.modules() if inner is not module)
 
 
 def remember(model: nn.Module) -> Callable[[], None]:

@@ -19,13 +19,18 @@ _STATELESS = frozenset({*vars(nn.Module()), "_mezzo_bound", "_is_hf_initialized"
 """Attributes that no forward reads: those of every module, the policy's record and a note of transformers'."""
 
 
+def class_of(module: nn.Module) -> Any:
+    """Return a module's class as it was before it was bound. Host only."""
+    return getattr(type(module), "_mezzo_class", type(module))
+
+
 def hand_written_gelu(module: nn.Module) -> Callable[..., Any] | None:
     """Return the forward that runs a GELU written op by op as torch's own; None for any other module, bound or not. Syncs: no.
 
     A class that has "gelu" in its name, and instances without state, is one if in fp64 it has the values and the gradients of
     `F.gelu`, in training and evaluation. Its forward is called to see, on an empty copy.
     """
-    original: Any = getattr(type(module), "_mezzo_class", type(module))
+    original = class_of(module)
     if "gelu" not in original.__name__.casefold() or original.__module__.startswith("torch.nn."):
         return None
     has_state = not vars(module).keys() <= _STATELESS or own_modules(module) or own_parameters(module)
@@ -117,7 +122,7 @@ def hand_written_rms_norm(module: nn.Module) -> HandWrittenRMSNorm | None:
     A class that has "norm" in its name, and an instance with one parameter, of one dimension, and plain attributes otherwise, is one
     if it has the values and the gradients of the formula, in training and evaluation. Its forward is called to see, on empty copies.
     """
-    original: Any = getattr(type(module), "_mezzo_class", type(module))
+    original = class_of(module)
     state = tuple(sorted((name, value) for name, value in vars(module).items() if name not in _STATELESS))
     (name, weight), *others = [*own_parameters(module).items(), ("", None), ("", None)][:2]
     is_other = "norm" not in original.__name__.casefold() or original.__module__.startswith("torch.nn.")

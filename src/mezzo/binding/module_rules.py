@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -25,19 +24,13 @@ from .._torch import (
     own_parameters,
     pop_function_mode,
     push_function_mode,
-    tracing_state,
 )
-from ..casting import AttentionMode, CastMode, RecurrentMode, casts_to_bf16
+from ..casting import AttentionMode, CastMode
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import (
-    FEWEST_GRU_STEPS,
-    SMALLEST_LINEAR,
     group_norm,
-    is_large_lstm,
     layer_norm,
-    linear,
     rms_norm,
-    takes_linear,
     takes_rms_norm,
     wide_layer_norm,
 )
@@ -196,67 +189,6 @@ def with_missing_kernels(policy: Policy, model: nn.Module, device_type: str) -> 
         edit = f"{name}={precision.value}"
         _log.info("this CPU has no %s kernel for nn.%s, so %s is added to the policy", dtype_name(low), name, edit)
     return policy.replace(modules=(*[_ADDED[kind] for kind in there], *policy.modules)) if there else policy
-
-
-FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Modules that in evaluation call one fused kernel, past every rule and cast."""
-
-
-def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of a module in `FUSED`, without its fused kernel where casting is on.
-
-    torch leaves that kernel out under autocast, but asks for CUDA's alone: on the CPU the switch of CUDA says so too.
-    """
-    forward = type(module)._mezzo_class.forward  # type: ignore[attr-defined]  # of every bound class
-    is_hidden = torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
-    if module.training or not is_hidden:
-        return forward(module, *args, **kwargs)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        return forward(module, *args, **kwargs)
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-
-
-def run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of an LSTM or a GRU, by mezzo's kernel where that is faster and nobody looks on."""
-    forward = type(module)._mezzo_class.forward
-    if is_compiling() or not _may_take(module, *args):
-        return forward(module, *args, **kwargs)
-    with RecurrentMode():
-        return forward(module, *args, **kwargs)
-
-
-def _may_take(module: nn.RNNBase, input: object = None, *_: object) -> bool:
-    """Whether layers are given a tensor of a size from which it pays to see each of their ops."""
-    if not isinstance(input, Tensor):
-        return False
-    if isinstance(module, nn.GRU):
-        return input.dim() > 1 and input.shape[module.batch_first and input.dim() == 3] >= FEWEST_GRU_STEPS
-    width = module.input_size
-    is_trained = module.training or torch.is_grad_enabled()
-    return is_trained and is_large_lstm(input.numel() // width, width, module.hidden_size)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module's forward is that of torch's `Linear`. Host only."""
-    original: Any = getattr(type(module), "_mezzo_class", type(module))
-    return isinstance(module, nn.Linear) and original.forward is nn.Linear.forward
-
-
-def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it is the faster one and nobody looks on."""
-    if len(args) != 1 or kwargs or is_compiling():
-        return nn.Linear.forward(module, *args, **kwargs)
-    x, weight, bias = args[0], module.weight, module.bias
-    aside = set_modes_aside(AttentionMode)
-    try:
-        if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
-            if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
-                return linear(x, weight, bias)
-    finally:
-        put_back(aside)
-    return F.linear(x, weight, bias)
 
 
 def _low_norm(

@@ -1,6 +1,8 @@
 """A region in which every op obeys the policy."""
 
 from .attention import AttentionMode as AttentionMode
+from .attention import RecurrentMode as RecurrentMode
+from .attention import casts_to_bf16 as casts_to_bf16
 from .attention import has_own_attention as has_own_attention
 from .attention import is_attention as is_attention
 from .attention import is_large as is_large
@@ -14,7 +16,5 @@ from .function import custom_fwd as custom_fwd
 from .mode import CastMode as CastMode
 from .products import ProductWatch as ProductWatch
 from .provenance import backward_message as backward_message
-from .recurrent import RecurrentMode as RecurrentMode
-from .recurrent import casts_to_bf16 as casts_to_bf16
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts

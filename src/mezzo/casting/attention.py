@@ -1,4 +1,4 @@
-"""Attention on a CPU, by the kernels that are faster and more precise than torch's for 16 bit."""
+"""Attention, LSTMs and GRUs on a CPU, by the kernels that are faster, and of attention more precise, than torch's for 16 bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import dynamo_pass_through, has_amx, is_unwatched, safe_softmax
-from ..kernels import attention, draws_faster, dropout, has_gradients, is_emulated, takes_dropout
+from .._torch import dynamo_pass_through, function_modes, has_amx, is_unwatched, safe_softmax
+from ..kernels import (
+    attention,
+    draws_faster,
+    dropout,
+    has_gradients,
+    is_emulated,
+    recurrent,
+    takes_dropout,
+    takes_recurrent,
+)
 from .frame import bind_recompute
 from .op_rule_table import decomposed_composites
 from .wide import is_castable, outside_autocast, saved_as_given
@@ -229,3 +238,34 @@ def _wide(inputs: Sequence[Tensor], mask: Tensor | None, is_causal: bool, **opti
         query, key, value = wide = [t.float() for t in inputs]
         with saved_as_given("query, key or value of an attention", inputs, wide, query.dtype):
             return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
+
+
+class RecurrentMode(TorchFunctionMode):
+    """Have `torch.lstm` and `torch.gru` in a region on the CPU run as they are fastest in bf16.
+
+    What mezzo's kernel is not for, packed sequences and projections among them, is left to torch and the region.
+
+    Syncs: no.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run recurrent layers their own way, leave the rest alone."""
+        if func in (torch.lstm, torch.gru) and _is_low_and_unwatched() and _is_whole(args) and takes_recurrent(*args):
+            return recurrent(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def casts_to_bf16() -> bool:
+    """Whether a region that casts to bf16 on the CPU is here. Host only."""
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+def _is_low_and_unwatched() -> bool:
+    return casts_to_bf16() and all(isinstance(mode, AttentionMode) for mode in function_modes())
+
+
+def _is_whole(args: tuple[Any, ...]) -> bool:
+    """Whether arguments of `torch.lstm` or `torch.gru` are those for a tensor, not for a packed sequence."""
+    return len(args) == 9 and isinstance(args[3], bool)

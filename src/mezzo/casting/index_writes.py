@@ -18,20 +18,19 @@ import torch
 from torch import Tensor
 
 from .._torch import dynamo_skip_frame, without_autocast
-from ..formats import LOW_DTYPES
+from ..formats import CASTABLE, LOW_DTYPES
 from ..policy import DISPATCH_KEYS, registered
 
 _WRITES = ("index_copy.default", "masked_scatter.default", "put.default", "index_put.default", "scatter.src")
 _SUMS = ("index_add.default", "index_reduce.default", "scatter_add.default", "scatter_reduce.two")
 _SOURCE = {"masked_scatter": 2, "put": 2, "index_put": 2}
 """Where an op has what is written, if not behind dimension and index."""
-_CASTS = (torch.float32, *LOW_DTYPES)
 _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _fitted(target: Tensor, source: Tensor, *, in_place: bool, sums: bool) -> tuple[Tensor, Tensor]:
     """Return both in one dtype: the wider one, or in place the target's, where a sum loses nothing by that. Syncs: no."""
-    if target.dtype is source.dtype or target.dtype not in _CASTS or source.dtype not in _CASTS:
+    if target.dtype is source.dtype or target.dtype not in CASTABLE or source.dtype not in CASTABLE:
         return target, source
     widest = torch.promote_types(target.dtype, source.dtype)
     if not in_place:
@@ -55,7 +54,7 @@ def _kernel(op: Any, at: int, *, in_place: bool, sums: bool) -> Callable[..., An
 def _weights_as_table(table: Tensor, *given: Any) -> tuple[Any, ...]:
     """Return the arguments of a bag of embeddings, its weights of samples in the dtype of the table. Syncs: no."""
     weights = given[5] if len(given) > 5 else None
-    if isinstance(weights, Tensor) and table.dtype in _CASTS and weights.dtype in _CASTS:
+    if isinstance(weights, Tensor) and table.dtype in CASTABLE and weights.dtype in CASTABLE:
         given = (*given[:5], weights.to(table.dtype), *given[6:])
     return table, *given
 
@@ -67,7 +66,7 @@ def _widened(*given: Any) -> tuple[Any, ...]:
 
 def _promoted(*given: Any) -> tuple[Any, ...]:
     """Return arguments in the widest of their dtypes, where 16 bit meets fp32 or the other 16 bit. Syncs: no."""
-    dtypes = {t.dtype for t in given if isinstance(t, Tensor) and t.dtype in _CASTS}
+    dtypes = {t.dtype for t in given if isinstance(t, Tensor) and t.dtype in CASTABLE}
     return _widened(*given) if len(dtypes) > 1 else given
 
 
@@ -131,7 +130,7 @@ def _nested_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
     def run(keys: torch.DispatchKeySet, *given: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
-            given = tuple(t.to(low) if isinstance(t, Tensor) and t.dtype in _CASTS else t for t in given)
+            given = tuple(t.to(low) if isinstance(t, Tensor) and t.dtype in CASTABLE else t for t in given)
         with without_autocast():
             return torchs.call_boxed(keys, *given)
 

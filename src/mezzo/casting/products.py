@@ -21,8 +21,7 @@ from .attention import AttentionMode
 from .frame import bind_recompute
 from .mode import tensors_in
 from .op_rule_table import callables_by_name
-from .wide import in_fp32, is_castable
-from .wide_linear import wide_linear
+from .wide import in_fp32, is_castable, wide_linear
 
 SMALLEST = {torch.bfloat16: 1 << 23, torch.float16: 1 << 20}
 """Products from which casts and Python cost less than emulation, by the dtype: a step of two linear layers of 2^23 is 1.03 times as fast in bf16, one of

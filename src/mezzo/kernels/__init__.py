@@ -23,6 +23,8 @@ from .operands import check_shape as check_shape
 from .operands import layout_of as layout_of
 from .operands import overlaps as overlaps
 from .operands import span_of as span_of
+from .ops import adamw as adamw
+from .ops import sgd as sgd
 from .ops.adamw import AdamWRule as AdamWRule
 from .ops.attention import attention as attention
 from .ops.attention import has_gradients as has_gradients

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import AdamWRule, Backend
-from ..kernels.ops import adamw as reference
+from ..kernels import AdamWRule, Backend, adamw
 from ..policy import Master
 from .base import MasterOptimizer, Params
 from .checks import check_betas, check_differentiable, check_range, check_rate
@@ -47,7 +46,7 @@ class AdamW(MasterOptimizer):
     """
 
     op = "adamw"
-    definition = reference
+    definition = adamw
     decouples_decay = True
 
     def __init__(

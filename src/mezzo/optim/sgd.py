@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels import Backend, SGDRule
-from ..kernels.ops import sgd as reference
+from ..kernels import Backend, SGDRule, sgd
 from ..policy import Master
 from .base import MasterOptimizer, Params
 from .checks import check_differentiable, check_range, check_rate
@@ -47,7 +46,7 @@ class SGD(MasterOptimizer):
     """
 
     op = "sgd"
-    definition = reference
+    definition = sgd
     counts_moments = True
 
     def __init__(

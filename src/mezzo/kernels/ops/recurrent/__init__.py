@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...._torch import dispatch_modes, is_batched_gradient, is_unwatched
-from ....formats import LOW_DTYPES
+from ....formats import CASTABLE
 from ...dtensor import PLAIN
 from ...registry import compiled
 
@@ -18,7 +18,6 @@ SMALLEST = 2_300_000
 whatever their number: 1.06 times at 64 rows of 128 units, 0.93 at 256 of 64 (EPYC, one thread)."""
 FEWEST_GRU_STEPS = 5
 """Steps of time from which a GRU of any size is faster than torch's, which computes each by a dozen ops: 1.03 to 2.7 times at 6, 0.98 to 1.5 at 4."""
-_CASTABLE = (torch.float32, *LOW_DTYPES)
 
 
 def is_large_lstm(rows: int, inputs: int, units: int) -> bool:
@@ -61,7 +60,7 @@ def _state(hx: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _is_plain(tensor: Tensor) -> bool:
     is_strided = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
-    return is_strided and tensor.dtype in _CASTABLE
+    return is_strided and tensor.dtype in CASTABLE
 
 
 def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:

@@ -1,0 +1,265 @@
+"""What runs in place of a module's forward: the same op another way, or by kept casts of its weights.
+
+On the CPU linear layers, convolutions and recurrent ones by mezzo's kernels, dropout and max pooling to the bit. On an accelerator
+modules take kept 16-bit copies of their weights by themselves, so that nothing has to see each op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from .._torch import is_unwatched, num_function_modes, own_parameters, tracing_state
+from ..casting import AttentionMode, RecurrentMode, cast_key, casts_to_bf16, kept_casts
+from ..formats import CASTABLE, native_support
+from ..kernels import (
+    FEWEST_GRU_STEPS,
+    SMALLEST_LINEAR,
+    convolution,
+    dropout,
+    has_weight_gradient,
+    is_large_lstm,
+    linear,
+    takes_dropout,
+    takes_linear,
+)
+from ..policy import Rule
+from .forward import Binding, Bound, record
+from .hand_written import class_of, hand_written_gelu, hand_written_rms_norm
+from .module_rules import Precision, put_back, set_modes_aside
+
+SMALLEST_POOL = 1 << 14
+"""Elements of an input from which on two copies cost less than they save."""
+FEWEST_CHANNELS = 8
+_aten = torch.ops.aten
+_OPS: dict[int, tuple[torch.memory_format, Any, Any]] = {
+    4: (torch.channels_last, _aten.max_pool2d_with_indices, _aten.max_pool2d_with_indices_backward),
+    5: (torch.channels_last_3d, _aten.max_pool3d_with_indices, _aten.max_pool3d_with_indices_backward),
+}
+"""By dimensions of an input: the layout in which its channels lie side by side, pooling, and its gradient."""
+_UNCAST = (nn.Embedding, nn.EmbeddingBag, nn.modules.batchnorm._BatchNorm)
+"""Modules whose weights no region casts."""
+FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that in evaluation call one fused kernel, past every rule and cast."""
+
+
+def in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> Callable[..., Any] | None:
+    """Return what runs in place of the forward of a module's class, if anything does."""
+    if binding.keeps_casts and own is None and (run := _with_kept_casts(module)) is not None:
+        return run
+    if isinstance(module, FUSED):
+        return run_unfused
+    if binding.has_own_ops and own is None and (run := _own_op(module)) is not None:
+        return run
+    if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
+        return None
+    return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)
+
+
+def _own_op(module: nn.Module) -> Callable[..., Any] | None:
+    if isinstance(module, nn.LSTM | nn.GRU):
+        return run_recurrent
+    if native_support("cpu", torch.bfloat16).reason == "avx512_bf16":  # elsewhere torch's are faster
+        if _runs_as(module, nn.Conv2d) and class_of(module)._conv_forward is nn.Conv2d._conv_forward:
+            return run_convolution
+        if _runs_as(module, nn.Linear):
+            return run_linear
+    if _runs_as(module, nn.Dropout):
+        return run_dropout
+    return run_max_pool if _runs_as(module, nn.MaxPool2d, nn.MaxPool3d) else None
+
+
+def _with_kept_casts(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what runs where casts are kept; None where the module's own forward casts no weight."""
+    if _runs_as(module, nn.Linear):
+        return _run_kept_linear
+    if _runs_as(module, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return _run_kept_convolution
+    if isinstance(module, _UNCAST) or all(p is None for p in own_parameters(module).values()):
+        return None
+    return _run_by_mode
+
+
+def _runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is of one of torch's classes and has the forward of one. Host only."""
+    return isinstance(module, kinds) and class_of(module).forward in [kind.forward for kind in kinds]
+
+
+def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a module in `FUSED`, without its fused kernel where casting is on.
+
+    torch leaves that kernel out under autocast, but asks for CUDA's alone: on the CPU the switch of CUDA says so too.
+    """
+    forward = type(module)._mezzo_class.forward  # type: ignore[attr-defined]  # of every bound class
+    is_hidden = torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+    if module.training or not is_hidden:
+        return forward(module, *args, **kwargs)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+def run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of an LSTM or a GRU, by mezzo's kernel where that is faster and nobody looks on."""
+    forward = type(module)._mezzo_class.forward
+    if is_compiling() or not _may_take(module, *args):
+        return forward(module, *args, **kwargs)
+    with RecurrentMode():
+        return forward(module, *args, **kwargs)
+
+
+def _may_take(module: nn.RNNBase, input: object = None, *_: object) -> bool:
+    """Whether layers are given a tensor of a size from which it pays to see each of their ops."""
+    if not isinstance(input, Tensor):
+        return False
+    if isinstance(module, nn.GRU):
+        return input.dim() > 1 and input.shape[module.batch_first and input.dim() == 3] >= FEWEST_GRU_STEPS
+    width = module.input_size
+    is_trained = module.training or torch.is_grad_enabled()
+    return is_trained and is_large_lstm(input.numel() // width, width, module.hidden_size)
+
+
+def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a `Linear`, by mezzo's kernel where a region casts to bf16, it is the faster one and nobody looks on."""
+    if len(args) != 1 or kwargs or is_compiling():
+        return nn.Linear.forward(module, *args, **kwargs)
+    x, weight, bias = args[0], module.weight, module.bias
+    aside = set_modes_aside(AttentionMode)
+    try:
+        if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
+            if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
+                return linear(x, weight, bias)
+    finally:
+        put_back(aside)
+    return F.linear(x, weight, bias)
+
+
+def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a `Conv2d`, with gradients by mezzo's kernel where a region casts to bf16 and that is the faster one: the same bits forward. Syncs: no."""
+    aside = set_modes_aside(AttentionMode)
+    try:
+        operands = _convolved(module, *args) if len(args) == 1 and not kwargs else None
+        if operands is not None:
+            return convolution(*operands, module.stride, module.padding)
+    finally:
+        put_back(aside)
+    return type(module)._mezzo_class.forward(module, *args, **kwargs)
+
+
+def _convolved(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return what a call multiplies, in bf16; None where it is torch's. Syncs: no."""
+    if is_compiling() or num_function_modes() or not isinstance(x, Tensor):
+        return None
+    if not (casts_to_bf16() and module.groups == 1 and module.padding_mode == "zeros" and module.dilation == (1, 1)):
+        return None
+    weight, bias = module.weight, module.bias
+    if not all([isinstance(pair, tuple) and len(pair) == 2 for pair in (module.stride, module.padding)]):
+        return None
+    if not has_weight_gradient(x, weight, bias, module.stride, module.padding):
+        return None
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if not all([one.dtype in CASTABLE for one in given]):
+        return None
+    low = [one.to(torch.bfloat16) for one in given]
+    return low[0], low[1], low[2] if len(low) == 3 else None
+
+
+def run_dropout(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a `Dropout`, with torch's random numbers drawn by mezzo's kernel where that is the faster one and nobody looks on."""
+    if len(args) == 1 and not kwargs and module.training and not (module.inplace or is_compiling()):
+        x, aside = args[0], set_modes_aside(AttentionMode)
+        try:
+            if isinstance(x, Tensor) and not num_function_modes() and takes_dropout(x, module.p):
+                return dropout(x, module.p)
+        finally:
+            put_back(aside)
+    return type(module)._mezzo_class.forward(module, *args, **kwargs)
+
+
+def run_max_pool(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a `MaxPool2d` or `MaxPool3d` on channels that lie side by side, of which torch takes many at a time: 6 times as fast with both copies."""
+    if len(args) == 1 and not kwargs and _lies_apart(module, args[0]):
+        options = module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode
+        return _MaxPool.apply(args[0], options)  # type: ignore[no-untyped-call]  # torch's own
+    return type(module)._mezzo_class.forward(module, *args, **kwargs)
+
+
+class _MaxPool(torch.autograd.Function):
+    """torch's pooling, with input, result and gradient laid out as torch's would lie: else every op after it copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: tuple[Any, ...]) -> Tensor:
+        layout, pool, _ = _OPS[x.dim()]
+        out, indices = pool(x.contiguous(memory_format=layout), *options)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(x, indices.contiguous())
+            ctx.options = options
+        return out.contiguous()  # type: ignore[no-any-return]  # torch types it loosely
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, indices = ctx.saved_tensors
+        return _OPS[x.dim()][2](grad.contiguous(), x, *ctx.options, indices), None
+
+
+def _lies_apart(module: Any, x: object) -> bool:
+    """Whether an input is one of many channels, each of which lies by itself, whose windows share or touch one another."""
+    return (
+        not is_compiling()
+        and type(x) is Tensor
+        and x.dim() in _OPS
+        and x.is_cpu
+        and x.numel() >= SMALLEST_POOL
+        and x.shape[1] >= FEWEST_CHANNELS
+        and x.is_floating_point()
+        and x.is_contiguous()
+        and not module.return_indices
+        and isinstance(module.kernel_size, int)
+        and isinstance(module.stride, int)
+        and module.stride <= module.kernel_size
+        and is_unwatched()
+    )
+
+
+def _run_kept_linear(module: nn.Linear, input: Tensor) -> Tensor:
+    return F.linear(input, *_casts_of(module))
+
+
+def _run_kept_convolution(module: Any, input: Tensor) -> Tensor:
+    out: Tensor = module._conv_forward(input, *_casts_of(module))
+    return out
+
+
+def _run_by_mode(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a module that casts its weights who knows where, in a region that sees each op."""
+    forward = run_unfused if isinstance(module, FUSED) else type(module)._mezzo_class.forward
+    if is_compiling():
+        return forward(module, *args, **kwargs)
+    with _bound(module).binding.by_mode():
+        return forward(module, *args, **kwargs)
+
+
+def _casts_of(module: Any) -> tuple[Tensor, Tensor | None]:
+    weight, bias = module.weight, module.bias
+    if is_compiling():
+        return weight, bias
+    key = None if torch.is_grad_enabled() else cast_key(weight, bias)
+    if key is None:
+        return kept_casts(weight, bias)
+    bound = _bound(module)
+    if bound.kept is None or bound.kept[0] != key:
+        bound.kept = key, kept_casts(weight, bias)
+    return bound.kept[1]
+
+
+def _bound(module: nn.Module) -> Bound:
+    found = record(module)
+    assert found is not None
+    return found
