@@ -249,6 +249,12 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     return addresses
 
 
+def addresses_or_none(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Return the addresses of dense tensors, None for those that are not there; errors as `addresses_of`. Syncs: no."""
+    there = iter(addresses_of([one for one in tensors if one is not None]))
+    return [None if one is None else next(there) for one in tensors]
+
+
 def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Refuse with an OperandError a tensor that a kernel of the CPU only reads, unless it is what an op takes it for. Host only."""
     if tensor.shape == shape and tensor.dtype is dtype and is_readable(tensor):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...operands import FORMATS, MODES, Layout, Operands, batch_of
 from ...weights import Weights
-from .build import library
+from .build import c_functions, library
 
 
 class _BatchStruct(ctypes.Structure):
@@ -71,17 +71,12 @@ def compiled_norms(
     The L2 norm of each gradient, within a few ulp of the reference; gradients that are not dense are copied. One that lies
     outside its storage, or not on the CPU, is an OperandError. Syncs: no, nor do the norms.
     """
-
-    @functools.cache
-    def kernel() -> Any:
-        found = getattr(library(source), name)
-        found.argtypes = (ctypes.c_int64, *[ctypes.c_void_p] * 3, ctypes.c_int32, ctypes.c_void_p)
-        return found
+    kernel = c_functions(source, "", **{name: "qPPPiP"})
 
     def numbers(grads: Sequence[Tensor]) -> array[float]:
         dense = grads if all(map(Tensor.is_contiguous, grads)) else [_dense(grad) for grad in grads]
         norms, given = array("f", [0.0]) * len(dense), batch_of(dense)
-        kernel()(len(dense), *map(address, given), torch.get_num_threads(), address(norms))
+        kernel(name)(len(dense), *map(address, given), torch.get_num_threads(), address(norms))
         return norms
 
     def tensor(grads: Sequence[Tensor]) -> Tensor:

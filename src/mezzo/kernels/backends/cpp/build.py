@@ -11,7 +11,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,6 +81,32 @@ def library(source: Path) -> ctypes.CDLL:
     if isinstance(found, NativeBuildError):
         raise found
     return found
+
+
+_TYPES = {
+    "P": ctypes.c_void_p,
+    "q": ctypes.c_int64,
+    "Q": ctypes.c_uint64,
+    "i": ctypes.c_int32,
+    "I": ctypes.c_uint32,
+    "f": ctypes.c_float,
+}
+
+
+def c_functions(source: Path, prefix: str, **types: str) -> Callable[[str], Any]:
+    """Return what gives the C functions of a source by their names without prefix, compiled when the first is asked for.
+
+    The types of their arguments are letters of `struct`, that of what they return stands behind a colon: "PPq:i".
+    """
+
+    @functools.cache
+    def function(name: str) -> Any:
+        takes, _, gives = types[name].partition(":")
+        found = getattr(library(source), f"{prefix}{name}")
+        found.argtypes, found.restype = [_TYPES[letter] for letter in takes], _TYPES.get(gives)
+        return found
+
+    return function
 
 
 @functools.cache

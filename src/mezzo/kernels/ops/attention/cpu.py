@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...backends.cpp.batch import int64s
-from ...backends.cpp.build import library
-from ...operands import batch_of, check_read
+from ...backends.cpp.build import c_functions
+from ...operands import addresses_or_none, check_read
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -46,10 +45,9 @@ def backward(
     sizes = int64s([batch, heads, kv_heads, queries, keys, width])
     threads = min(torch.get_num_threads(), batch * kv_heads)
     memory = torch.empty(threads * _function("workspace")(sizes) // 4, dtype=torch.float32, device="cpu")
-    _, addresses, _ = batch_of([*rows, memory, logsumexp, *([] if added is None else [added])])
-    tensors, workspace, sums = addresses[:8], *addresses[8:10]
+    *tensors, workspace, sums, to_add = addresses_or_none([*rows, memory, logsumexp, added])
     _function("backward")(
-        (ctypes.c_void_p * 8)(*tensors), sums, None if added is None else addresses[10],
+        (ctypes.c_void_p * 8)(*tensors), sums, to_add,
         int64s(strides + ([0] * 4 if added is None else list(added.stride()))), sizes, scale, is_causal, products() == 2,
         workspace, threads,
     )  # fmt: skip
@@ -68,13 +66,4 @@ def products() -> int:
     return int(_function("products")())
 
 
-@functools.cache
-def _function(name: str) -> Any:
-    """Return a compiled function, with the types of its arguments."""
-    pointer, whole, number = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-    function = getattr(library(SOURCE), f"mezzo_attention_{name}")
-    function.restype = None if name == "backward" else ctypes.c_int64
-    function.argtypes = {
-        "backward": [*[pointer] * 5, number, whole, whole, pointer, whole], "workspace": [pointer], "products": [],
-    }[name]  # fmt: skip
-    return function
+_function = c_functions(SOURCE, "mezzo_attention_", backward="PPPPPfiiPi", workspace="P:q", products=":q")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...backends.cpp.batch import int64s
-from ...backends.cpp.build import library
-from ...operands import batch_of, check_read
+from ...backends.cpp.build import c_functions
+from ...operands import addresses_or_none, check_read
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -40,9 +38,8 @@ def weight_gradient(
     numbers = int64s([*input.shape, *grad.shape[1:], *weight.shape[2:], *stride, *padding])
     bytes_needed = _function("workspace")(numbers, threads)
     memory = torch.empty(bytes_needed // 4, dtype=torch.float32, device="cpu")
-    _, addresses, _ = batch_of([found, input, grad, memory, *([] if of_bias is None else [of_bias])])
-    to, x, g, workspace, *bias = addresses
-    _function("gradients")(to, bias[0] if bias else None, x, g, numbers, workspace, threads)
+    *tensors, workspace = addresses_or_none([found, of_bias, input, grad, memory])
+    _function("gradients")(*tensors, numbers, workspace, threads)
     return found, of_bias
 
 
@@ -52,11 +49,4 @@ def is_faster() -> bool:
     return bool(_function("is_faster")())
 
 
-@functools.cache
-def _function(name: str) -> Any:
-    """Return a compiled function, with the types of its arguments."""
-    pointer, count = ctypes.c_void_p, ctypes.c_int32
-    function = getattr(library(SOURCE), f"mezzo_convolution_{name}")
-    function.restype = {"gradients": None, "workspace": ctypes.c_int64, "is_faster": count}[name]
-    function.argtypes = {"gradients": [*[pointer] * 6, count], "workspace": [pointer, count], "is_faster": []}[name]
-    return function
+_function = c_functions(SOURCE, "mezzo_convolution_", gradients="PPPPPPi", workspace="Pi:q", is_faster=":i")

@@ -6,12 +6,11 @@ import ctypes
 import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends.cpp.build import library
+from ...backends.cpp.build import c_functions
 from ...operands import addresses_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -52,7 +51,7 @@ class _State(ctypes.Structure):
 
 def _draw(state: Tensor, out: Tensor, chance: float, kept: int) -> None:
     limit = math.ceil(chance * 2**53)
-    _function()(*addresses_of([state, out]), out.numel(), limit, kept, out.element_size())
+    _function("draw")(*addresses_of([state, out]), out.numel(), limit, kept, out.element_size())
 
 
 @functools.lru_cache(maxsize=64)
@@ -64,9 +63,4 @@ def _bits(value: Tensor) -> int:
     return int(value.view(torch.int32 if value.element_size() == 4 else torch.int16)) & 0xFFFFFFFF
 
 
-@functools.cache
-def _function() -> Any:
-    function = library(SOURCE).mezzo_dropout_draw
-    function.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32]
-    function.restype = None
-    return function
+_function = c_functions(SOURCE, "mezzo_dropout_", draw="PPqQIi")

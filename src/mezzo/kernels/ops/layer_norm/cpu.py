@@ -5,20 +5,17 @@ Layer norm forward is torch's own kernel, as the folder calls it.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...._torch import is_batched_gradient, is_unwatched
 from ....formats import LOW_DTYPES
-from ...backends.cpp.build import library
+from ...backends.cpp.build import c_functions
 from ...dtensor import PLAIN
-from ...operands import FORMATS, batch_of, check_read
+from ...operands import FORMATS, addresses_of, addresses_or_none, check_read
 from .. import layer_norm as reference
 from . import as_fp32
 
@@ -50,10 +47,8 @@ def forward(
     out = torch.empty_like(x, dtype=low, memory_format=torch.contiguous_format)
     rstd = torch.empty((*x.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32, device="cpu")
     given = [x.contiguous(), _factors(weight, shape), out, rstd]
-    _, addresses, _ = batch_of(given)
-    _function("mezzo_rms_norm")(
-        *addresses, rstd.numel(), math.prod(shape), eps, FORMATS[x.dtype], FORMATS[low], torch.get_num_threads()
-    )
+    sizes, formats = (rstd.numel(), math.prod(shape)), (FORMATS[x.dtype], FORMATS[low])
+    _function("rms_norm")(*addresses_of(given), *sizes, eps, *formats, torch.get_num_threads())
     return out, rstd.new_empty(0), rstd
 
 
@@ -84,16 +79,9 @@ def backward(
     grad, x, rstd, mean = grad.contiguous(), x.contiguous(), rstd.contiguous(), mean.contiguous()
     grad_x = torch.empty_like(x)
     grads = torch.empty((1 + is_centred, *shape), dtype=torch.float32, device="cpu")
-    _, addresses, formats = batch_of([grad, x, factors, rstd, grad_x, grads, *([mean] if is_centred else [])])
-    _function("mezzo_norm_backward")(
-        *addresses,
-        *[None] * (not is_centred),
-        rstd.numel(),
-        math.prod(shape),
-        formats[1],
-        formats[0],
-        torch.get_num_threads(),
-    )
+    addresses = addresses_or_none([grad, x, factors, rstd, grad_x, grads, mean if is_centred else None])
+    formats = FORMATS[x.dtype], FORMATS[grad.dtype]
+    _function("norm_backward")(*addresses, rstd.numel(), math.prod(shape), *formats, torch.get_num_threads())
     return grad_x, None if weight is None else grads[0], grads[1] if is_centred and bias is not None else None
 
 
@@ -103,11 +91,4 @@ def _factors(weight: Tensor | None, shape: list[int]) -> Tensor:
     return torch.ones(shape, device="cpu", dtype=torch.float32) if factors is None else factors.contiguous()
 
 
-@functools.cache
-def _function(name: str) -> Any:
-    """Return a compiled function, with the types of its arguments."""
-    is_forward = name == "mezzo_rms_norm"
-    numbers = [ctypes.c_int64] * 2 + [ctypes.c_float] * is_forward + [ctypes.c_int32] * 3
-    function = getattr(library(SOURCE), name)
-    function.argtypes, function.restype = [*[ctypes.c_void_p] * (4 if is_forward else 7), *numbers], None
-    return function
+_function = c_functions(SOURCE, "mezzo_", rms_norm="PPPPqqfiii", norm_backward="PPPPPPPqqiii")

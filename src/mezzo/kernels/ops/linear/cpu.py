@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends.cpp.build import library
-from ...operands import batch_of
+from ...backends.cpp.build import c_functions
+from ...operands import addresses_or_none
 from ...registry import is_emulated
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -22,17 +20,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `small_linear` says, of operands that `reads_faster` let through. Syncs: no."""
     width, inner = weight.shape
     out = torch.empty((*x.shape[:-1], width), dtype=torch.bfloat16, device="cpu")
-    _, addresses, _ = batch_of([x, weight, out, *([] if bias is None else [bias])])
-    product = _function("mezzo_linear_tiles" if most_rows() == 16 else "mezzo_linear")
+    addresses = addresses_or_none([x, weight, out, bias])
+    product = _function("linear_tiles" if most_rows() == 16 else "linear")
     sizes = x.numel() // inner, inner, width, torch.get_num_threads(), has_large_cache()
-    product(*addresses, *[None] * (bias is None), *sizes)
+    product(*addresses, *sizes)
     return out
 
 
 @functools.cache
 def most_rows() -> int:
     """Return the rows up to which this is faster than torch's own here: 4, 8, 16 on tiles of the processor, 32 or 64 beside emulation. Host only."""
-    return int(library(SOURCE).mezzo_linear_most_rows(is_emulated(torch.bfloat16)))
+    return int(_function("linear_most_rows")(is_emulated(torch.bfloat16)))
 
 
 @functools.cache
@@ -42,10 +40,4 @@ def has_large_cache() -> bool:
     return name in getattr(os, "sysconf_names", ()) and os.sysconf(name) >= 48 * 1024
 
 
-@functools.cache
-def _function(name: str) -> Any:
-    """Return a compiled product, with the types of its arguments."""
-    function = getattr(library(SOURCE), name)
-    function.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2)
-    function.restype = None
-    return function
+_function = c_functions(SOURCE, "mezzo_", linear="PPPPqqqii", linear_tiles="PPPPqqqii", linear_most_rows="i:i")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends.cpp.build import library
-from ...operands import FORMATS, addresses_of
+from ...backends.cpp.build import c_functions
+from ...operands import FORMATS, addresses_or_none
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -20,7 +18,7 @@ def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return what `linear` says, of operands without gaps that `takes_linear` let through; any number of threads gives the same bits. Syncs: no."""
     inner, width = input.shape[-1], weight.shape[0]
     out = input.new_empty((*input.shape[:-1], width))
-    to, x, w, b = _addresses(out, input, weight, bias)
+    to, x, w, b = addresses_or_none([out, input, weight, bias])
     of_weight, of_bias = FORMATS[weight.dtype], FORMATS[weight.dtype if bias is None else bias.dtype]
     rows = input.numel() // inner
     _function("forward")(to, x, w, b, of_weight, of_bias, rows, inner, width, torch.get_num_threads())
@@ -38,7 +36,7 @@ def backward(
     width, inner = weight.shape
     of_input, of_weight = torch.empty_like(input) if needs_input else None, torch.empty_like(weight)
     bias = None if of_bias is None else weight.new_empty(width, dtype=of_bias)
-    dx, dw, db, g, x, w = _addresses(of_input, of_weight, bias, grad, input, weight)
+    dx, dw, db, g, x, w = addresses_or_none([of_input, of_weight, bias, grad, input, weight])
     formats = FORMATS[weight.dtype], FORMATS[weight.dtype if of_bias is None else of_bias]
     rows, threads = grad.numel() // width, torch.get_num_threads()
     if not _function("backward")(dx, dw, db, g, x, w, *formats, rows, inner, width, threads):
@@ -48,26 +46,10 @@ def backward(
     return of_input, of_weight, bias
 
 
-def _addresses(*tensors: Tensor | None) -> list[int | None]:
-    found = iter(addresses_of([one for one in tensors if one is not None]))
-    return [None if one is None else next(found) for one in tensors]
-
-
 @functools.cache
 def is_faster() -> bool:
     """Whether it is faster than torch's here: the processor multiplies pairs of bf16, and no tiles. Host only."""
     return bool(_function("is_faster")())
 
 
-@functools.cache
-def _function(name: str) -> Any:
-    """Return a compiled function, with the types of its arguments."""
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    function = getattr(library(SOURCE), f"mezzo_linear_{name}")
-    function.restype = None if name == "forward" else number
-    function.argtypes = {
-        "forward": [*[pointer] * 4, *[number] * 2, *[size] * 3, number],
-        "backward": [*[pointer] * 6, *[number] * 2, *[size] * 3, number],
-        "is_faster": [],
-    }[name]
-    return function
+_function = c_functions(SOURCE, "mezzo_linear_", forward="PPPPiiqqqi", backward="PPPPPPiiqqqi:i", is_faster=":i")

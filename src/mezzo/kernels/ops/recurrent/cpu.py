@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...backends.cpp.batch import int64s
-from ...backends.cpp.build import library
-from ...operands import batch_of, check_read
+from ...backends.cpp.build import c_functions
+from ...operands import addresses_or_none, check_read
 from . import is_gru
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -49,7 +49,7 @@ def forward(operands: Sequence[Tensor], is_reversed: bool, keeps: bool) -> tuple
     kept = torch.empty((steps, batch, groups, 4, GROUP), dtype=torch.bfloat16, device="cpu") if keeps else None
     sizes = _sizes(operands)
     memory = _workspace("forward", sizes)
-    addresses = _addresses([x, y, *weights, *[None] * (4 - len(weights)), h, kept, states, memory])
+    addresses = addresses_or_none([x, y, *weights, *[None] * (4 - len(weights)), h, kept, states, memory])
     strides = [*x.stride()[:2], *y.stride()[:2], states.stride(0) * has_all]
     _function("forward")(
         (ctypes.c_void_p * 8)(*addresses[:8]), addresses[8], int64s(strides), sizes, is_reversed, addresses[9], _threads(batch)
@@ -92,7 +92,7 @@ def backward(
         d_state[:, :units] = grads[2]
     sizes = _sizes(operands)
     memory = _workspace("backward", sizes)
-    addresses = _addresses([dy, dh, w_hh, kept, d_sums[0], d_sums[-1], states, d_state, memory])
+    addresses = addresses_or_none([dy, dh, w_hh, kept, d_sums[0], d_sums[-1], states, d_state, memory])
     _function("backward")(
         (ctypes.c_void_p * 6)(*addresses[:6]), *addresses[6:8], int64s([0, 0] if dy is None else list(dy.stride()[:2])), sizes,
         is_reversed, addresses[8], _threads(batch),
@@ -128,12 +128,6 @@ def _workspace(name: str, sizes: Any) -> Tensor:
     return torch.empty(_function(f"{name}_workspace")(sizes) // 4, dtype=torch.float32, device="cpu")
 
 
-def _addresses(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    """Return where tensors lie; None for those that are not there."""
-    there = iter(batch_of([one for one in tensors if one is not None])[1])
-    return [None if one is None else next(there) for one in tensors]
-
-
 def _threads(batch: int) -> int:
     return min(torch.get_num_threads(), batch)
 
@@ -144,14 +138,7 @@ def products() -> int:
     return int(_function("products")())
 
 
-@functools.cache
-def _function(name: str) -> Any:
-    """Return a compiled function, with the types of its arguments."""
-    pointer, whole = ctypes.c_void_p, ctypes.c_int32
-    function = getattr(library(SOURCE), f"mezzo_recurrent_{name}")
-    function.restype = None if name in ("forward", "backward") else ctypes.c_int64
-    function.argtypes = {
-        "forward": [*[pointer] * 4, whole, pointer, whole], "backward": [*[pointer] * 5, whole, pointer, whole],
-        "products": [],
-    }.get(name, [pointer])  # fmt: skip
-    return function
+_function = c_functions(
+    SOURCE, "mezzo_recurrent_", forward="PPPPiPi", backward="PPPPPiPi", products=":q", forward_workspace="P:q",
+    backward_workspace="P:q",
+)  # fmt: skip
