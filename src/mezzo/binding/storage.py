@@ -102,7 +102,7 @@ def _choices(optimizer: Optimizer) -> str:
     )
 
 
-def _check_masters(optimizer: MasterOptimizer | MasterWeights, policy: Policy) -> None:
+def _check_masters(optimizer: Optimizer, policy: Policy) -> None:
     if isinstance(optimizer, MasterWeights):
         for p in parameters(optimizer):
             if p.dtype in LOW_DTYPES or policy.params in LOW_DTYPES:

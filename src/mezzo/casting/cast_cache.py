@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._torch import forward_ad_level, functorch_level, is_capturing, storage_id, tracing_state, version, view_base
-from ..kernels import has_graph_tables, stream_number
+from .._torch import forward_ad_level, functorch_level, storage_id, tracing_state, version, view_base
+from ..kernels import is_in_foreign_graph, stream_number
 from ..stamp import Stamp
 
 _hooked = False
@@ -211,8 +211,8 @@ def kept_casts(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
     Writes: the kept casts, where there is none or a weight has changed since. Syncs: no.
     """
     device = weight.device
-    if not torch.is_autocast_enabled(device.type) or (is_capturing(device) and not has_graph_tables()):
-        return weight, bias  # a graph's replays would not make a cast anew that was kept before
+    if not torch.is_autocast_enabled(device.type) or is_in_foreign_graph(device):
+        return weight, bias
     low = torch.get_autocast_dtype(device.type)
     return _kept(weight, low), None if bias is None else _kept(bias, low)
 
@@ -220,7 +220,7 @@ def kept_casts(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | No
 def cast_key(weight: Tensor, bias: Tensor | None) -> tuple[object, ...] | None:
     """Return what two calls of `kept_casts` without gradients have in common that return the same; None where it must be asked. Host only."""
     device = weight.device
-    if type(weight) is not Parameter or not _cacheable(weight) or (is_capturing(device) and not has_graph_tables()):
+    if type(weight) is not Parameter or not _cacheable(weight) or is_in_foreign_graph(device):
         return None
     low = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     # Compared in this order: of equal numbers, the two references are one, or that of what is gone.

@@ -14,9 +14,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, is_capturing, num_function_modes
+from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, num_function_modes
 from ..errors import CastError, RegionError, RegionTypeError
-from ..kernels import has_graph_tables
+from ..kernels import is_in_foreign_graph
 from ..policy import CacheName, PolicyLike
 from ..random_state import accelerator_in_use
 from .cast_cache import RegionCache
@@ -322,7 +322,7 @@ def _new_mode(plan: CastPlan) -> CastMode | None:
 def _goes_into_a_graph() -> bool:
     """Whether somebody captures what runs now: kept casts are none of that graph's, whose replays would not make them anew."""
     device = accelerator_in_use()
-    return device is not None and is_capturing(device) and not has_graph_tables()
+    return device is not None and is_in_foreign_graph(device)
 
 
 def _saved(plan: CastPlan) -> list[tuple[str, torch.dtype, bool]]:

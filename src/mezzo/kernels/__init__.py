@@ -3,7 +3,7 @@
 from .device_numbers import GraphTables as GraphTables
 from .device_numbers import constant as constant
 from .device_numbers import factor_for as factor_for
-from .device_numbers import has_graph_tables as has_graph_tables
+from .device_numbers import is_in_foreign_graph as is_in_foreign_graph
 from .device_numbers import kept_on_device as kept_on_device
 from .device_numbers import move as move
 from .device_numbers import num_asked as num_asked

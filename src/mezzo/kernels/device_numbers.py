@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .._torch import stream_id
+from .._torch import is_capturing, stream_id
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES
 
@@ -74,9 +74,9 @@ def factor_for(factor: Tensor, device: torch.device, dtype: torch.dtype) -> Tens
     return there.to(dtype) if dtype in LOW_DTYPES and device.type != "cpu" else there
 
 
-def has_graph_tables() -> bool:
-    """Whether a graph is captured that holds its tables. Host only."""
-    return _open is not None
+def is_in_foreign_graph(device: torch.device) -> bool:
+    """Whether what is launched goes into a graph of somebody else, which holds no tables, and would not make kept casts anew. Host only."""
+    return _open is None and is_capturing(device)
 
 
 def on_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from .adamw import Adam, AdamW
 from .base import MasterOptimizer, hook_steps
 from .checks import check_differentiable
 from .master_weights import MasterWeights
-from .optimizer_state import OWN_OPTIONS, own_state
+from .optimizer_state import OWN_OPTIONS, HasMasters, own_state
 from .sgd import SGD
 
 
@@ -49,9 +49,9 @@ _FROM_POLICY = "master_from_policy"
 _PLAIN = {adopted: plain for plain, adopted in _ADOPTED.items()}
 
 
-def keeps_masters(optimizer: torch.optim.Optimizer) -> TypeGuard[MasterOptimizer | MasterWeights]:
+def keeps_masters(optimizer: torch.optim.Optimizer) -> TypeGuard[HasMasters]:
     """Whether an optimizer is one of mezzo's, which read scale, clipping and skipping and leave gradients alone."""
-    return isinstance(optimizer, (MasterOptimizer, MasterWeights))
+    return isinstance(optimizer, HasMasters)
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -110,9 +110,14 @@ def check_dense(optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor) -
         )
 
 
+def is_seed(seed: object) -> bool:
+    """Whether a seed of chance is a whole number."""
+    return hasattr(seed, "__index__")
+
+
 def check_seed(seed: object) -> None:
     """Refuse a seed of chance that is no whole number: a ConfigError."""
-    if not hasattr(seed, "__index__"):
+    if not is_seed(seed):
         raise ConfigError(f"rounding_seed={shown(seed)} must be a whole number.")
 
 

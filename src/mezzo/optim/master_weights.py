@@ -14,17 +14,17 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean, shown
 from ..formats import describe
-from ..kernels import AUX_STATE, ScaledGradients, read_master
+from ..kernels import AUX_STATE, ScaledGradients
 from ..policy import Master
 from .base import MasterOptimizer
 from .checks import check_seed
 from .master_store import Masters, Mode
 from .optimizer_state import (
     OWN_OPTIONS,
+    HasMasters,
     and_inside,
     check_shapes,
     checked_hooks,
-    give_masters_,
     keep_masters,
     take_masters_,
 )
@@ -33,7 +33,7 @@ from .saved_state import HOW, check_saved, each_entry
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
 
 
-class MasterWeights(torch.optim.Optimizer):
+class MasterWeights(HasMasters):
     """Any torch optimizer, stepping fp32 masters of the 16-bit parameters it was given.
 
     Its groups go on holding the model's parameters, and this wrapper shows the same groups: schedulers, clipping and
@@ -75,7 +75,6 @@ class MasterWeights(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     masters: Masters
-    set_at: dict[Tensor, int]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickling and deepcopy need; as with torch's optimizers, hooks stay behind."""
@@ -169,42 +168,12 @@ class MasterWeights(torch.optim.Optimizer):
             loss: float | None = self.inner.step(*arguments(closure))
         return loss
 
-    def master(self, param: Tensor) -> Tensor:
-        """Return the fp32 value that a parameter stands for.
-
-        Args:
-            param: a parameter of the model.
-
-        Returns:
-            Its shape; fp32. The parameter itself if it is not 16 bit.
-
-        Raises:
-            ConfigError: not a parameter of this optimizer.
-
-        Syncs: no.
-        """
-        return read_master(self.aux_state(param)[0], param.detach(), self.aux_state(param)[1])
-
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
         if (held := self.state.get(param)) is None:  # what it has state of is its own
             self._check_own(param)
         mode = self.masters.mode_of(param)
         return mode, None if held is None else held.get(AUX_STATE.get(mode, ""))
-
-    def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
-
-        Args:
-            masters: for each parameter that is named, its value; same shape, fp32.
-
-        Raises:
-            ConfigError: no dict, or not a parameter of this optimizer.
-            OperandError: no tensor that could be the value of its parameter. Nothing was changed.
-
-        Writes: the parameters, and their aux state. Syncs: no.
-        """
-        give_masters_(self, masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state with aux state of each weight, in the form of one torch optimizer.

@@ -216,21 +216,15 @@ def and_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return found
 
 
-class KeepsMasters(torch.optim.Optimizer):
-    """An optimizer whose parameters may stand for fp32 values: reads, sets, saves and loads them."""
+class HasMasters(torch.optim.Optimizer):
+    """An optimizer whose parameters may stand for fp32 values, which it reads and sets."""
 
-    saves_own_options: bool = True
-    """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
     set_at: dict[Tensor, int]
     """The version of each weight when `set_masters_` gave it its master."""
 
     @abstractmethod
-    def _forget(self) -> None:
-        """Drop what is kept from step to step: state was replaced."""
-
-    @abstractmethod
-    def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the running means that a parameter of this group has in its state."""
+    def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
+        """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
 
     def master(self, param: Tensor) -> Tensor:
         """Return the fp32 value that a parameter stands for.
@@ -261,6 +255,21 @@ class KeepsMasters(torch.optim.Optimizer):
         Writes: the parameters, and their aux state. Syncs: no.
         """
         give_masters_(self, masters)
+
+
+class KeepsMasters(HasMasters):
+    """An optimizer that keeps masters itself, and saves and loads them."""
+
+    saves_own_options: bool = True
+    """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop what is kept from step to step: state was replaced."""
+
+    @abstractmethod
+    def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the running means that a parameter of this group has in its state."""
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""

@@ -16,6 +16,7 @@ from ..errors import CheckpointError, first_line, listed, shown
 from ..formats import is_number, number_of
 from ..kernels import AUX_STATE
 from ..loss_scale import parameters
+from .checks import is_seed
 
 MOMENTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
@@ -133,7 +134,7 @@ def _is_number(value: object, *bounds: float) -> bool:
 def _wanted(name: str, own: object, value: object) -> str:
     """Return what an option must be, if what was saved is none: what it is now tells."""
     if name == "rounding_seed":
-        return "" if hasattr(value, "__index__") else "a whole number"
+        return "" if is_seed(value) else "a whole number"
     if isinstance(own, bool):
         return "" if value is None or isinstance(value, bool) else "True or False"
     if _is_number(own, -math.inf, math.inf):

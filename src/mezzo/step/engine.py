@@ -57,7 +57,7 @@ class Engine:
         self._skip: Skip = skip
         self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
-        self._may_capture = self.gradients.home.type != "cpu"  # asked anew each time, it is a text made anew
+        self.may_capture = self.gradients.home.type != "cpu"  # asked anew each time, it is a text made anew
         self.buffers = Buffers(self.root)
         self.loss_scale = (
             NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
@@ -134,7 +134,7 @@ class Engine:
 
     def refuse_capture(self, call: str) -> None:
         """Refuse a call while somebody else captures a graph, which no host could follow when it is replayed: a StepError. Syncs: no."""
-        if self._may_capture and not self.is_captured and is_capturing(home := self.gradients.home):
+        if self.may_capture and not self.is_captured and is_capturing(home := self.gradients.home):
             raise StepError(
                 f"{call} was called while a graph is captured on {home}: the host reads what each step found, and would not "
                 "know of a replay. Write step = amp.capture(function), which captures the function's step and replays it, or "
@@ -213,14 +213,8 @@ class Engine:
                 NOTHING if self.consensus is None else self.consensus.watching(),
                 self.buffers.writing() if self.buffers.slots else NOTHING,
             ):
-                self.gradients.backward(
-                    loss,
-                    self.scale,
-                    retain_graph=retain_graph,
-                    create_graph=create_graph,
-                    inputs=inputs,
-                    probing=self.replay.paused() if wants_probe else None,
-                )
+                probing = self.replay.paused() if wants_probe else None
+                self.gradients.backward(loss, self.scale, retain_graph, create_graph, inputs, probing)
         finally:
             if not self.replay.is_idle:
                 self.replay.stop_following()
@@ -232,10 +226,7 @@ class Engine:
                 "step() was called without a closure, and the policy declares guard.on_overflow=retry, which computes "
                 "the loss again. Write amp.step(closure), or guard.on_overflow=skip."
             )
-        for one in self._stepped:
-            if optimizer is None or one.optimizer is optimizer:
-                one.refuse_without_closure()
-        self.refuse_options(optimizer)
+        self.refuse_options(optimizer, has_closure=False)
         if self.consensus is not None:
             self.find_ranks()
             self.consensus.check_step()
@@ -260,11 +251,11 @@ class Engine:
             self._invariants.check(before, grads, result.flags(), self.num_steps, self.report)
         return result
 
-    def refuse_options(self, optimizer: Optimizer | None) -> None:
+    def refuse_options(self, optimizer: Optimizer | None, *, has_closure: bool) -> None:
         """Refuse what `Stepped.refuse_options` does, of one optimizer or of all. Host only."""
         for one in self._stepped:
             if optimizer is None or one.optimizer is optimizer:
-                one.refuse_options()
+                one.refuse_options(has_closure=has_closure)
 
     @property
     def _is_due(self) -> bool:

@@ -27,7 +27,7 @@ class ForwardHook:
         self._model = engine.root
         self._groups = engine.optimizers
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
-        self._may_be_captured = bool(self._groups) and engine.gradients.home.type != "cpu"
+        self._may_be_captured = bool(self._groups) and engine.may_capture
         self.look()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:

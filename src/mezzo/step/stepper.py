@@ -143,14 +143,7 @@ class Stepper(PreparedRun):
         Syncs: no.
         """
         engine, wanted = self._engine, [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        return engine.gradients.grad(
-            outputs,
-            wanted,
-            engine.scale,
-            create_graph=create_graph,
-            retain_graph=retain_graph,
-            allow_unused=allow_unused,
-        )
+        return engine.gradients.grad(outputs, wanted, engine.scale, create_graph, retain_graph, allow_unused)
 
     def external_backward(self) -> AbstractContextManager[None]:
         """Let something else run backward inside the block, such as a schedule of torch.distributed.pipelining.

@@ -110,17 +110,19 @@ class Stepped:
         """Whether the optimizer takes each step it is told to, whatever was found. Host only."""
         return not self._is_fused or _lacks_momentum(self._inner, self.optimizer)
 
-    def refuse_without_closure(self) -> None:
-        """Refuse, by a StepError, a step without a closure of an optimizer that evaluates the loss by itself. Host only."""
+    def refuse_options(self, *, has_closure: bool) -> None:
+        """Refuse a step without the closure that it needs, and options that were set, since the last one, to inf or NaN. Host only.
+
+        Raises:
+            StepError: the optimizer evaluates the loss by itself, and has no closure.
+            ConfigError: a rate, decay, eps, momentum or beta is inf or NaN; nothing was changed.
+        """
         kind: Any = type(self._inner)
-        if needs_closure(kind):
+        if not has_closure and needs_closure(kind):
             raise StepError(
                 f"step() was called without a closure, and {kind.__name__} computes the loss several times in one step. "
                 "Write amp.step(closure), where closure calls amp.zero_grad(), the model and amp.backward(loss), and returns the loss."
             )
-
-    def refuse_options(self) -> None:
-        """Refuse, by a ConfigError, options that were set, since the last step, to what no update can use, as inf and NaN. Host only."""
         options = [value for group in self.optimizer.param_groups for value in group.values()]
         if len(options) != len(self._options) or not all(map(is_, options, self._options)):
             for group in self.optimizer.param_groups:

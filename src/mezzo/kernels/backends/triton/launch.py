@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._torch import is_capturing
 from ....errors import ConfigError
-from ...device_numbers import constant, has_graph_tables, kept_on_device, on_device
+from ...device_numbers import constant, is_in_foreign_graph, kept_on_device, on_device
 from ...operands import FORMATS, MODES, Operands, addresses_of
 
 BLOCK = 1024
@@ -104,7 +103,7 @@ def launch(
     Writes: weights, their aux state, moments; none of them if `found_inf` is set. Syncs: no.
     """
     device, weights, grads = step.device, operands.weights, operands.grads
-    if is_capturing(device) and not has_graph_tables():
+    if is_in_foreign_graph(device):
         raise ConfigError(
             f"an optimizer of mezzo's was stepped while a graph is captured on {device}: its kernel reads tables of addresses "
             "that the host fills, and nobody would keep them for the replays. Write step = amp.capture(function), take the "
