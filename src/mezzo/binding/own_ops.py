@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from .._torch import is_unwatched, num_function_modes, own_parameters, tracing_state
 from ..casting import AttentionMode, RecurrentMode, cast_key, casts_to_bf16, kept_casts
-from ..formats import CASTABLE, native_support
+from ..formats import LOW_DTYPES, native_support
 from ..kernels import (
     FEWEST_GRU_STEPS,
     SMALLEST_LINEAR,
@@ -165,7 +165,7 @@ def _convolved(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] |
     if not has_weight_gradient(x, weight, bias, module.stride, module.padding):
         return None
     given = (x, weight) if bias is None else (x, weight, bias)
-    if not all([one.dtype in CASTABLE for one in given]):
+    if not all([one.dtype in (torch.float32, *LOW_DTYPES) for one in given]):
         return None
     low = [one.to(torch.bfloat16) for one in given]
     return low[0], low[1], low[2] if len(low) == 3 else None

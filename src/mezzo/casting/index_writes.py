@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from .._torch import dynamo_skip_frame, without_autocast
-from ..formats import CASTABLE, LOW_DTYPES
+from ..formats import LOW_DTYPES
 from ..policy import DISPATCH_KEYS, registered
+from .wide import CASTABLE
 
 _WRITES = ("index_copy.default", "masked_scatter.default", "put.default", "index_put.default", "scatter.src")
 _SUMS = ("index_add.default", "index_reduce.default", "scatter_add.default", "scatter_reduce.two")

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from .._torch import forward_ad_level, functorch_level, is_batched_gradient, is_unwatched, saved_tensors_hooks, version
-from ..formats import CASTABLE, describe
+from ..formats import LOW_DTYPES, describe
 from ..kernels import PLAIN, linear_gradients
 from .mode import map_tensors
 
+CASTABLE = (torch.float32, *LOW_DTYPES)
+"""What a region casts, and casts to."""
 AT_ONCE = 1 << 22
 """Elements in fp32 at a time, of rows of the longer and of the result: with fewer the product takes more time."""
 FEWEST_ROWS = 256

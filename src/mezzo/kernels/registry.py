@@ -17,7 +17,7 @@ import torch
 
 from .._torch import fused_devices, has_fast_kernels, has_foreach_norm, without_dispatch_modes
 from ..errors import ConfigError, did_you_mean
-from ..formats import CASTABLE, dtype_name, native_support
+from ..formats import LOW_DTYPES, dtype_name, native_support
 from .backends.cpp.build import NativeBuildError, library
 
 Backend = Literal["auto", "reference", "cpu", "foreach", "triton", "fused"]
@@ -65,7 +65,7 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
         return f"{op} has no {backend} implementation"
     if backend == "reference":
         return ""
-    if dtype not in CASTABLE:
+    if dtype not in (torch.float32, *LOW_DTYPES):
         return f"it does not compute in {dtype_name(dtype)}"
     if backend in ("fused", "foreach"):
         has_it = has_foreach_norm(device) if backend == "foreach" else device.type in fused_devices()

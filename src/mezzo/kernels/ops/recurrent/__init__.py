@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...._torch import dispatch_modes, is_batched_gradient, is_unwatched
-from ....formats import CASTABLE
 from ...dtensor import PLAIN
+from ...operands import FORMATS
 from ...registry import compiled
 
 SMALLEST = 2_300_000
@@ -60,7 +60,7 @@ def _state(hx: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _is_plain(tensor: Tensor) -> bool:
     is_strided = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
-    return is_strided and tensor.dtype in CASTABLE
+    return is_strided and tensor.dtype in FORMATS
 
 
 def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
