@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mezzo.errors import ScalerError
 from mezzo.loss_scale import grad_checks, messages
 from mezzo.loss_scale.grad_tracker import GradTracker, Mark
-from mezzo.loss_scale.scale_state import ScaleSnapshot
 
 Edit = Callable[[Tensor], object]
 
@@ -20,7 +19,7 @@ Edit = Callable[[Tensor], object]
 def book(*marks: Mark | None, num_steps: int = 0) -> tuple[GradTracker, torch.optim.Optimizer, list[nn.Parameter]]:
     """Return a tracker, and an optimizer whose gradients are marked so; None leaves one without a gradient."""
     tracker, params = GradTracker(lambda *_: None), [nn.Parameter(torch.ones(2)) for _ in marks]
-    tracker.passes, tracker.captured = 1, ScaleSnapshot(torch.tensor(8.0))
+    tracker.passes, tracker.captured = 1, torch.tensor(8.0)
     optimizer = torch.optim.SGD(params)
     for param, mark in zip(params, marks, strict=True):
         if mark is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from mezzo.loss_scale.grad_tracker import GradTracker, Mark, gradients, leaves
-from mezzo.loss_scale.scale_state import ScaleSnapshot
 
 
 class Book:
@@ -22,13 +21,13 @@ class Book:
         self.captured = snapshot(8.0)
 
     def backward(self) -> None:
-        loss = self.param.sum() * self.captured.scale
+        loss = self.param.sum() * self.captured
         self.tracker.watch(loss, self.captured)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
 
     def unscale(self) -> None:
         assert self.param.grad is not None
-        self.param.grad /= self.captured.scale
+        self.param.grad /= self.captured
         self.tracker.write(self.optimizer, Mark.UNSCALED)
 
     def edit(self) -> None:
@@ -48,8 +47,8 @@ class Book:
         return None if entry is None or grad is None else (entry.mark, entry.stamp.is_current(grad))
 
 
-def snapshot(scale: float) -> ScaleSnapshot:
-    return ScaleSnapshot(torch.tensor(scale))
+def snapshot(scale: float) -> torch.Tensor:
+    return torch.tensor(scale)
 
 
 B, U, E, Z, N = Book.backward, Book.unscale, Book.edit, Book.zero, Book.update

@@ -43,7 +43,7 @@ def test_losses_keep_the_scale_that_they_were_multiplied_by() -> None:
     state = on_the_cpu()
     captured = state.captured()
     state.move(LossScale(scale=4.0))
-    assert float(captured.scale) == 8.0 and float(state.captured().scale) == 4.0
+    assert float(captured) == 8.0 and float(state.captured()) == 4.0
 
 
 def test_a_tensor_of_the_callers_is_taken_as_it_is() -> None:

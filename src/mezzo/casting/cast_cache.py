@@ -38,7 +38,7 @@ def _count_as_write(optimizer: torch.optim.Optimizer, args: object, kwargs: obje
         held |= cache.storages()
     if held:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch.autograd.graph.increment_version([p for p in params if storage_key(p) in held])
+        torch.autograd.graph.increment_version([p for p in params if storage_id(p) in held])
 
 
 _RECENT_ACTIVATIONS = 2
@@ -46,9 +46,9 @@ _RECENT_ACTIVATIONS = 2
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Cast:
     source: Stamp
-    cast: Tensor
+    copy: Tensor
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -66,17 +66,6 @@ def _cacheable(tensor: Tensor) -> bool:
         and forward_ad_level() < 0
         and tracing_state() is None
     )
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return what all views of one storage have in common. Host only."""
-    return storage_id(tensor)
-
-
-@dataclass(slots=True)
-class _WeightCast:
-    owner: Stamp
-    copy: Tensor
 
 
 class _Connect(torch.autograd.Function):
@@ -129,7 +118,7 @@ class WeightCastCache:
 
     def __init__(self) -> None:
         self._turn, self.generation = 0, 0
-        self._casts: dict[tuple[object, ...], _WeightCast] = {}
+        self._casts: dict[tuple[object, ...], _Cast] = {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype, is_first: bool = True) -> Tensor:
         """Return the kept cast of a weight, or a view of one, connected to the graph when gradients are on.
@@ -144,15 +133,15 @@ class WeightCastCache:
         stream = stream_number(weight.device)
         key = (id(owner), weight.storage_offset(), tuple(weight.shape), weight.stride(), stream, dtype)
         found = self._casts.get(key)
-        if found is None or not found.owner.is_of(owner) or found.owner.storage != storage_key(weight):
+        if found is None or not found.source.is_of(owner) or found.source.storage != storage_id(weight):
             gone = weakref.ref(owner, lambda _: self._casts.pop(key, None))
             copy = _copy(weight, dtype)
-            found = self._casts[key] = _WeightCast(Stamp(gone, version(weight), storage_key(weight)), copy)
+            found = self._casts[key] = _Cast(Stamp(gone, version(weight), storage_id(weight)), copy)
             self._drop_old_slices(owner, dtype)
-        elif found.owner.version != version(weight) or (is_first and self._is_stale(weight, found.copy)):
+        elif found.source.version != version(weight) or (is_first and self._is_stale(weight, found.copy)):
             with torch.inference_mode(False), torch.no_grad():
                 found.copy.copy_(weight)
-            found.owner = found.owner._replace(version=version(weight))
+            found.source = found.source._replace(version=version(weight))
         return found.copy
 
     def _is_stale(self, weight: Tensor, copy: Tensor) -> bool:
@@ -176,16 +165,16 @@ class WeightCastCache:
 
     def storages(self) -> set[int | None]:
         """Return the storages of the weights that have a cast here."""
-        return {cast.owner.storage for cast in self._casts.values()}
+        return {cast.source.storage for cast in self._casts.values()}
 
     def drop(self, tensor: Tensor) -> None:
         """Forget the casts of a tensor's storage. Host only."""
-        storage, self.generation = storage_key(tensor), self.generation + 1
-        self._casts = {key: cast for key, cast in self._casts.items() if cast.owner.storage != storage}
+        storage, self.generation = storage_id(tensor), self.generation + 1
+        self._casts = {key: cast for key, cast in self._casts.items() if cast.source.storage != storage}
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return each weight that lives with each of its casts. Host only."""
-        return [(owner, cast.copy) for cast in self._casts.values() if (owner := cast.owner.tensor()) is not None]
+        return [(owner, cast.copy) for cast in self._casts.values() if (owner := cast.source.tensor()) is not None]
 
     def nbytes(self) -> int:
         """Return the bytes that all casts hold. Syncs: no."""
@@ -261,15 +250,15 @@ class RegionCache:
         _caches.add(self)
         self.store = store
         self._used: set[int] = set()
-        self._weights: dict[tuple[int, torch.dtype], _Entry] = {}
-        self._activations: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
+        self._weights: dict[tuple[int, torch.dtype], _Cast] = {}
+        self._activations: OrderedDict[tuple[int, torch.dtype], _Cast] = OrderedDict()
         self._untracked: set[int] = set()
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a floating tensor in another dtype, from the cache where that is right; connected to the graph when gradients are on. Syncs: no."""
         if not _cacheable(tensor):
             return tensor.to(dtype)
-        storage = storage_key(tensor)
+        storage = storage_id(tensor)
         if storage in self._untracked:
             return tensor.to(dtype)
         weight = is_weight(tensor)
@@ -281,14 +270,14 @@ class RegionCache:
         entries = self._weights if weight else self._activations
         entry = entries.get(key)
         if entry is not None and entry.source.is_current(tensor):
-            return _connected(tensor, entry.cast)
+            return _connected(tensor, entry.copy)
         if torch.is_inference_mode_enabled():
             cast = _copy(tensor, dtype)
             kept = cast
         else:
             cast = tensor.to(dtype)
             kept = cast.detach()
-        entries[key] = _Entry(Stamp.of(tensor, with_storage=True), kept)
+        entries[key] = _Cast(Stamp.of(tensor, with_storage=True), kept)
         if not weight:
             self._activations.move_to_end(key)
             while len(self._activations) > _RECENT_ACTIVATIONS:
@@ -301,6 +290,6 @@ class RegionCache:
 
     def stop_tracking(self, tensor: Tensor) -> None:
         """Cast a tensor's storage at every use from now on: a write through `.data` leaves no version behind. Host only."""
-        self._untracked.add(storage_key(tensor))
+        self._untracked.add(storage_id(tensor))
         if self.store is not None:
             self.store.drop(tensor)

@@ -50,13 +50,11 @@ class Choice:
         backend: "reference", "cpu", "foreach", "triton" or "fused".
         reason: one clause for a report.
         module: that holds it.
-        makes_scalars: whether it makes the numbers of a step out of the rule itself, as torch's fused kernels do.
     """
 
     backend: str
     reason: str
     module: ModuleType
-    makes_scalars: bool
 
 
 def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -155,7 +153,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
             reason = "; ".join(refused) or ("asked for" if backend == name else "the fastest that can run here")
             _log.debug("%s on %s %s runs the %s kernel: %s", op, device.type, dtype_name(dtype), name, reason)
             module = importlib.import_module(f".ops.{op}" if name == "reference" else f".ops.{op}.{name}", __package__)
-            return Choice(backend=name, reason=reason, module=module, makes_scalars=name == "fused")
+            return Choice(backend=name, reason=reason, module=module)
         refused.append(f"not {name}: {obstacle}")
     raise ConfigError(
         f"backend={backend!r} was asked for {op} on {device.type} {dtype_name(dtype)}: {obstacle}. Write backend='auto'."

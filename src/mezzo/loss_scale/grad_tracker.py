@@ -19,7 +19,6 @@ from ..kernels import move
 from ..stamp import Stamp
 from .accumulation import GradSums, grads_by_id, same, stamps_of
 from .fused import parameters
-from .scale_state import ScaleSnapshot
 
 
 class Mark(enum.Enum):
@@ -76,7 +75,7 @@ class GradTracker:
         self.has_loose_ends = False
         self.is_stepping = False
         self.is_off = False
-        self.captured: ScaleSnapshot | None = None
+        self.captured: Tensor | None = None
         self.iteration = 0
         self._entries: dict[int, Entry] = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -88,7 +87,7 @@ class GradTracker:
         self._sums = GradSums()
         self.on_step = on_step
 
-    def watch(self, output: Tensor, captured: ScaleSnapshot) -> None:
+    def watch(self, output: Tensor, captured: Tensor) -> None:
         """Note what the backward passes of a scaled output will do to gradients. Syncs: no."""
         if torch.compiler.is_compiling():
             self.is_blind = True
@@ -124,7 +123,7 @@ class GradTracker:
             self._known = None
         self._note(grads_by_id(parameters(optimizer)), {}, mark)
 
-    def accept(self, optimizer: Optimizer, captured: ScaleSnapshot) -> None:
+    def accept(self, optimizer: Optimizer, captured: Tensor) -> None:
         """Note that the gradients of an optimizer carry a scale, whatever was known of them."""
         if captured is not self.captured:
             self._carry_over(captured)
@@ -161,7 +160,7 @@ class GradTracker:
         if mark is Mark.SCALED:
             self._sums.note(grads)
 
-    def _begin(self, captured: ScaleSnapshot, _: Tensor) -> None:
+    def _begin(self, captured: Tensor, _: Tensor) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces hooks and takes no callbacks
             self.is_blind = True
             return
@@ -176,7 +175,7 @@ class GradTracker:
         after_backward(lambda: after_backward(partial(self._end, task)))
 
     @torch.no_grad()
-    def _carry_over(self, captured: ScaleSnapshot) -> None:
+    def _carry_over(self, captured: Tensor) -> None:
         """Bring scaled gradients of an earlier iteration to the scale of the pass that may add to them."""
         ratio: Tensor | None = None
         for param in self._parameters():
@@ -185,7 +184,7 @@ class GradTracker:
             entry = self.entry(param)
             if entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
                 assert self.captured is not None
-                ratio = captured.scale / self.captured.scale if ratio is None else ratio
+                ratio = captured / self.captured if ratio is None else ratio
                 grad.mul_(move(ratio, grad.device))
                 entry.stamp = Stamp.of(grad)
         self.captured = captured

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .._torch import is_capturing
 from .state import LossScale
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleSnapshot:
-    """The scale that the losses of one iteration are multiplied by, and their gradients divided by: shape (), fp32; a copy, which stays when the run's scale moves."""
-
-    scale: Tensor
 
 
 class ScaleState:
@@ -26,7 +19,7 @@ class ScaleState:
 
     def __init__(self, state: LossScale) -> None:
         self.state = state
-        self._captured: ScaleSnapshot | None = None
+        self._captured: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor | None:
@@ -39,12 +32,12 @@ class ScaleState:
             with torch.inference_mode(False):  # a loss scaled there first must not make the state unwritable
                 self.state = self.state.to(device)
 
-    def captured(self) -> ScaleSnapshot:
-        """Return the scale of this iteration's losses. Syncs: no."""
+    def captured(self) -> Tensor:
+        """Return the scale of this iteration's losses, shape (), fp32: one copy, which stays when the run's scale moves. Syncs: no."""
         if self._captured is None:
             assert self.tensor is not None
             with torch.inference_mode(False):
-                self._captured = ScaleSnapshot(self.tensor.clone())
+                self._captured = self.tensor.clone()
         return self._captured
 
     def adopt(self, name: str, value: Tensor | None, start: float) -> None:
@@ -85,7 +78,7 @@ class LastStep:
         captured: the scale of the losses; None for a run without scaling.
     """
 
-    def __init__(self, found_nonfinite: Tensor | bool, captured: ScaleSnapshot | None) -> None:
+    def __init__(self, found_nonfinite: Tensor | bool, captured: Tensor | None) -> None:
         self._found = found_nonfinite
         self._captured = captured
 
@@ -98,7 +91,7 @@ class LastStep:
     @property
     def scale(self) -> float:
         """The scale the gradients were divided by, also after `update` moved it. Syncs: yes."""
-        return 1.0 if self._captured is None else float(self._captured.scale)
+        return 1.0 if self._captured is None else float(self._captured)
 
     def __repr__(self) -> str:
         return f"LastStep(applied={self.applied}, scale={self.scale:g})"

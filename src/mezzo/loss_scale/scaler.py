@@ -19,7 +19,7 @@ from . import grad_checks, messages
 from .fused import StepScaling, parameters, step_scaled
 from .grad_tracker import GradTracker, Mark, gradients
 from .saved import Saved, checked, floor_under, given_scale, pack, unpack
-from .scale_state import AsyncFlag, LastStep, ScaleSnapshot, ScaleState
+from .scale_state import AsyncFlag, LastStep, ScaleState
 from .state import LossScale, next_state
 from .torch_names import TorchNames
 from .unscale import divide_, has_nonfinite, is_unusable
@@ -150,7 +150,7 @@ class GradScaler(TorchNames):
             self._tracker.is_off = True  # replays change gradients unseen, and must read the scale of their own time
             return self._live.state.multiply(output)
         captured = self._live.captured()
-        scaled = LossScale(scale=captured.scale).multiply(output)
+        scaled = LossScale(scale=captured).multiply(output)
         self._tracker.watch(scaled, captured)
         return scaled
 
@@ -181,7 +181,7 @@ class GradScaler(TorchNames):
     def _divide(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         captured = self._check(optimizer)
         try:
-            found = self._unscale_grads_(optimizer, captured.scale.reciprocal(), is_unusable(captured.scale), False)
+            found = self._unscale_grads_(optimizer, captured.reciprocal(), is_unusable(captured), False)
         except MasterError:
             raise MasterError(messages.half_gradients(optimizer)) from None
         if self._config.min_scale < 1.0:  # dividing by less than one can overflow
@@ -206,7 +206,7 @@ class GradScaler(TorchNames):
         found = divide_(grads, inv_scale, found_inf, allow_fp16=allow_fp16)
         return {found.device: found} if grads else {}
 
-    def _check(self, optimizer: Optimizer) -> ScaleSnapshot:
+    def _check(self, optimizer: Optimizer) -> Tensor:
         """Refuse gradients that are not what scaled losses left, and return the scale they carry."""
         is_scaled = grad_checks.before_unscale(self._tracker, optimizer)
         if is_scaled and not self._tracker.knows(optimizer):
@@ -273,7 +273,7 @@ class GradScaler(TorchNames):
         if found is None:
             raise ScalerError(messages.no_gradients(optimizer, self._tracker))
         if divides:
-            grad_scale = None if was_unscaled else state["captured"].scale
+            grad_scale = None if was_unscaled else state["captured"]
             scaling = StepScaling(grad_scale=grad_scale, found_inf=found)
             result, is_skipped = step_scaled(optimizer, self, scaling, args, kwargs)
         else:

@@ -196,7 +196,7 @@ class MasterOptimizer(KeepsMasters):
         rule, dtype, compiling = group_step.rule, operands.weights.values[0].dtype, torch.compiler.is_compiling()
         chosen = None if compiling else registry.choose(self.op, step.device, dtype, group_step.group["backend"])
         kernel = self.definition if chosen is None else chosen.module
-        makes_scalars = chosen is not None and chosen.makes_scalars
+        makes_scalars = chosen is not None and chosen.backend == "fused"  # out of the rule itself
         wide = torch.promote_types(dtype, torch.float32)
         maker = kernel if hasattr(kernel, "scalars") else self.definition
         scalars = None if makes_scalars else maker.scalars(step, rule, wide)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -43,58 +42,13 @@ def is_aligned(addresses: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     return not any(number % 16 for number in chain(addresses, sizes))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Tables:
-    """What a launch reads of its operands, on the device.
-
-    Attributes:
-        addresses: of weights, aux state, gradients and three lists of moments, one list after the other.
-        sizes: of each weight; 0 for one that is left to the reference.
-        seeds: of each weight's random bits.
-        offsets: index of each weight's first element in its whole.
-        blocks: as `blocks` returns them.
-        grad_format: of all gradients, as in `FORMATS`.
-        mean_format: of all moments.
-        is_aligned: every address and size is a multiple of 16.
-    """
-
-    addresses: Tensor
-    sizes: Tensor
-    seeds: Tensor
-    offsets: Tensor
-    blocks: Tensor
-    grad_format: int
-    mean_format: int
-    is_aligned: bool
-
-
-def tables(operands: Operands, device: torch.device) -> Tables | None:
-    """Return the tables of a launch; None if there is nothing to walk. Syncs: no."""
-    where = operands.layout
-    if where is None or operands.grad_addresses is None or operands.grad_formats is None:
-        return None
-    count = len(where.sizes)
-    lists = (where.values, where.aux, operands.grad_addresses, *where.moments, *[()] * (3 - len(where.moments)))
-    (grad_format,) = set(operands.grad_formats)
-    addresses = tuple(chain.from_iterable(held or [0] * count for held in lists))
-    return Tables(
-        addresses=table(addresses, device),
-        sizes=table(tuple(where.sizes), device),
-        seeds=table(tuple(where.seeds), device),
-        offsets=table(tuple(where.offsets), device),
-        blocks=blocks(tuple(where.sizes), device),
-        grad_format=grad_format,
-        mean_format=FORMATS[where.moment_dtype],
-        is_aligned=is_aligned(addresses, tuple(where.sizes)),
-    )
-
-
 def launch(
     step_kernel: Any, operands: Operands, scalars: Tensor, step: Tensor, numbers: Sequence[float], **constants: object
 ) -> None:
     """Launch a step's kernel once over all tensors that it can walk.
 
-    It takes the tables, `scalars` [n, 3], `step` [n], the factors of gradients and `found_inf`, the counts of tensors and blocks, then
+    It takes the addresses of weights, aux state, gradients and three lists of moments, one list after the other; sizes, 0 for one that is left
+    to the reference; seeds and offsets of random bits; what `blocks` returns; `scalars` [n, 3], `step` [n], the factors of gradients and `found_inf`, the counts of tensors and blocks, then
     `numbers`; and `constants` beside those that every step has.
 
     Raises:
@@ -109,19 +63,24 @@ def launch(
             "that the host fills, and nobody would keep them for the replays. Write step = amp.capture(function), take the "
             "step outside of the graph, or give the optimizer backend='reference'."
         )
-    held = tables(operands, device)
-    if held is None:
+    where = operands.layout
+    if where is None or operands.grad_addresses is None or operands.grad_formats is None:
         return
+    sizes, (grad_format,) = tuple(where.sizes), set(operands.grad_formats)
+    lists = (where.values, where.aux, operands.grad_addresses, *where.moments, *[()] * (3 - len(where.moments)))
+    addresses = tuple(chain.from_iterable(held or [0] * len(sizes) for held in lists))
+    tables = [table(held, device) for held in (addresses, sizes, tuple(where.seeds), tuple(where.offsets))]
+    of_blocks = blocks(sizes, device)
     scaled = grads.inv_scale is not None or grads.clip_coef is not None
     inv_scale, clip_coef, found = (_number(x, device) for x in (grads.inv_scale, grads.clip_coef, grads.found_inf))
-    count = held.blocks.shape[1]
+    count = of_blocks.shape[1]
     start(
         step_kernel, count, device,
-        held.addresses, held.sizes, held.seeds, held.offsets, held.blocks, scalars, step, inv_scale, clip_coef, found,
+        *tables, of_blocks, scalars, step, inv_scale, clip_coef, found,
         len(weights.values), count, *numbers, **constants,
-        MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=held.grad_format,
-        MEAN=held.mean_format, MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=grads.found_inf is not None, SIZE=BLOCK,
-        ALIGNED=held.is_aligned, num_warps=WARPS,
+        MODE=MODES[weights.mode], VALUE=FORMATS[weights.values[0].dtype], GRAD=grad_format,
+        MEAN=FORMATS[where.moment_dtype], MAXIMIZE=grads.maximize, SCALED=scaled, GUARDED=grads.found_inf is not None, SIZE=BLOCK,
+        ALIGNED=is_aligned(addresses, sizes), num_warps=WARPS,
     )  # fmt: skip
     torch.autograd.graph.increment_version(list(weights.values))
 
