@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.loss_scale import LossScale, NoScaling, move_, next_state
+from mezzo.loss_scale import LossScale, move_, next_state
 from mezzo.policy import ScalingConfig
 
 CONFIG = ScalingConfig(growth_interval=3)
@@ -151,15 +151,3 @@ def test_multiply_keeps_the_graph() -> None:
     for state in (LossScale(scale=4.0), LossScale(scale=4.0).to("cpu")):
         (gradient,) = torch.autograd.grad(state.multiply(loss), loss)
         assert gradient.item() == 4.0
-
-
-def test_no_scaling_is_the_identity_with_the_same_interface() -> None:
-    """B5: the null object changes nothing, by identity."""
-    off, loss = NoScaling(), torch.tensor(3.0)
-    assert off.multiply(loss) is loss
-    assert next_state(off, True, CONFIG) is off
-    assert off.numbers() is off and off.to("cpu") is off
-    assert off.is_exhausted(True, CONFIG, 1) is False
-    assert (off.scale, off.growth_tracker, off.skipped_in_a_row) == (1.0, 0, 0)
-    public = {name for name in dir(LossScale) if not name.startswith("_")} - {"start"}
-    assert public == {name for name in dir(NoScaling) if not name.startswith("_")}

@@ -59,7 +59,7 @@ from .ops.recurrent import FEWEST_GRU_STEPS as FEWEST_GRU_STEPS
 from .ops.recurrent import is_large_lstm as is_large_lstm
 from .ops.recurrent import recurrent as recurrent
 from .ops.recurrent import takes_recurrent as takes_recurrent
-from .ops.rounding import mix as mix
+from .ops.rounding import param_seed as param_seed
 from .ops.rounding import random_bits as random_bits
 from .ops.rounding import random_key as random_key
 from .ops.sgd import SGDRule as SGDRule

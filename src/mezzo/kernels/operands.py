@@ -131,7 +131,9 @@ def operands(
         layout = layout_of(weights, moments)
         check_apart([layout])
     values = grads.values
-    _check_numels(layout, weights, values)
+    fits = array("q", map(Tensor.numel, values)) == layout.numels
+    for index in layout.other if fits else range(len(weights.values)):  # equally many elements are enough for a kernel
+        _check_gradient(weights, index, values[index])
     if not any(layout.sizes):
         for index, grad in enumerate(values):
             _check_gradient(weights, index, grad)
@@ -160,12 +162,6 @@ def operands(
 def _formats(grads: Sequence[Tensor]) -> array[int]:
     """Return what each gradient is stored in, -1 where no kernel reads it."""
     return array("i", [FORMATS.get(grad.dtype, -1) for grad in grads])
-
-
-def _check_numels(layout: Layout, weights: Weights, grads: Sequence[Tensor]) -> None:
-    fits = array("q", map(Tensor.numel, grads)) == layout.numels
-    for index in layout.other if fits else range(len(weights.values)):  # equally many elements are enough for a kernel
-        _check_gradient(weights, index, grads[index])
 
 
 def _check_gradient(weights: Weights, index: int, grad: Tensor) -> None:

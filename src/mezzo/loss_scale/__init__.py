@@ -18,7 +18,6 @@ from .grad_tracker import ask_before_steps as ask_before_steps
 from .scale_state import LastStep as LastStep
 from .scaler import GradScaler as GradScaler
 from .state import LossScale as LossScale
-from .state import NoScaling as NoScaling
 from .state import can_move_in_place as can_move_in_place
 from .state import move_ as move_
 from .state import next_state as next_state

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import overload
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -74,36 +73,7 @@ class LossScale:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoScaling:
-    """The loss scale of a run that needs none: it has the interface of `LossScale` and changes nothing."""
-
-    scale: float = field(default=1.0, init=False)
-    growth_tracker: int = field(default=0, init=False)
-    skipped_in_a_row: int = field(default=0, init=False)
-
-    def numbers(self) -> NoScaling:
-        """Return this object."""
-        return self
-
-    def to(self, device: torch.device | str) -> NoScaling:
-        """Return this object: there is nothing to place on a device."""
-        return self
-
-    def multiply(self, output: Tensor) -> Tensor:
-        """Return the output itself. Syncs: no."""
-        return output
-
-    def is_exhausted(self, found_nonfinite: Found, config: ScalingConfig, patience: int | None) -> bool:
-        """Return False: what is not there cannot run out."""
-        return False
-
-
-@overload
-def next_state(state: LossScale, found_nonfinite: Found, config: ScalingConfig) -> LossScale: ...
-@overload
-def next_state(state: NoScaling, found_nonfinite: Found, config: ScalingConfig) -> NoScaling: ...
-def next_state(state: LossScale | NoScaling, found_nonfinite: Found, config: ScalingConfig) -> LossScale | NoScaling:
+def next_state(state: LossScale, found_nonfinite: Found, config: ScalingConfig) -> LossScale:
     """Return the loss scale after a step: smaller after inf or NaN, larger after enough clean steps.
 
     A non-finite step multiplies the scale by the backoff factor once `hysteresis` of them stand in a row;
@@ -126,8 +96,6 @@ def next_state(state: LossScale | NoScaling, found_nonfinite: Found, config: Sca
     >>> next_state(state, True, ScalingConfig())
     LossScale(scale=4.0, growth_tracker=0, skipped_in_a_row=1)
     """
-    if isinstance(state, NoScaling):
-        return state
     found, clean = found_nonfinite != 0, found_nonfinite == 0
     skipped = (state.skipped_in_a_row + 1) * found
     tracker = (state.growth_tracker + 1) * clean

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import MasterError
 from ..formats import LOW_DTYPES, describe
-from ..kernels import WEIGHT_STREAM, is_dtensor, mix, random_bits, random_key, read_master, store_master, write_
+from ..kernels import WEIGHT_STREAM, is_dtensor, param_seed, random_bits, random_key, read_master, store_master, write_
 from ..policy import Master
 
 Mode = Literal["split", "fp32", "kahan", "stochastic"]
@@ -95,8 +95,9 @@ class Masters:
         """
         master, bits = self.fp32_param(param).detach(), None
         if self.count is not None:
-            seed = mix((mix(self.seed) + index) & 0xFFFFFFFF)
-            bits = random_bits(random_key(seed, self.count.to(param.device), WEIGHT_STREAM), master)
+            bits = random_bits(
+                random_key(param_seed(self.seed, index), self.count.to(param.device), WEIGHT_STREAM), master
+            )
         weight, new = store_master(self.mode, master, param.dtype, bits)
         if new is None or self.mode == "fp32":
             write_(param, weight, skip)

@@ -21,7 +21,7 @@ from ..kernels import (
     global_offset,
     layout_of,
     local_tensors,
-    mix,
+    param_seed,
 )
 from .checks import check_count
 from .optimizer_state import mode_of, moment_dtype
@@ -143,7 +143,7 @@ def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
         mode=mode,
         values=aligned(params, orders),
         aux=aligned([state[AUX_STATE[mode]] for state in states], orders) if mode in AUX_STATE else [],
-        seeds=[_seed(group["rounding_seed"], step.offset + one.index) if is_random else 0 for one in active],
+        seeds=[param_seed(group["rounding_seed"], step.offset + one.index) if is_random else 0 for one in active],
         offsets=[global_offset(p) for p in params] if is_random and any_dtensor(params) else [],
         labels=[one.label for one in active],
     )
@@ -177,11 +177,6 @@ def _bind_counts(states: Sequence[dict[str, Any]], device: torch.device) -> tupl
     for state, count in zip(states, whole.unbind(), strict=True):
         state["step"] = count
     return whole, array
-
-
-def _seed(rounding_seed: int, number: int) -> int:
-    """Return the seed of one parameter's random bits, from its number among all parameters."""
-    return mix((mix(rounding_seed) + number) & 0xFFFFFFFF)
 
 
 def memory_order(tensor: Tensor) -> Order:

@@ -68,10 +68,6 @@ def registered(device_type: str) -> frozenset[str]:
     return frozenset(name.removeprefix("aten::").split(".")[0] for name in ops_with_kernel(key))
 
 
-def _torch_rule(family: Family, device_type: str) -> Rule | None:
-    return next((rule for rule, devices in family.torch if device_type in devices), None)
-
-
 _REFUSES_DTYPE = frozenset({"norm", "linalg_matrix_norm"})  # for the nuclear norm, if the input is 16 bit
 
 
@@ -84,7 +80,7 @@ def _mezzo_row(family: Family, op: str) -> OpRow | None:
 
 
 def _torch_row(family: Family, op: str, device_type: str) -> OpRow | None:
-    rule = _torch_rule(family, device_type)
+    rule = next((rule for rule, devices in family.torch if device_type in devices), None)
     if rule is None or op not in registered(device_type):
         return None
     by_dtype = family.by_dtype and device_type in ("cuda", "xpu")

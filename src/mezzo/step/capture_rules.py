@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .._torch import step_hooks, version
 from ..distributed import is_running
@@ -68,7 +67,7 @@ def refuse_uncapturable_steps(engine: Engine) -> None:
 
 def watched_values(engine: Engine) -> dict[str, list[object]]:
     """Return what a graph was made for, by name; host numbers and addresses. Host only."""
-    parts = _all_optimizers(engine)
+    parts = {id(part): part for one in engine.optimizers for part in (one, wrapped_optimizer(one))}.values()
     options = [v for part in parts for group in part.param_groups for k, v in group.items() if k != "params"]
     hooks = [len(hooks) for part in parts for hooks in step_hooks(part)]
     return {
@@ -96,10 +95,6 @@ def held_tensors(engine: Engine) -> list[Tensor]:
     scale = engine.loss_scale
     numbers = [n for n in (scale.scale, scale.growth_tracker, scale.skipped_in_a_row) if isinstance(n, Tensor)]
     return [*engine.names, *state, *numbers]
-
-
-def _all_optimizers(engine: Engine) -> list[Optimizer]:
-    return list({id(part): part for one in engine.optimizers for part in (one, wrapped_optimizer(one))}.values())
 
 
 def host_values(engine: Engine) -> list[object]:

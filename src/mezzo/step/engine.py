@@ -16,7 +16,7 @@ from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
-from ..loss_scale import LossScale, NoScaling, ask_before_steps, is_bad
+from ..loss_scale import LossScale, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
 from .foreign_scaler import refuse_stranger
@@ -59,9 +59,8 @@ class Engine:
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
         self.may_capture = self.gradients.home.type != "cpu"  # asked anew each time, it is a text made anew
         self.buffers = Buffers(self.root)
-        self.loss_scale = (
-            NoScaling() if policy.scaling is None else LossScale.start(policy.scaling, self.gradients.home)
-        )
+        scaling, home = policy.scaling, self.gradients.home
+        self.loss_scale = LossScale(scale=1.0) if scaling is None else LossScale.start(scaling, home)
         self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from ..optim import keeps_masters, local_optimizer, parameters
 from . import state_dict as checkpoint
 from .engine import Engine
 from .guard import Counters
+
+_log = logging.getLogger("mezzo.step")
 
 
 class MastersFollow:
@@ -121,5 +124,6 @@ def load_run_(engine: Engine, follow: MastersFollow, state: Mapping[str, Any]) -
     )
     engine.guard.become(replace(engine.guard.state, counters=counters))
     engine.buffers.forgive()
-    checkpoint.say(sentences)
+    for sentence in sentences:
+        _log.warning("loading a checkpoint: %s", sentence)
     return sentences

@@ -17,7 +17,7 @@ from ..binding.bind import bind
 from ..distributed import RankConsensus
 from ..errors import NonFiniteStep, PolicyError, StoppedRun
 from ..formats import LOW_DTYPES, dtype_name
-from ..loss_scale import LossScale, NoScaling
+from ..loss_scale import LossScale
 from ..policy import Policy
 from ..stamp import Stamp
 from .buffers import Buffers
@@ -50,7 +50,7 @@ class Recovery:
         binding: Binding,
         gradients: Gradients,
         buffers: Buffers,
-        loss_scale: LossScale | NoScaling,
+        loss_scale: LossScale,
         names: Mapping[Tensor, str],
     ) -> None:
         policy = binding.policy
@@ -93,8 +93,9 @@ class Recovery:
         stop = state.stop
         if state.skip is not None and self._demote(state, state.skip, consensus):
             stop = None
-        elif state.skip is not None and stop is None and _is_second_bad_loss(state):
-            self._explain_early(state.skip, consensus)
+        elif state.skip is not None and stop is None:
+            if state.skip.reason == "loss" and state.counters.skipped_in_a_row == 2:
+                self._explain_early(state.skip, consensus)
         # All ranks have read the same flags, but what else is not finite, or was flushed, each sees in its own part.
         is_watched = state.is_troubled or state.small_in_a_row > 0
         if consensus is not None and is_watched and consensus.any(stop is not None) and stop is None:
@@ -181,9 +182,9 @@ class Recovery:
             return False
         now = self.guard.state
         self.guard.become(replace(now, counters=replace(now.counters, demoted=(*known, *edits))))
-        if skip.reason == "gradients" and isinstance(self._loss_scale, LossScale) and policy.scaling:
+        if skip.reason == "gradients" and policy.scaling is not None:
             # It fell because of an overflow that is mended now.
-            list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling))))
+            list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling)), policy.scaling))
         return True
 
 
@@ -216,10 +217,6 @@ def _not_stepped(names: Mapping[Tensor, str], gradients: Gradients) -> list[Tens
     """Return the parameters that no optimizer steps, or that are frozen. Host only."""
     stepped = {id(p) for p in gradients.parameters() if p.requires_grad}
     return [p for p in names if id(p) not in stepped]
-
-
-def _is_second_bad_loss(state: GuardState) -> bool:
-    return state.skip is not None and state.skip.reason == "loss" and state.counters.skipped_in_a_row == 2
 
 
 def _flush_floor(policy: Policy, gradients: Gradients) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +15,7 @@ from ..binding import innermost
 from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, listed, shown
 from ..formats import LOW_DTYPES, SMALLEST, dtype_name, is_count, is_number, parse_dtype
 from ..kernels import AUX_STATE, read_master
-from ..loss_scale import LossScale, NoScaling
+from ..loss_scale import LossScale
 from ..optim import HOW, check_mapping, check_saved, check_tensor, each_entry, keeps_masters, parameters, refuse
 from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
@@ -26,15 +25,14 @@ FORMAT = 1
 
 _KEYS = ("format", "policy", "declared", "model", "optimizers", "outside", "scaling", "counters")
 _OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
-_log = logging.getLogger("mezzo.step")
 
 
-def save_run(policy: Policy, loss_scale: LossScale | NoScaling, counters: Counters) -> dict[str, Any]:
+def save_run(policy: Policy, loss_scale: LossScale, counters: Counters) -> dict[str, Any]:
     """Return what a run knows beside weights and optimizers. Syncs: yes, for the loss scale."""
     return {
         "format": FORMAT,
         "policy": policy.to_dict(),
-        "scaling": None if isinstance(loss_scale, NoScaling) else dataclasses.asdict(loss_scale.numbers()),
+        "scaling": None if policy.scaling is None else dataclasses.asdict(loss_scale.numbers()),
         "counters": dataclasses.asdict(counters),
     }
 
@@ -120,7 +118,9 @@ def load_(
         _check_weights("outside", saved, beside)
     if weights is None:
         return tuple(_load_outside_(beside, saved))
-    _check_tensors(state["optimizers"], weights, inner, optimizers)
+    _check_weights("model", weights, inner.state_dict())
+    for index, (optimizer, entry) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
+        check_saved(f"optimizers[{index}]", entry, optimizer)
     with ExitStack() as undo:
         for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
             if not keeps_masters(optimizer):
@@ -239,18 +239,16 @@ def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]
     return {**entry, "state": state, "param_groups": groups}
 
 
-def load_scale_(
-    state: LossScale | NoScaling, saved: Mapping[str, Any] | None, config: ScalingConfig | None = None
-) -> Iterator[str]:
+def load_scale_(state: LossScale, saved: Mapping[str, Any] | None, config: ScalingConfig | None) -> Iterator[str]:
     """Give the loss scale its saved values. Yields a sentence where they are not taken. Writes: `state`."""
-    if isinstance(state, NoScaling):
+    if config is None:
         if saved is not None:
             yield f"the saved loss scale {saved['scale']:g} is dropped: this policy does not scale"
         return
     if saved is None:
         yield f"no loss scale was saved: it starts at {float(state.scale):g}"
         return
-    if config is not None and not config.dynamic and saved["scale"] != config.init_scale:
+    if not config.dynamic and saved["scale"] != config.init_scale:
         yield f"the saved loss scale {saved['scale']:g} is dropped: this policy's is fixed at {config.init_scale:g}"
         saved = {**saved, "scale": config.init_scale}
     with torch.no_grad():
@@ -268,12 +266,6 @@ def compare_policies(saved: Mapping[str, Any] | None, policy: Policy) -> Iterato
     difference = Policy.from_dict(saved).diff(policy)
     if difference:
         yield f"the checkpoint was made under another policy:\n{difference}"
-
-
-def say(sentences: Sequence[str]) -> None:
-    """Log what was converted."""
-    for sentence in sentences:
-        _log.warning("loading a checkpoint: %s", sentence)
 
 
 @torch.no_grad()
@@ -299,13 +291,6 @@ def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype
         master = owner.master(value) if owner is not None and keeps_masters(owner) else value.detach()
         weights[name] = master.to(dtype, copy=True)
     return weights
-
-
-def _check_tensors(entries: Sequence[Any], weights: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse weights, under the names of this model, and optimizer states that could not be loaded as a whole."""
-    _check_weights("model", weights, model.state_dict())
-    for index, (optimizer, entry) in enumerate(zip(optimizers, entries, strict=True)):
-        check_saved(f"optimizers[{index}]", entry, optimizer)
 
 
 def _check_saved_numbers(state: Mapping[str, Any], policy: Policy) -> None:

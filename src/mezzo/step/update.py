@@ -25,7 +25,6 @@ from ..kernels import CLIP_EPS, choose
 from ..loss_scale import (
     AccumulationState,
     LossScale,
-    NoScaling,
     StepScaling,
     can_move_in_place,
     handing,
@@ -299,14 +298,14 @@ def _share_params(grads: Sequence[OptimizerGrads]) -> bool:
     return len(grads) > 1 and len(set(indices)) < len(indices)
 
 
-def move_scale_(state: LossScale | NoScaling, flags: StepFlags[Any], config: ScalingConfig | None) -> None:
+def move_scale_(state: LossScale, flags: StepFlags[Any], config: ScalingConfig | None) -> None:
     """Move the loss scale after a step; leave it where it was not to blame.
 
     The state is written in place, so that a captured CUDA graph finds in each replay what the last one left.
 
     Writes: `state`. Syncs: no.
     """
-    if config is None or isinstance(state, NoScaling):
+    if config is None:
         return
     vector = flags.vector
     in_one_launch = None if vector is None else choose("decision", vector.device, torch.float32).module.move_scale_

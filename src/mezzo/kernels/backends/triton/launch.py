@@ -47,9 +47,9 @@ def launch(
 ) -> None:
     """Launch a step's kernel once over all tensors that it can walk.
 
-    It takes the addresses of weights, aux state, gradients and three lists of moments, one list after the other; sizes, 0 for one that is left
-    to the reference; seeds and offsets of random bits; what `blocks` returns; `scalars` [n, 3], `step` [n], the factors of gradients and `found_inf`, the counts of tensors and blocks, then
-    `numbers`; and `constants` beside those that every step has.
+    The kernel takes the addresses of weights, aux state, gradients and three lists of moments, one list after the other; sizes, 0 for one that
+    is left to the reference; seeds and offsets of random bits; what `blocks` returns; `scalars` [n, 3] and `step` [n]; the factors of gradients
+    and `found_inf`; the counts of tensors and blocks; then `numbers`, and `constants` beside those that every step has.
 
     Raises:
         ConfigError: somebody else than `amp.capture` captures a graph on the device.

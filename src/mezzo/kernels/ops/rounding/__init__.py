@@ -41,6 +41,11 @@ class EndToEnd:
     index: Tensor
 
 
+def param_seed(seed: int, number: int) -> int:
+    """Return the seed of one parameter's random bits, from a seed for all and its number among them."""
+    return mix((mix(seed) + number) & _MASK)
+
+
 def random_key(seed: Whole, step: Tensor, stream: int = 0) -> Tensor:
     """Return what tells the random bits of one parameter, step and stream from any other; of several: the shape of `step`.
 
