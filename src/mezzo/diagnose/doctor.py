@@ -1,23 +1,34 @@
-"""Runs a Python script, and the processes it starts, under the tracer."""
+"""What `mezzo doctor` runs: a script, and the processes it starts, under the tracer; or a model under every tool."""
 
 from __future__ import annotations
 
 import atexit
+import importlib
+import importlib.util
 import os
 import pickle
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+from torch import nn
 from torch.utils.data import get_worker_info
 
-from ...errors import DataError
-from ...trace import Trace, TraceReport
+from ..errors import ConfigError, DataError, did_you_mean
+from ..policy import PolicyLike
+from ..report import Block, Document, Heading, Report
+from ..trace import Trace, TraceReport
+from .compare import compare
+from .explain import explain
+from .lint import lint
+from .trial import LossFn
 
 
 class _Enough(BaseException):
@@ -150,7 +161,7 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        from mezzo.diagnose.doctor.script import start
+        from mezzo.diagnose.doctor import start
         start()
 
 
@@ -160,10 +171,6 @@ own = importlib.machinery.PathFinder.find_spec("sitecustomize", [p for p in sys.
 if own is not None and own.loader is not None:
     own.loader.exec_module(importlib.util.module_from_spec(own))
 """
-
-
-class _ChildEnough(BaseException):
-    """Ends a rank: its report is written."""
 
 
 def _write(trace: Trace) -> None:
@@ -179,7 +186,7 @@ def _write(trace: Trace) -> None:
 def _on_reached(trace: Trace) -> None:
     if get_worker_info() is None and trace.is_running and os.environ[_STOPS] == "1" and trace.report.faults:
         _write(trace)
-        trace.stop(_ChildEnough("at the first fault"))
+        trace.stop(_Enough("at the first fault"))
 
 
 def start() -> None:
@@ -230,3 +237,114 @@ def followed_children(*, stop_at_fault: bool) -> Iterator[list[TraceReport]]:
             # files of our own processes, in a folder that only this user can write
             found = [pickle.loads(p.read_bytes()) for p in Path(folder).glob("*.report")]
             reports += sorted(found, key=lambda r: r.record.rank)
+
+
+_FORM = "package.module:function or file.py:function"
+
+
+def named_function(text: str) -> Callable[[], Any]:
+    """Return the function that a text names.
+
+    Args:
+        text: "package.module:function" or "file.py:function".
+
+    Raises:
+        ConfigError: a text of another form, or a function that does not exist.
+        DataError: a module or file that does not exist.
+
+    Writes: what importing the module writes.
+    """
+    place, colon, name = text.rpartition(":")
+    if not (colon and place and name):
+        raise ConfigError(f"--model {text!r} names no function; write {_FORM}.")
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    function: Callable[[], Any] | None = getattr(module, name, None)
+    if not callable(function):
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ConfigError(f"{place} has no function {name!r}.{did_you_mean(name, known)}")
+    return function
+
+
+def _subject(text: str) -> tuple[nn.Module, Any, LossFn | None]:
+    """Call the function that a text names, and return the model, the batch and the loss that it returns."""
+    found = named_function(text)()
+    if isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], nn.Module):
+        return found[0], found[1], found[2] if len(found) == 3 else None
+    raise ConfigError(f"{text} returned {type(found).__name__}; return (model, batch) or (model, batch, loss_fn).")
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise DataError(f"no file at {str(path)!r}; give {_FORM}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise DataError(f"no module {name!r} on the Python path; give {_FORM}.") from error
+    finally:
+        sys.path.pop(0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckUp(Report):
+    """What several tools say about one model.
+
+    Attributes:
+        subject: as it was named.
+        reports: of the tools.
+    """
+
+    subject: str
+    reports: tuple[Report, ...]
+
+    def document(self) -> Document:
+        """Return the layouts one after the other, each under a heading of its own."""
+        documents = [report.document() for report in self.reports]
+        blocks: list[Block] = []
+        for d in documents:
+            blocks.append(Heading(text=f"{d.title}: {d.verdict}", tone="plain" if d.is_good else "bad"))
+            blocks += d.blocks
+        bad = [d for d in documents if not d.is_good]
+        answer = "Not enough seen" if all(d.is_unseen for d in bad) else "To look at"
+        verdict = f"{answer}: {', '.join(d.title for d in bad)}." if bad else "Nothing to change."
+        return Document(title=f"mezzo doctor of {self.subject}", verdict=verdict, is_good=not bad, blocks=tuple(blocks))
+
+
+def check_up(name: str, policy: PolicyLike, *, budget_s: float = 0.5) -> CheckUp:
+    """Look at a model under a policy with every tool that needs no training loop.
+
+    Args:
+        name: of a function, as in `named_function`, that takes nothing and returns (model, batch) or (model, batch, loss_fn).
+        policy: a policy or its text.
+        budget_s: seconds of timing for each of fp32 and the policy.
+
+    Returns:
+        The reports of lint, explain and compare.
+
+    Raises:
+        ConfigError, DataError: as `named_function`, and a function that returns something else.
+        PolicyError: the policy does not fit the model.
+
+    Syncs: yes.
+    """
+    model, batch, loss_fn = _subject(name)
+    reports: tuple[Report, ...] = (
+        lint(model, batch, loss_fn, policy),
+        explain(model, batch, policy, loss_fn=loss_fn, budget_s=budget_s),
+        compare(model, batch, loss_fn, policy),
+    )
+    return CheckUp(subject=name, reports=reports)
