@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo import formats, random_state
 from mezzo.casting import weight_casts
-from mezzo.diagnose.explain.explanation import _seconds
+from mezzo.diagnose.explain import _seconds
 from mezzo.diagnose.watch.samples import is_taken
 from mezzo.errors import ConfigError, StepError
 from mezzo.kernels import registry

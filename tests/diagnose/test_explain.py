@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo.diagnose as diagnose
-from mezzo.diagnose.explain.explanation import Explanation, ModuleRow
+from mezzo.diagnose.explain import Explanation, ModuleRow
 
 B, I, O = 32, 64, 100  # noqa: E741  # batch, inside, out
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...errors import ConfigError, shown
-from ...formats import dtype_name, is_number, native_support, number_of
-from ...policy import Policy, PolicyLike, as_policy
-from ...report import Document, Note, Pairs, Report, Table
-from ...trace import TraceContext, check_model, preserve_state
-from ..memory import size
-from ..trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
-from .op_counter import ALIGNMENT, Counts, OpCounter
+from .._torch import OpOverload, storage_id
+from ..errors import ConfigError, shown
+from ..formats import LOW_DTYPES, dtype_name, is_number, native_support, number_of
+from ..policy import Policy, PolicyLike, as_policy
+from ..report import Document, Note, Pairs, Report, Table
+from ..trace import OpMode, Site, TraceContext, check_model, flops_of, op_facts, preserve_state
+from .memory import size
+from .trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
 
+ALIGNMENT = 8
+"""Tensor cores of 16-bit formats want sizes that are multiples of this. Source: NVIDIA, Matrix Multiplication Guide."""
+_FLOATS = (torch.float32, *LOW_DTYPES)
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"})
 _LOW = ("fp16", "bf16")
 _WORTH = 1.1
 """A gain below this is none: launch cost and noise move a step as much."""
@@ -184,17 +188,102 @@ def _pairs(pairs: tuple[tuple[str, int], ...]) -> str:
     return ", ".join(f"{n} {name}" for name, n in pairs)
 
 
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What one module ran itself, as it is counted; `ModuleRow` says what."""
+
+    ops: Counter[str] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    weight_casts: int = 0
+    up_casts: int = 0
+    down_casts: int = 0
+    grad_casts: int = 0
+    cast_bytes: int = 0
+    unaligned: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    @property
+    def ping_pong(self) -> int:
+        """Round trips: a cast up and a cast down of activations."""
+        return min(self.up_casts, self.down_casts)
+
+
+class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Counts ops by module while it is on.
+
+    Args:
+        model: says which module runs; its parameters are told apart from activations.
+
+    Attributes:
+        counts: by module name.
+        has_backward: an op of a backward pass ran.
+
+    Syncs: no.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(TraceContext(model, 0, lambda _: None, lambda *_: None))
+        self._weights = {storage_id(p) for p in model.parameters()}
+        self.counts: dict[str, Counts] = {}
+        self.has_backward = False
+
+    def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op and count it."""
+        out = func(*args, **kwargs)
+        facts = op_facts(func)
+        result = out[0] if isinstance(out, (tuple, list)) and out else out
+        if not facts.makes_nothing and isinstance(result, Tensor) and result.is_floating_point():
+            site = self.context.site(facts.name)
+            counts = self.counts.setdefault(site.module, Counts())
+            self.has_backward |= site.phase == "backward"
+            if facts.name == "to":
+                self._cast(counts, site, args[0], result)
+            else:
+                counts.ops[dtype_name(result.dtype)] += 1
+            self._product(counts, site, func, args, kwargs, out)
+        return out
+
+    def _cast(self, counts: Counts, site: Site, source: Tensor, result: Tensor) -> None:
+        if source.dtype is result.dtype or source.dtype not in _FLOATS or result.dtype not in _FLOATS:
+            return
+        counts.cast_bytes += source.nbytes + result.nbytes
+        if site.phase == "backward":
+            counts.grad_casts += 1
+        elif storage_id(source) in self._weights:
+            counts.weight_casts += 1
+        elif result.dtype in LOW_DTYPES:
+            counts.down_casts += 1
+        else:
+            counts.up_casts += 1
+
+    @staticmethod
+    def _product(
+        counts: Counts, site: Site, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        flops = flops_of(func, args, kwargs, out)
+        if not flops and op_facts(func).name not in _PRODUCTS:
+            return
+        operands = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+        dtype = operands[-1].dtype
+        counts.flops[dtype_name(dtype)] += flops
+        if dtype in LOW_DTYPES and op_facts(func).name in _PRODUCTS:
+            sizes = _sizes(op_facts(func).name, operands)
+            if any(n % ALIGNMENT for n in sizes):
+                counts.unaligned[sizes] += 1
+
+
+def _sizes(op: str, operands: list[Tensor]) -> tuple[int, ...]:
+    """Return the sizes that decide whether a product can use tensor cores: rows, inner, columns; or channels."""
+    if op.startswith("convolution"):
+        weight = next(t for t in reversed(operands) if t.dim() >= 3)
+        return weight.shape[0], weight.shape[1]
+    left, right = operands[-2], operands[-1]
+    return int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])
+
+
 def _row(name: str, cls: str, c: Counts) -> ModuleRow:
     counts = {f.name: getattr(c, f.name) for f in fields(c)}
     data: dict[str, Any] = {key: tuple(sorted(n.items())) if isinstance(n, Counter) else n for key, n in counts.items()}
     return ModuleRow(module=name, cls=cls, ping_pong=c.ping_pong, **data)
-
-
-def _count(model: nn.Module, run: Callable[[], None]) -> OpCounter:
-    counter = OpCounter(TraceContext(model, 0, lambda _: None, lambda *_: None), model)
-    with counter.watching():
-        run()
-    return counter
 
 
 def _seconds(run: Callable[[], None], device: torch.device, budget_s: float) -> float:
@@ -267,7 +356,9 @@ def explain(
     with preserve_state(model):
         with bind_copy(model, chosen) as runnable:
             run = _step(runnable, batch, loss_fn, scale_of(chosen, device))
-            counted = _count(runnable, run)
+            counted = OpCounter(runnable)
+            with counted.watching():
+                run()
             if budget_s:
                 seconds["policy"] = _seconds(run, device, budget_s)
         if budget_s:
