@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mezzo
 import mezzo.diagnose as diagnose
 from mezzo import Policy
-from mezzo.diagnose.compare.agreement import Proposal
+from mezzo.diagnose.compare.compare_report import Proposal
 from mezzo.diagnose.compare.proposals import DB_FOR_ALL_WORK, ranked
 
 

@@ -17,11 +17,10 @@ from ...formats import dtype_name, is_count, number_of
 from ...policy import Policy, PolicyLike, as_policy
 from ...trace import check_model, preserve_state, run_eagerly
 from ..trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
-from .agreement import Agreement, GradientError, ModuleError, OpError, StepFidelity
-from .compare_report import CompareReport
+from .compare_report import Agreement, CompareReport, GradientError, ModuleError, OpError, StepFidelity
 from .comparing_mode import ComparingMode, OpKey
 from .fp32_reference import Tally, decibels
-from .proposals import Trials
+from .proposals import try_edits
 
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
@@ -228,10 +227,10 @@ def compare(
     def again(edit: str) -> StepFidelity:
         return measure(model, batch, loss_fn, Policy.parse(f"{chosen}, {edit}"), scale)
 
-    trials = Trials(found, again, 0 if found.flaw else tries)
+    proposals, tried = try_edits(found, again, 0 if found.flaw else tries)
     return CompareReport(
         model=type(model).__name__,
         measurement=found,
-        proposals=tuple(trials.proposals),
-        tried=tuple(trials.tried),
+        proposals=tuple(proposals),
+        tried=tuple(tried),
     )

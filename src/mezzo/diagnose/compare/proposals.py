@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 from ...policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .agreement import ModuleError, OpError, Proposal, StepFidelity
+from .compare_report import WORTH_DB, ModuleError, OpError, Proposal, StepFidelity
 
-WORTH_DB = 2.0
-"""Gains below this come and go with the rounding of other ops: see decision 0066."""
 DEAR = 0.5
 """A rule that takes more of the work than this to fp32 is no rule but another policy."""
 DB_FOR_ALL_WORK = 20.0
@@ -165,52 +163,39 @@ def ranked(found: Iterable[Proposal]) -> list[Proposal]:
     return sorted(found, key=lambda p: (DB_FOR_ALL_WORK * p.cost - p.gain, p.cost))
 
 
-class Trials:
-    """Runs the step again under edited policies.
+def try_edits(
+    found: StepFidelity, again: Callable[[str], StepFidelity], tries: int
+) -> tuple[list[Proposal], list[str]]:
+    """Run the step again under edited policies.
 
     Args:
         found: the step under the policy as it is.
         again: measures the step under the policy with an edit.
         tries: edits to try by themselves.
 
-    Attributes:
-        tried: edits that were tried by themselves.
-        proposals: those that pay, and what they give together, by gain for cost, the best first.
+    Returns:
+        Those that pay, and what they give together, by gain for cost, the best first; and the edits tried by themselves.
     """
+    chosen = candidates(found, tries)
+    results = [proposal(candidate.edit, found, again(candidate.edit)) for candidate in chosen]
+    worthy = [pair for pair in zip(chosen, results, strict=True) if is_worth_it(pair[1])]
+    paying = [result for _, result in worthy]
+    union = together(worthy, found)
+    if union is not None and is_worth_it(result := proposal(union.edit, found, again(union.edit))):
+        paying.append(result)
+    if tries and found.figure == -math.inf and not paying:
+        paying += _of_overflows(found, again, tries)
+    return ranked(paying), [candidate.edit for candidate in chosen]
 
-    def __init__(self, found: StepFidelity, again: Callable[[str], StepFidelity], tries: int) -> None:
-        self._found, self._again = found, again
-        self.tried: list[str] = []
-        self.proposals: list[Proposal] = []
-        worthy = []
-        for candidate in candidates(found, tries):
-            self.tried.append(candidate.edit)
-            result = self._attempt(candidate.edit)
-            if result is not None:
-                worthy.append((candidate, result))
-        union = together(worthy, found)
-        if union is not None:
-            self._attempt(union.edit)
-        if tries and found.figure == -math.inf and not self.proposals:
-            self._follow_overflow(tries)
-        self.proposals = ranked(self.proposals)
 
-    def _attempt(self, edit: str) -> Proposal | None:
-        result = proposal(edit, self._found, self._again(edit))
-        if not is_worth_it(result):
-            return None
-        self.proposals.append(result)
-        return result
-
-    def _follow_overflow(self, tries: int) -> None:
-        """Add a rule for whatever overflows next, as a value too large for one op is for the op that reads it."""
-        edits: list[str] = []
-        now = self._found
-        while now.figure == -math.inf and len(edits) < tries:
-            worst = next(iter(candidates(now, 1)), None)
-            if worst is None:
-                return
-            edits.append(worst.edit)
-            now = self._again(", ".join(edits))
-        if now.figure != -math.inf:
-            self.proposals.append(proposal(", ".join(edits), self._found, now))
+def _of_overflows(found: StepFidelity, again: Callable[[str], StepFidelity], tries: int) -> list[Proposal]:
+    """Add a rule for whatever overflows next, as a value too large for one op is for the op that reads it."""
+    edits: list[str] = []
+    now = found
+    while now.figure == -math.inf and len(edits) < tries:
+        worst = next(iter(candidates(now, 1)), None)
+        if worst is None:
+            return []
+        edits.append(worst.edit)
+        now = again(", ".join(edits))
+    return [] if now.figure == -math.inf else [proposal(", ".join(edits), found, now)]
