@@ -23,7 +23,7 @@ import mezzo
 from mezzo import formats, random_state
 from mezzo.casting import weight_casts
 from mezzo.diagnose.explain import _seconds
-from mezzo.diagnose.watch.samples import is_taken
+from mezzo.diagnose.watch import is_taken
 from mezzo.errors import ConfigError, StepError
 from mezzo.kernels import registry
 from mezzo.kernels.ops import gradients as reference

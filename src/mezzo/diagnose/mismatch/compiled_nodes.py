@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from ..._torch import compile_backend, tree_map
-from ...formats import widened
 from ...trace import Frame
-from .observed_run import relative_error
+from .observed_run import ROUNDINGS, jittered, relative_error
 
-_ROUNDINGS = 64
 _LINE = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 
 
@@ -71,8 +69,7 @@ def _is_shown(node: Node) -> bool:
 def _near(tensor: Any, eps: float, generator: torch.Generator) -> Any:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor
-    noise = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
-    return (widened(tensor) * (1 + eps * noise)).to(tensor.dtype)
+    return jittered(tensor, eps, generator).to(tensor.dtype)
 
 
 class _Judge(torch.fx.Interpreter):
@@ -103,7 +100,7 @@ class _Judge(torch.fx.Interpreter):
         if not torch.equal(run(node.target, args, kwargs).nan_to_num(), eager.nan_to_num()):
             return math.inf
         args, kwargs = tree_map(lambda v: _near(v, eps, self._generator), (args, kwargs))
-        return _ROUNDINGS * (eps + relative_error(run(node.target, args, kwargs), eager))
+        return ROUNDINGS * (eps + relative_error(run(node.target, args, kwargs), eager))
 
 
 def wrong_nodes(model: nn.Module, run: Callable[[nn.Module], object]) -> list[CompiledNode]:

@@ -19,7 +19,7 @@ from ..trial import LossFn, call, check_trial, loss_of
 from .compiled_nodes import wrong_nodes
 from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
 from .observed_run import OpRun, Run, observe, relative_error
-from .parting import Parting, part
+from .parting import part, place_of
 
 Runnable = nn.Module | Callable[..., Any]
 _ALIKE = 8.0
@@ -104,24 +104,6 @@ def _check_shapes(a: Run, b: Run) -> None:
             f"mismatch compares what a and b return, and a returns floating tensors of shapes {ours}, b of {theirs}. Give functions that "
             "return the same tensors, for example lambda batch: model(batch).logits."
         )
-
-
-def _place(op: OpRun | None) -> OpPlace | None:
-    if op is None:
-        return None
-    return OpPlace(
-        op=op.label,
-        kernel=op.kernel,
-        module=op.site.module,
-        frame=op.site.library or op.site.user,
-        dtype=op.dtype,
-    )
-
-
-def _finding(found: Parting) -> MismatchFinding:
-    a, b = _place(found.a), _place(found.b)
-    frame = next((p.frame for p in (a, b) if p is not None and p.frame is not None), None)
-    return MismatchFinding(cause=found.cause, op=found.op, module=found.module, frame=frame, what=found.what, a=a, b=b)
 
 
 def _first_off(observed: Run, output: list[Tensor], is_step: bool) -> tuple[int, float, float] | None:
@@ -228,8 +210,7 @@ def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None
         theirs = _observe(two, batch, loss_fn, ours.leaves)
         names = _names(one, two, loss_fn, len(ours.outputs))
         _check_shapes(ours, theirs)
-        found = part(ours, theirs)
-        finding = None if found is None else _finding(found)
+        finding = part(ours, theirs)
         outputs = [list(ours.outputs), list(theirs.outputs)]
         for i, (run, observed, side) in enumerate(((one, ours, "a"), (two, theirs, "b"))):
             if is_compiled(run):
@@ -241,7 +222,7 @@ def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None
     return MismatchReport(
         finding=finding,
         outputs=tuple(_gap(name, x, y) for name, x, y in zip(names, *outputs, strict=True)),
-        worst=_place(worst),
+        worst=place_of(worst),
         worst_error=0.0 if worst is None else worst.local,
         growth=tuple((name, relative_error(y, x)) for (name, _), x, y in pairs if x.shape == y.shape),
         ops=(len(ours.ops), len(theirs.ops)),

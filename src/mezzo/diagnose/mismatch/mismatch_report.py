@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ...errors import listed
 from ...report import Block, Chart, Document, Heading, Pairs, Report, Series, Table
 from ...trace import Frame, source_line
-from .parting import Cause
 
 _POINTS = 64
+Cause = Literal["weights", "random", "arguments", "other op", "missing op", "decision", "kernel", "overflow"]
+"""Why two runs part; see `MismatchReport`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class MismatchFinding:
     """The first op where two runs part.
 
     Attributes:
-        cause: why, see `mezzo.diagnose.MismatchReport`.
+        cause: why.
         op: public function, else op.
         module: where it stands, by name.
         frame: its line.
@@ -85,8 +87,8 @@ class MismatchReport(Report):
     """What tells two runs apart.
 
     Causes: weights (a parameter, buffer or input differs), random (one draws where the other does not, or draws others),
-    arguments (the same op with other numbers), other op, missing op, decision (rounding turned an index or a comparison),
-    kernel (further from fp64 than rounding explains), overflow (a 16-bit result that is finite in fp64).
+    arguments (the same op with other numbers), other op (other arithmetic), missing op (one leaves it out), decision (rounding
+    turned an index or a comparison), kernel (further from fp64 than rounding explains), overflow (16 bit, finite in fp64).
 
     Attributes:
         finding: the first op where they part; None where what differs is rounding.

@@ -14,6 +14,7 @@ from ..._torch import OpOverload, tree_leaves
 from ...formats import dtype_name, widened, widest
 from ...trace import (
     Call,
+    Frame,
     OpMode,
     Place,
     Site,
@@ -32,7 +33,7 @@ SAME = 5e-7
 """Two fp64 runs of the same mathematics differ by less: constants and tables may have been rounded to fp32."""
 _MASK = 2.0**100
 """Magnitudes from here on stand for infinity, as `torch.finfo(dtype).min` does in a mask."""
-_ROUNDINGS = 64
+ROUNDINGS = 64
 """An op may be off by as many roundings of its inputs and results."""
 
 
@@ -115,6 +116,11 @@ class OpRun:
         return self.name if self.site.phase == "forward" else f"backward of {self.site.op}"
 
     @property
+    def frame(self) -> Frame | None:
+        """The nearest line of a library, else of the user's code."""
+        return self.site.library or self.site.user
+
+    @property
     def name(self) -> str:
         """The public function that was called, else the op."""
         return self.site.called or self.site.op
@@ -157,6 +163,12 @@ def relative_error(actual: Tensor, true: Tensor) -> float:
     true, got = true[known], actual.detach()[known].to(true.dtype)
     error, size = _length(got - true), _length(true)
     return 0.0 if error == 0 else math.inf if not math.isfinite(error) or size == 0 else error / size
+
+
+def jittered(tensor: Tensor, eps: float, random: torch.Generator) -> Tensor:
+    """Return a tensor in fp64 whose elements are a rounding up or down of what they were. Syncs: no."""
+    noise = torch.randint(0, 2, tensor.shape, generator=random).to(tensor.device) * 2 - 1
+    return widened(tensor) * (1 + eps * noise)
 
 
 class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -273,15 +285,11 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         eps = max((torch.finfo(d).eps for d in dtypes), default=0.0)
         if local <= 4 * eps:
             return 4 * eps
-        moved = {id(t): self._jittered(t, eps) for _, t in call.inputs}
+        moved = {id(t): jittered(t.detach(), eps, self._random) for _, t in call.inputs}
         again = run_wide(call, moved, call.wide_dtype)
         if again is None:
             return math.inf
-        return _ROUNDINGS * (eps + max(relative_error(a, n) for a, n in zip(again, near, strict=True)))
-
-    def _jittered(self, tensor: Tensor, eps: float) -> Tensor:
-        noise = torch.randint(0, 2, tensor.shape, generator=self._random).to(tensor.device) * 2 - 1
-        return widened(tensor.detach()) * (1 + eps * noise)
+        return ROUNDINGS * (eps + max(relative_error(a, n) for a, n in zip(again, near, strict=True)))
 
     def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
         with self.aside():

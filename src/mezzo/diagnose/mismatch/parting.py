@@ -4,40 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
+from .mismatch_report import Cause, MismatchFinding, OpPlace
 from .observed_run import OpRun, Run, Value
-
-Cause = Literal["weights", "random", "arguments", "other op", "missing op", "decision", "kernel", "overflow"]
-"""Why two runs part.
-
-weights: a parameter, buffer or input differs. random: one draws where the other does not, or draws others. arguments: the
-same op with other numbers. other op: other arithmetic. missing op: one of them leaves an op out. decision: rounding turned
-an index or a comparison. kernel: the same op on the same values, further from fp64 than rounding explains. overflow: a
-16-bit result is not finite where fp64 is.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
-    """The first op where two runs part.
-
-    Attributes:
-        cause: why.
-        op: public function, else op: the one to look at.
-        module: where it stands, by name.
-        a: the op in the first run; None where that has no such op.
-        b: likewise in the second.
-        what: what differs, in a sentence.
-    """
-
-    cause: Cause
-    op: str
-    module: str
-    a: OpRun | None
-    b: OpRun | None
-    what: str
 
 
 class _Known:
@@ -87,7 +56,7 @@ def _follows(run: Run, index: int, op: OpRun) -> bool:
     return any(n.site.op == op.site.op and n.arguments == op.arguments for n in _next_ops(run, index))
 
 
-def part(a: Run, b: Run) -> Parting | None:
+def part(a: Run, b: Run) -> MismatchFinding | None:
     """Return the first op where two runs part; None where fp64 gives the same in both and no kernel is at fault.
 
     Args:
@@ -105,7 +74,7 @@ def part(a: Run, b: Run) -> Parting | None:
     return _name(a, b, ours, theirs, known_a, known_b)
 
 
-def _name(a: Run, b: Run, ours: list[int], theirs: list[int], known_a: _Known, known_b: _Known) -> Parting:
+def _name(a: Run, b: Run, ours: list[int], theirs: list[int], known_a: _Known, known_b: _Known) -> MismatchFinding:
     x = a.ops[ours[0]] if ours else None
     y = b.ops[theirs[0]] if theirs else None
     pairs = [(i, j) for i in ours for j in theirs if a.ops[i].site.op == b.ops[j].site.op]
@@ -128,7 +97,7 @@ def _leaf(op: OpRun, known: _Known) -> str | None:
     return next((v.leaf for v in op.reads if v.leaf and v not in known), None)
 
 
-def _of_ops(a: Run, b: Run, x: OpRun, y: OpRun) -> Parting:
+def _of_ops(a: Run, b: Run, x: OpRun, y: OpRun) -> MismatchFinding:
     if x.draws or y.draws:
         op = x if x.draws else y
         what = "both draw, and not the same numbers" if x.draws and y.draws else f"only {'a' if op is x else 'b'} draws"
@@ -142,7 +111,7 @@ def _of_ops(a: Run, b: Run, x: OpRun, y: OpRun) -> Parting:
     return _parting("other op", x, x, y, f"a runs {x.name}, b runs {y.name}")
 
 
-def _of_same_op(x: OpRun, y: OpRun) -> Parting:
+def _of_same_op(x: OpRun, y: OpRun) -> MismatchFinding:
     changed = _changed(x, y)
     if changed:
         return _parting("arguments", x, x, y, changed)
@@ -158,7 +127,7 @@ def _changed(x: OpRun, y: OpRun) -> str:
     return "; ".join(f"{n} is {one.get(n, 'left out')} in a and {two.get(n, 'left out')} in b" for n in names)
 
 
-def _of_kernels(a: Run, b: Run) -> Parting | None:
+def _of_kernels(a: Run, b: Run) -> MismatchFinding | None:
     """Return the first op whose kernel is wrong in one run alone."""
     bad_a, bad_b = ({(o.site.module, o.site.op): o for o in reversed(r.ops) if o.is_wrong} for r in (a, b))
     alone = [(o, "a") for k, o in bad_a.items() if k not in bad_b] + [
@@ -175,5 +144,15 @@ def _of_kernels(a: Run, b: Run) -> Parting | None:
     )
 
 
-def _parting(cause: Cause, op: OpRun, a: OpRun | None, b: OpRun | None, what: str) -> Parting:
-    return Parting(cause=cause, op=op.label, module=op.site.module, a=a, b=b, what=what)
+def _parting(cause: Cause, op: OpRun, a: OpRun | None, b: OpRun | None, what: str) -> MismatchFinding:
+    frame = next((o.frame for o in (a, b) if o is not None and o.frame is not None), None)
+    return MismatchFinding(
+        cause=cause, op=op.label, module=op.site.module, frame=frame, what=what, a=place_of(a), b=place_of(b)
+    )
+
+
+def place_of(op: OpRun | None) -> OpPlace | None:
+    """Return an op of a run as a report has it."""
+    if op is None:
+        return None
+    return OpPlace(op=op.label, kernel=op.kernel, module=op.site.module, frame=op.frame, dtype=op.dtype)

@@ -4,22 +4,89 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
-from ..._torch import autograd_node
-from ...errors import ConfigError
-from ...formats import LOW_DTYPES, dtype_name, is_count
-from ...optim import keeps_masters, parameters
-from ...step import Stepper, StepResult
-from ...trace import plain, spaced, tensors_in
-from .samples import SampledRows, SampledStep, is_taken
+from .._torch import autograd_node
+from ..errors import ConfigError
+from ..formats import LOW_DTYPES, dtype_name, is_count
+from ..kernels import move
+from ..optim import keeps_masters, parameters
+from ..step import Stepper, StepResult
+from ..trace import BINS, Histogram, exponent_fields, plain, spaced, tensors_in
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
+
+
+class SampledRows:
+    """Samples of many tensors in one block of device memory, counted by one reduction a step.
+
+    Args:
+        count: number of tensors.
+        width: values kept of each.
+        device: where.
+    """
+
+    def __init__(self, count: int, width: int, device: torch.device) -> None:
+        self.values = torch.zeros(count, width, dtype=torch.float32, device=device)
+        self._ones = torch.ones(1, 1, dtype=torch.int64, device=device).expand(count, width)
+        self._counts = torch.zeros(count, BINS, dtype=torch.int64, device=device)
+        self.filled = [0] * count
+        self._held = [0] * count
+        self._steps = 0
+
+    def put(self, row: int, tensor: Tensor) -> None:
+        """Keep evenly spaced values of a tensor in place of those that are kept. Writes: one row. Syncs: no."""
+        sample = spaced(tensor.detach(), self.values.shape[1])
+        count = sample.numel()
+        self.values[row, :count].copy_(sample)
+        if self._held[row] > count:
+            self.values[row, count:].zero_()
+        self._held[row] = count
+
+    def count(self) -> None:
+        """Add this step's samples to the histograms, all in one reduction. Syncs: no."""
+        self._counts.scatter_add_(1, exponent_fields(self.values).long(), self._ones)
+        self.values.zero_()
+        self.filled = [a + b for a, b in zip(self.filled, self._held, strict=True)]
+        self._held = [0] * len(self._held)
+        self._steps += 1
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether values wait to be counted."""
+        return any(self._held)
+
+    def histograms(self) -> list[Histogram]:
+        """Return the histograms so far. Syncs: one read."""
+        width = self.values.shape[1]
+        found = []
+        for filled, counts in zip(self.filled, self._counts.tolist(), strict=True):
+            # places that no value was put into hold zeros
+            counts[0] -= width * self._steps - filled
+            found.append(Histogram(counts=tuple(counts)))
+        return found
+
+
+def is_taken(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Say whether a step that just ran was meant to move anything: at a rate, and not skipped on the device.
+
+    Syncs: no.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    there = [rate for rate in rates if isinstance(rate, Tensor) and rate.device.type != "cpu"]
+    home = found.device if isinstance(found, Tensor) else there[0].device if there else torch.device("cpu")
+    has_rate = any(float(rate) != 0 for rate in rates if not any(rate is one for one in there))
+    taken = torch.full((), has_rate, dtype=torch.bool, device=home)
+    for rate in there:
+        taken = taken | move(rate.detach().reshape(()) != 0, home)
+    return taken & (found == 0).all() if isinstance(found, Tensor) else taken
 
 
 class Watch:
@@ -46,7 +113,9 @@ class Watch:
         self._first_gradient, self._first_weight = len(self._leaves), len(self._leaves) + count
         self._rows = SampledRows(self._first_weight + count, width, device)
         self._moved = torch.zeros(2, count, dtype=torch.int64, device=device)
-        self._sampled: dict[int, SampledStep] = {}
+        # of a sampled step: by parameter, samples with a gradient, and those that did not move; whether some gradient was not 0, and
+        # whether there was one and nothing moved; whether the step was taken, None where its result tells
+        self._sampled: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._num_sampled = self._num_idle = self._num_zero = 0
         self._steps: list[StepRecord] = []
         self._unread: list[tuple[int, StepResult, list[Tensor]]] = []
@@ -74,9 +143,10 @@ class Watch:
             self._disarm()
             return
         for row, (_, module) in enumerate(self._leaves):
-            self._sampling.append(module.register_forward_hook(self._on_output(row)))
+            self._sampling.append(module.register_forward_hook(partial(self._on_output, row)))
         for row, (_, parameter) in enumerate(self._parameters):
-            handle = parameter.register_post_accumulate_grad_hook(self._on_gradient(self._first_gradient + row))  # type: ignore[no-untyped-call]  # torch's own
+            hook = partial(self._on_gradient, self._first_gradient + row)
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
             self._sampling.append(handle)
 
     def _disarm(self) -> None:
@@ -131,19 +201,13 @@ class Watch:
     def _is_sampling(self) -> bool:
         return self._seen % self._every == 0
 
-    def _on_output(self, row: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._is_sampling and autograd_node() is None:
-                self._timed(lambda: self._put(row, output))
+    def _on_output(self, row: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_sampling and autograd_node() is None:
+            self._timed(lambda: self._put(row, output))
 
-        return hook
-
-    def _on_gradient(self, row: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if self._is_sampling and parameter.grad is not None:
-                self._timed(lambda: self._put(row, parameter.grad))
-
-        return hook
+    def _on_gradient(self, row: int, parameter: Tensor) -> None:
+        if self._is_sampling and parameter.grad is not None:
+            self._timed(lambda: self._put(row, parameter.grad))
 
     def _put(self, row: int, value: object) -> None:
         """Keep a sample of the first floating tensor in a value."""
@@ -194,7 +258,7 @@ class Watch:
         plain_rows = torch.tensor(free, device=moved.device)[:, None]
         counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
         flags = torch.stack([meant.any(), (meant & plain_rows).any() & ~(moved & plain_rows).any()])
-        self._sampled[self._seen] = SampledStep(counts, flags, taken)
+        self._sampled[self._seen] = counts, flags, taken
         self._rows.count()
         if len(self._sampled) >= _KEPT_RESULTS:
             self._read_results()
@@ -202,11 +266,11 @@ class Watch:
     def _count_sampled(self) -> None:
         """Add up the sampled steps that were taken; a skipped step moves nothing and is not counted. Syncs: yes."""
         applied = {s.step: s.applied for s in self._steps}
-        for step, found in self._sampled.items():
-            if not (applied.get(step, True) if found.taken is None else bool(found.taken)):
+        for step, (counts, flags, taken) in self._sampled.items():
+            if not (applied.get(step, True) if taken is None else bool(taken)):
                 continue
-            has_gradient, is_idle = found.flags.tolist()
-            self._moved += found.counts
+            has_gradient, is_idle = flags.tolist()
+            self._moved += counts
             self._num_sampled += 1
             self._num_zero += not has_gradient
             self._num_idle += is_idle

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
 
-from ...errors import listed
-from ...formats import FORMATS
-from ...report import Band, Block, Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Table
-from ...trace import BIAS, BINS, Histogram, largest_scale, number
+from ..errors import listed
+from ..formats import FORMATS
+from ..report import Band, Block, Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Table
+from ..trace import BIAS, BINS, Histogram, largest_scale, number
 
 Kind = Literal["activation", "gradient", "weight"]
 KINDS: tuple[Kind, ...] = ("activation", "gradient", "weight")
