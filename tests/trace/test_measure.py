@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from mezzo.trace import measure
-from mezzo.trace.ops import op_facts
+from mezzo.trace.ops import Call, op_facts
 
 aten = torch.ops.aten
 INF, NAN = math.inf, math.nan
+
+
+def call_of(func: Any, *args: Any) -> Call:
+    return Call(func, op_facts(func), args, {})
+
+
 TENSORS = {
     "empty": torch.zeros(0),
     "plain": torch.tensor([[1.0, -7.0], [0.5, 0.0]]),
@@ -73,8 +79,7 @@ def test_spaced_values_are_evenly_spaced_and_no_more_than_asked(numel: int, coun
     ],
 )
 def test_wider_formats_are_tried_until_one_is_finite(x: float, narrow: torch.dtype, tried: list[Any]) -> None:
-    func = aten.exp.default
-    found = measure.wide_results(func, op_facts(func), (torch.tensor([x]).to(narrow),), {}, narrow)
+    found = measure.wide_results(call_of(aten.exp.default, torch.tensor([x]).to(narrow)), narrow)
     assert [(w.dtype, w.is_finite, w.has_nan) for w in found] == [(d, f, n) for d, f, _, n in tried]
     assert [w.amax for w in found] == pytest.approx([top for _, _, top, _ in tried], rel=1e-6)
 
@@ -82,22 +87,17 @@ def test_wider_formats_are_tried_until_one_is_finite(x: float, narrow: torch.dty
 def test_an_op_that_is_run_again_writes_draws_and_records_nothing() -> None:
     x, state = torch.ones(4, requires_grad=True), torch.random.get_rng_state()
     plain = torch.ones(4)
-    [added] = measure.rerun(aten.add_.Tensor, op_facts(aten.add_.Tensor), (plain, plain), {})
-    [dropped, *_] = measure.rerun(
-        aten.native_dropout.default, op_facts(aten.native_dropout.default), (x, 0.5, True), {}
-    )
+    [added] = measure.rerun(call_of(aten.add_.Tensor, plain, plain))
+    [dropped, *_] = measure.rerun(call_of(aten.native_dropout.default, x, 0.5, True))
     assert added.tolist() == [2.0] * 4 and plain.tolist() == [1.0] * 4
     assert not dropped.requires_grad and torch.equal(torch.random.get_rng_state(), state)
-    assert (
-        measure.rerun_wide(aten.bitwise_not.default, op_facts(aten.bitwise_not.default), (x,), {}, torch.float64)
-        is None
-    )
+    assert measure.rerun_wide(call_of(aten.bitwise_not.default, x), torch.float64) is None
 
 
 def test_what_waits_for_other_ranks_is_not_run_again() -> None:
     facts = replace(op_facts(aten.exp.default), kernel="c10d.allreduce_")
     with pytest.raises(NotImplementedError, match="waits for other ranks"):
-        measure.rerun(aten.exp.default, facts, (torch.ones(1),), {})
+        measure.rerun(Call(aten.exp.default, facts, (torch.ones(1),), {}))
 
 
 def test_the_first_bad_element_and_what_was_read_there() -> None:
@@ -111,18 +111,18 @@ def test_the_first_bad_element_and_what_was_read_there() -> None:
 
 def test_rows_without_a_value_are_counted_along_the_axis_of_the_softmax() -> None:
     scores = torch.tensor([[-INF, -INF], [-INF, 1.0], [-INF, 2.0]])
-    facts = op_facts(aten._softmax.default)
+    softmax = aten._softmax.default
     for dim, want in ((-1, 1), (0, 1), (1, 1)):
-        assert measure.full_rows(facts, (scores, dim, False), [("self", scores)]) == want
-    assert measure.full_rows(facts, (scores.t(), 0, False), [("self", scores.t())]) == 1
-    assert measure.full_rows(op_facts(aten.exp.default), (scores,), [("self", scores)]) == 0
+        assert measure.full_rows(call_of(softmax, scores, dim, False)) == want
+    assert measure.full_rows(call_of(softmax, scores.t(), 0, False)) == 1
+    assert measure.full_rows(call_of(aten.exp.default, scores)) == 0
 
 
 @pytest.mark.parametrize(
     ("other", "want"), [(3, (("other", 3.0),)), (0.0, (("other", 0.0),)), (0.5, ()), (torch.ones(1), ())]
 )
 def test_a_divisor_is_a_whole_number_or_zero(other: Any, want: tuple[Any, ...]) -> None:
-    assert measure.divisors(op_facts(aten.div.Scalar), (torch.ones(2), other)) == want
+    assert measure.divisors(call_of(aten.div.Scalar, torch.ones(2), other)) == want
     assert measure.numbers((torch.ones(2), other, True), {"eps": 1e-5}) == [
         *([] if isinstance(other, Tensor) else [float(other)]), 1e-5,
     ]  # fmt: skip

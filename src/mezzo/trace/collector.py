@@ -260,7 +260,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         elif self._reached_step != self.context.step and is_bad_anyway(call):
             causes |= self._event(call, site, bad, "source", causes)
         elif (any_nan(bad) and not any_nan(t for _, t in sources)) or (
-            call.facts.name == "logsumexp" and full_rows(call.facts, call.args, call.inputs)
+            call.facts.name == "logsumexp" and full_rows(call)
         ):
             causes = self._event(call, site, bad, "mixed", causes)
         for tensor in bad:
@@ -311,7 +311,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     ) -> Causes:
         index, computed = len(self.events), kind in ("source", "mixed")
         # beside inherited non-finite values, the op is judged by its finite ones
-        args, kwargs = sanitised((call.args, call.kwargs)) if parents else (call.args, call.kwargs)
+        judged_on = sanitised(call.given) if parents else call.given
         names = [self.context.name_of(call.original(t)) if site.phase == "optimizer" else "" for t in bad]
         if site.phase == "optimizer" and not site.module:
             site = replace(site, module=names[0].rpartition(" ")[2].rpartition(".")[0])
@@ -326,11 +326,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             inputs=tuple(tensor_facts(n, t) for n, t in call.inputs),
             outputs=tuple(tensor_facts(n or f"result {i}", t) for i, (n, t) in enumerate(zip(names, bad, strict=True))),
             parents=parents,
-            wide=wide_results(call.func, call.facts, args, kwargs, bad[0].dtype) if kind == "source" else (),
+            wide=wide_results(call, bad[0].dtype, judged_on) if kind == "source" else (),
             offending=offending_values(operands.saved, bad[0])
-            or (*offending_values([*call.inputs, *call.whole], bad[0]), *divisors(call.facts, call.args)),
+            or (*offending_values([*call.inputs, *call.whole], bad[0]), *divisors(call)),
             where=first_bad(bad[0]) if computed else (),
-            full_rows=full_rows(call.facts, call.args, call.inputs) if computed else 0,
+            full_rows=full_rows(call) if computed else 0,
             loss_scale=self.context.loss_scale if site.phase == "backward" else 1.0,
             flush=judged[1],
             reference=judged[0],

@@ -66,8 +66,7 @@ def is_arithmetic(call: Call, bad: list[Tensor]) -> bool:
 
 def matters(call: Call, source: Tensor) -> bool:
     """Say whether repairing one input alone makes an element of the results finite. Syncs: yes."""
-    args, kwargs = tree_map(lambda v: sanitised(v) if v is source else v, (call.args, call.kwargs))
-    out = rerun(call.func, call.facts, args, kwargs)
+    out = rerun(call, tree_map(lambda v: sanitised(v) if v is source else v, call.given))
     was_bad = [~t.isfinite() for t in call.out]
     return any(bool((o.isfinite() & b).any()) for o, b in zip(out, was_bad, strict=True))
 
@@ -91,7 +90,7 @@ class HostReads:
         """Take in one op: an answer to a question about non-finite values is marked. Syncs: yes, where there are any."""
         if not len(self._causes) or call.facts.name not in _COMBINES:
             return
-        given = [t for t in tree_leaves((call.args, call.kwargs)) if _is_strided(t)]
+        given = [t for t in tree_leaves(call.given) if _is_strided(t)]
         found = [r for t in given if (r := self._answers.get(t)) is not None]
         if call.facts.name in _COMPARES or call.facts.name in FACTORS:
             found += self._reads(t for t in given)
@@ -106,7 +105,7 @@ class HostReads:
 
     def behind(self, call: Call) -> frozenset[int]:
         """Return the events behind answers that an op was given. Host only."""
-        given = [t for t in tree_leaves((call.args, call.kwargs)) if _is_strided(t)]
+        given = [t for t in tree_leaves(call.given) if _is_strided(t)]
         return frozenset().union(*(r.causes for t in given if (r := self._answers.get(t)) is not None))
 
     def of(self, tensor: Tensor) -> Read | None:
@@ -181,4 +180,4 @@ def is_bad_anyway(call: Call) -> bool:
     """Say whether an op goes wrong on the finite part of its inputs too. Syncs: yes."""
     if call.facts.draws or any(not math.isfinite(x) for x in numbers(call.args, call.kwargs)):
         return False
-    return not all(is_finite(t) for t in rerun(call.func, call.facts, sanitised(call.args), sanitised(call.kwargs)))
+    return not all(is_finite(t) for t in rerun(call, sanitised(call.given)))

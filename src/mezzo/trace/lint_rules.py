@@ -206,7 +206,7 @@ def _counted(call: Call, low: Tensor) -> Tensor | None:
     given = next((t for _, t in (*call.inputs, *call.whole)), None)
     if given is None or (given.is_floating_point() and not bool((given == given.round()).all())):
         return None
-    wide = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float32) if given.numel() else None
+    wide = rerun_wide(call, torch.float32) if given.numel() else None
     return wide[0] if wide and amax(given.float()) < exact_integers(low.dtype) / 2 else None
 
 

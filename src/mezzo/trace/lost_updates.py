@@ -184,7 +184,7 @@ class UpdateWatch:
         if not weights:
             return
         self._see_sources(call, weights)
-        wide = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float32)
+        wide = rerun_wide(call, torch.float32)
         if wide is None or len(wide) != len(call.out):
             return
         for tensor, want in zip(call.out, wide, strict=True):
@@ -225,7 +225,7 @@ class UpdateWatch:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
         kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES]
-        wide = rerun_wide(call.func, call.facts, call.args, call.kwargs, torch.float32) if kept else None
+        wide = rerun_wide(call, torch.float32) if kept else None
         if wide is None or any(t.requires_grad and torch.is_grad_enabled() for t in kept):
             return
         for tensor, want in zip(call.out, wide, strict=True):

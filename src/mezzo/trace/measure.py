@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import random_state
-from .._torch import OpOverload, tree_flatten, tree_map, without_autocast
+from .._torch import tree_leaves, tree_map, without_autocast
 from ..formats import dtype_name, widest
-from .ops import FACTORS, SOFTMAX_LIKE, OpFacts, is_collective, results
+from .ops import FACTORS, SOFTMAX_LIKE, Call, Given, is_collective, results
 from .records import TensorFacts, Wide
 
 _WIDE = (torch.float32, torch.float64)
@@ -97,14 +97,8 @@ def _aside(draws: bool) -> Iterator[None]:
             yield
 
 
-def rerun(func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Run an op again on copies of what it writes.
-
-    Args:
-        func: the op.
-        facts: its schema.
-        args: positional arguments, values as they were before the op.
-        kwargs: named arguments.
+def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
+    """Run an op again, on copies of what it writes, with the values it was given or with others in their place.
 
     Returns:
         Its floating results, NaN where it says that they do not exist, and the floating arguments it wrote.
@@ -114,6 +108,7 @@ def rerun(func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwa
 
     Syncs: as the op does.
     """
+    facts, (args, kwargs) = call.facts, given or call.given
     if is_collective(facts.kernel):
         raise NotImplementedError(f"{facts.kernel} waits for other ranks, and is not run again.")
     args = tuple(
@@ -121,7 +116,7 @@ def rerun(func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwa
     )
     kwargs = {name: tree_map(_clone, a) if name in facts.writes else a for name, a in kwargs.items()}
     with _aside(facts.draws):
-        out = func(*args, **kwargs)
+        out = call.func(*args, **kwargs)
     found = results(facts, args, kwargs, out)
     return [torch.full_like(t, math.nan) for t in found] if facts.name in FACTORS and bool(out[-1].any()) else found
 
@@ -130,7 +125,7 @@ def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def widened(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+def _widened(given: Given, dtype: torch.dtype) -> Given:
     """Return an op's arguments with every narrower floating tensor, and every floating dtype named, widened."""
 
     def widen(value: Any) -> Any:
@@ -139,57 +134,37 @@ def widened(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -
         is_format = isinstance(value, torch.dtype) and value.is_floating_point and value != torch.float64
         return dtype if is_format else value
 
-    return tree_map(widen, args), tree_map(widen, kwargs)
+    found: Given = tree_map(widen, given)
+    return found
 
 
-def rerun_wide(
-    func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> list[Tensor] | None:
-    """Run an op again in a wider format.
-
-    Returns:
-        What `rerun` returns; None where no kernel of that format exists.
-
-    Syncs: as the op does.
-    """
+def rerun_wide(call: Call, dtype: torch.dtype, given: Given | None = None) -> list[Tensor] | None:
+    """Run an op again in a wider format, as `rerun` does; None where no kernel of that format exists. Syncs: as the op does."""
     try:
-        wide_args, wide_kwargs = widened(args, kwargs, dtype)
-        if facts.name in ("softmax", "log_softmax"):
+        args, kwargs = _widened(given or call.given, dtype)
+        if call.facts.name in ("softmax", "log_softmax"):
             # half_to_float is legal for half inputs only
-            wide_args = tuple(False if a is True else a for a in wide_args)
-        return rerun(func, facts, wide_args, wide_kwargs)
+            args = tuple(False if a is True else a for a in args)
+        return rerun(call, (args, kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         return None
 
 
-def wide_results(
-    func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], narrow: torch.dtype
-) -> tuple[Wide, ...]:
-    """Recompute an op in fp32, then in fp64 while the result is not finite.
+def wide_results(call: Call, narrow: torch.dtype, given: Given | None = None) -> tuple[Wide, ...]:
+    """Recompute an op in fp32, then in fp64 while the result is not finite; one entry a format tried. Syncs: yes.
 
-    Args:
-        func: the op.
-        facts: its schema.
-        args: positional arguments, values before the op.
-        kwargs: named arguments.
-        narrow: dtype of the result that went wrong; formats no wider than it are left out.
-
-    Returns:
-        One entry a format tried.
-
-    Syncs: yes.
+    Formats no wider than `narrow`, the dtype of the result that went wrong, are left out.
     """
     tried = []
     for dtype in _WIDE:
         if dtype.itemsize <= narrow.itemsize:
             continue
-        out = rerun_wide(func, facts, args, kwargs, dtype)
+        out = rerun_wide(call, dtype, given)
         if out is None:
             continue
         finite = all(is_finite(t) for t in out)
         tops = [amax(t.nan_to_num(0.0, 0.0, 0.0)) for t in out]
-        has_nan = any(bool(t.isnan().any()) for t in out)
-        tried.append(Wide(dtype=dtype_name(dtype), is_finite=finite, amax=max(tops, default=0.0), has_nan=has_nan))
+        tried.append(Wide(dtype=dtype_name(dtype), is_finite=finite, amax=max(tops, default=0.0), has_nan=any_nan(out)))
         if finite:
             break
     return tuple(tried)
@@ -206,17 +181,7 @@ def sanitised(value: Any) -> Any:
 
 
 def offending_values(inputs: list[tuple[str, Tensor]], bad: Tensor) -> tuple[tuple[str, float], ...]:
-    """Return each input's value at the first non-finite element of a result.
-
-    Args:
-        inputs: tensors that the op read, by name.
-        bad: the result.
-
-    Returns:
-        (name, value) of inputs that broadcast to the shape of `bad`; empty where none does.
-
-    Syncs: yes.
-    """
+    """Return (name, value at the first non-finite element of a result) of inputs that broadcast to its shape. Syncs: yes."""
     where = (~_readable(bad).isfinite()).nonzero()
     if not len(where):
         return ()
@@ -236,22 +201,21 @@ def first_bad(bad: Tensor) -> tuple[int, ...]:
     return tuple(where[0].tolist()) if len(where) else ()
 
 
-def divisors(facts: OpFacts, args: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
+def divisors(call: Call) -> tuple[tuple[str, float], ...]:
     """Return the second operand where it is a whole number of Python's, or 0. Host only."""
-    named = zip(facts.arguments, args, strict=False)
+    named = zip(call.facts.arguments, call.args, strict=False)
     return tuple((n, float(v)) for n, v in named if n == "other" and (type(v) is int or (type(v) is float and v == 0)))
 
 
-def full_rows(facts: OpFacts, args: tuple[Any, ...], inputs: list[tuple[str, Tensor]]) -> int:
+def full_rows(call: Call) -> int:
     """Count the rows of a softmax-like op in which every input is -inf. Syncs: yes."""
-    if facts.name not in SOFTMAX_LIKE or not inputs:
+    if call.facts.name not in SOFTMAX_LIKE or not call.inputs:
         return 0
-    scores = dict(inputs).get("attn_mask", inputs[0][1])
-    dims = [a for a in args[1:2] if isinstance(a, int) and not isinstance(a, bool)]
+    scores = dict(call.inputs).get("attn_mask", call.inputs[0][1])
+    dims = [a for a in call.args[1:2] if isinstance(a, int) and not isinstance(a, bool)]
     return int(scores.isneginf().all(dims[0] if dims else -1).sum())
 
 
 def numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
     """Return the Python numbers among an op's arguments."""
-    flat, _ = tree_flatten((args, kwargs))
-    return [float(a) for a in flat if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    return [float(a) for a in tree_leaves((args, kwargs)) if isinstance(a, (int, float)) and not isinstance(a, bool)]

@@ -189,6 +189,10 @@ def lands_later(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bool(torch.device(target).type == "cpu" != source.device.type)
 
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of an op."""
+
+
 class Call:
     """One op as it ran.
 
@@ -215,6 +219,11 @@ class Call:
         self.inputs = [(n, t) for n, t in named if not (facts.overwrites and n.split("[")[0] in facts.writes)]
         self.out: list[Tensor] = []
         self.returned: Any = None
+
+    @property
+    def given(self) -> Given:
+        """Positional and named arguments. Host only."""
+        return self.args, self.kwargs
 
     @property
     def whole(self) -> list[tuple[str, Tensor]]:

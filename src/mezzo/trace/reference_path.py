@@ -75,8 +75,7 @@ def run_wide(call: Call, values: dict[int, Tensor], dtype: torch.dtype) -> list[
         return [source.to(dtype) * call.returned[1] / (1 - share if share < 1 else 1)]
     if draws(call):
         return None
-    args, kwargs = tree_map(lambda v: values.get(id(v), v), (call.args, call.kwargs))
-    wide = rerun_wide(call.func, call.facts, args, kwargs, dtype)
+    wide = rerun_wide(call, dtype, tree_map(lambda v: values.get(id(v), v), call.given))
     is_same = wide is not None and [t.shape for t in wide] == [t.shape for t in call.out]
     return wide if is_same else None
 
@@ -340,7 +339,7 @@ class Fp64Reference:
 
     def start(self, call: Call) -> None:
         """Start to follow the results of an op that overflowed."""
-        true = rerun_wide(call.func, call.facts, call.args, call.kwargs, call.wide_dtype)
+        true = rerun_wide(call, call.wide_dtype)
         if true is not None and all(is_finite(t) for t in true):
             for tensor, value in zip(call.out, true, strict=True):
                 self._true.put(tensor, widened(value))
@@ -365,8 +364,7 @@ class Fp64Reference:
         known = self._true.known(call)
         if not known:
             return ""
-        args, kwargs = tree_map(lambda v: known.get(id(v), v), (call.args, call.kwargs))
-        true = rerun_wide(call.func, call.facts, args, kwargs, call.wide_dtype)
+        true = rerun_wide(call, call.wide_dtype, tree_map(lambda v: known.get(id(v), v), call.given))
         if true is None or len(true) != len(call.out):
             return ""
         wrong = [w for t, v in zip(call.out, true, strict=True) if (w := _difference(t, v))]
