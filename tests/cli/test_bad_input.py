@@ -97,7 +97,7 @@ def test_a_mistyped_model_is_said_at_once(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://127.0.0.1:9")  # nobody answers there
-    monkeypatch.setattr("mezzo.train.hub.getproxies", dict)
+    monkeypatch.setattr("mezzo.train.model.getproxies", dict)
     started = time.monotonic()
     assert "no such folder" in refused(capsys, "predict", "--model", name)
     assert time.monotonic() - started < 20  # the hub's client takes about 50 s

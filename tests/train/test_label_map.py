@@ -10,7 +10,7 @@ from tests.train.small import emotion_rows, tiny, write_tsv
 
 from mezzo.errors import DataError
 from mezzo.train.data import load_corpus
-from mezzo.train.label_map import read_label_map
+from mezzo.train.data import read_label_map
 
 NAMES = ["joy", "love", "anger", "fear", "sadness", "surprise"]
 

@@ -48,16 +48,9 @@ def _chunks(order: Sequence[int], size: int) -> list[list[int]]:
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-    """Return the batches of an epoch, each row in exactly one, texts of like length together.
+    """Return the row numbers of the batches of an epoch, counted from 0: each row in exactly one, texts of like length together.
 
-    Args:
-        lengths: tokens of each row.
-        batch_size: rows a batch; the last may be smaller.
-        seed: of the run.
-        epoch: counted from 0.
-
-    Returns:
-        Row numbers; a pure function of the arguments, so that a resumed run finds its place again.
+    A pure function of the arguments, `lengths` being the tokens of each row, so that a resumed run finds its place again.
     """
     generator = torch.Generator().manual_seed((seed << 20) + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
@@ -84,17 +77,7 @@ def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 
 
 def collate(tokens: Sequence[Sequence[int]], labels: Sequence[int] | None, *, pad_id: int, max_length: int) -> Batch:
-    """Pad rows to the longest of them, rounded up to a multiple of 8 where `max_length` allows.
-
-    Args:
-        tokens: token numbers of each row, at most `max_length`.
-        labels: class of each row, or None.
-        pad_id: number of the padding token.
-        max_length: the most the model takes.
-
-    Returns:
-        A batch on the CPU.
-    """
+    """Pad rows of at most `max_length` tokens to the longest, rounded up to a multiple of 8 where `max_length` allows; on the CPU."""
     longest = max(map(len, tokens))
     width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, max_length))
     return Batch(
@@ -105,13 +88,9 @@ def collate(tokens: Sequence[Sequence[int]], labels: Sequence[int] | None, *, pa
 
 
 def hide_tokens(batch: Batch, share: float, mask_id: int, keep: Sequence[int]) -> Batch:
-    """Return a batch in which a random share of the tokens is replaced by the mask token.
+    """Return a batch in which a random share of the tokens, those to keep left out, is replaced by the mask token.
 
-    Args:
-        batch: of texts.
-        share: of the tokens to hide; 0 returns the batch itself and draws no random number.
-        mask_id: number of the mask token.
-        keep: token numbers that are never hidden: padding and the marks around a text.
+    A share of 0 returns the batch itself and draws no random number.
     """
     if share == 0.0:
         return batch

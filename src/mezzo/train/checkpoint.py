@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, MezzoError, first_line, listed
 from ..files import flush_to_disk, write_atomically
 from .config import TrainConfig
-from .hub import quiet
+from .model import quiet
 
 _KEYS = {"launch", "config", "labels", "fingerprint", "tokenizer", "position", "step", "schedule", "average"}
 FORMAT = 2
@@ -44,10 +44,6 @@ def writing(path: Path) -> Iterator[None]:
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file aside, bring it to the disk, and put it in its place in one move.
 
-    Args:
-        path: the file.
-        write: writes the content.
-
     Raises:
         CheckpointError: it could not be written; the file is what it was.
 
@@ -64,11 +60,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Save the state of a run.
-
-    Args:
-        path: the file.
-        state: tensors and plain values, so that `torch.load(weights_only=True)` reads it.
+    """Save the state of a run: tensors and plain values, so that `torch.load(weights_only=True)` reads it.
 
     Raises:
         CheckpointError: it could not be written; the file is what it was.
@@ -97,11 +89,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def check_whole(path: Path, state: dict[str, Any]) -> None:
-    """Refuse a checkpoint that lacks a part of a run.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Refuse a checkpoint that lacks a part of a run. Raises: CheckpointError."""
     missing = sorted(_KEYS - state.keys())
     if missing:
         raise CheckpointError(f"{path} is damaged: it lacks {listed(missing)}. Start again with --overwrite.")
@@ -109,11 +97,7 @@ def check_whole(path: Path, state: dict[str, Any]) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what a damaged checkpoint raises inside the block into one sentence.
-
-    Raises:
-        CheckpointError: it does not hold what it must.
-    """
+    """Turn what a damaged checkpoint raises inside the block into one sentence. Raises: CheckpointError."""
     try:
         yield
     except MezzoError:
@@ -151,16 +135,11 @@ def check_same_run(state: dict[str, Any], config: TrainConfig, labels: tuple[str
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: Any, weights: dict[str, Tensor] | None = None) -> None:
-    """Save a model and its tokenizer as the transformers library has it, each file whole or not at all.
+    """Save a transformers model and its tokenizer, for `predict` and `from_pretrained`, each file whole or not at all.
 
     Files that are there already keep their content until the new ones are on the disk; the weights are one file and
-    move last, so a kill leaves the old model or the new one.
-
-    Args:
-        folder: where `predict` and `from_pretrained` find it.
-        model: a transformers model.
-        tokenizer: a transformers tokenizer.
-        weights: a state dict to save in place of the model's own: the masters of 16-bit weights.
+    move last, so a kill leaves the old model or the new one. `weights` are saved in place of the model's own: the masters of
+    16-bit weights.
 
     Raises:
         CheckpointError: it could not be written; the model that was there still is.

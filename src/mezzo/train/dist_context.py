@@ -210,19 +210,12 @@ def _surroundings(nproc: int) -> Iterator[None]:
 def launch(command: Sequence[str], *, nproc: int, max_restarts: int) -> int:
     """Run `python -m mezzo` with some words as several ranks, which find each other by themselves.
 
-    Args:
-        command: the words.
-        nproc: how many ranks.
-        max_restarts: how often all are started again after one has failed.
-
     Returns:
         The exit code: 0, or that of the first rank that failed and said why.
 
     Raises:
-        ConfigError: fewer ranks than 1, fewer restarts than 0, or a launcher has started this process already.
+        ConfigError: fewer ranks than 1, fewer restarts of all of them than 0, or a launcher has started this process already.
         DistributedError: a rank ended without a word.
-
-    Writes: nothing of its own.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

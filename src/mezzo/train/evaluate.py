@@ -18,14 +18,7 @@ from .dist_context import DistContext, alone
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Rows as the model takes them.
-
-    Attributes:
-        tokens: token numbers of each row.
-        labels: class of each row.
-        pad_id: number of the padding token.
-        max_length: tokens a row has at most.
-    """
+    """Rows as the model takes them: token numbers, at most `max_length`, and class of each; and the number of the padding token."""
 
     tokens: list[list[int]]
     labels: list[int]
@@ -68,20 +61,10 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 def evaluate(
     model: nn.Module, rows: Encoded, *, batch_size: int, device: torch.device, world: DistContext | None = None
 ) -> Evaluation:
-    """Run a model over rows in evaluation mode; draws no random number.
+    """Run a transformers classifier, prepared or not, over at least one row in evaluation mode; draws no random number.
 
     Each rank runs some of the batches, which are those of one rank, so each row counts once and the result is that of one
-    rank, the same on all.
-
-    Args:
-        model: a transformers classifier, on `device`, prepared or not.
-        rows: at least one.
-        batch_size: rows at a time.
-        device: of the model.
-        world: the ranks that share the work, each with the same model; left out, this one does it all.
-
-    Returns:
-        Loss, accuracy and predictions.
+    rank, the same on all. Without `world` this rank does it all.
 
     Writes: the model's training flag, and sets it back. Syncs: yes.
     """
@@ -104,13 +87,7 @@ def evaluate(
 
 
 def report(truth: Sequence[int], predicted: Sequence[int], labels: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Return precision, recall and F1 of each class, as data and as a table.
-
-    Args:
-        truth: class of each row.
-        predicted: predicted class of each row.
-        labels: class names.
-    """
+    """Return precision, recall and F1 of each class, as data and as a table, given the class and the predicted one of each row."""
     from sklearn.metrics import classification_report
 
     def made(as_data: bool) -> Any:

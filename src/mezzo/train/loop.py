@@ -122,16 +122,10 @@ def _restarted(config: TrainConfig, folder: RunFolder, world: DistContext) -> Tr
 
 
 def run(config: TrainConfig) -> TrainResult:
-    """Train a text classifier, or go on with one, and test the best model it found.
+    """Train a text classifier, or go on with one, and test the best model it found; the result is also in the run's folder.
 
     Under torchrun, or where torch.distributed is initialised, all ranks train it together: each runs its share of every batch
     and every evaluation, the first prints and writes. What a launcher restarts goes on from its last checkpoint.
-
-    Args:
-        config: everything that is asked.
-
-    Returns:
-        The result, which is also in the run's folder.
 
     Raises:
         DataError: the data cannot be used.

@@ -132,10 +132,6 @@ def smooth(values: list[float]) -> list[float]:
 def save_curves(metrics: Path, picture: Path) -> None:
     """Draw the curves of a metrics file as PNG; the loss scale's where there is one, or where steps were skipped.
 
-    Args:
-        metrics: the records.
-        picture: the file to write.
-
     Raises:
         CheckpointError: the picture cannot be written.
 

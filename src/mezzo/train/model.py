@@ -1,21 +1,26 @@
-"""The classifier: a BERT from random weights, or a pretrained model with a new head."""
+"""The classifier: a BERT from random weights, or a pretrained model with a new head, from a library that is kept quiet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, first_line
 from .config import TrainConfig
-from .hub import quiet
 
 POSITION_SIZE = 0.03
 """Of the sinusoids, beside word vectors of standard deviation 0.02."""
 LONGEST_WAVE = 1000.0
+PATIENCE_S = 2.0
 
 
 def _label_names(labels: Sequence[str]) -> dict[str, Any]:
@@ -27,11 +32,6 @@ def build_model(config: TrainConfig, labels: Sequence[str], tokenizer: Any) -> n
     """Return a BERT classifier with random weights, drawn from torch's global generator; fp32, on the CPU.
 
     Its learned positions start as sinusoids; random ones cost a short training its first epochs.
-
-    Args:
-        config: gives the sizes.
-        labels: class names in order.
-        tokenizer: gives the vocabulary.
     """
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -69,9 +69,7 @@ def sinusoids(positions: int, width: int) -> Tensor:
 def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Module:
     """Return a classifier from a model folder or hub name; fp32 whatever it was saved in, on the CPU.
 
-    Args:
-        name: local folder or hub name.
-        labels: class names in order; a head of another size is replaced by a random one. None keeps the saved head.
+    A head of another size than there are labels is replaced by a random one; None keeps the saved head.
 
     Raises:
         ConfigError: no such model, no classifier for its kind, or the hub cannot be reached.
@@ -93,11 +91,7 @@ def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Modu
 
 
 def check_length(model: nn.Module, max_length: int) -> None:
-    """Refuse texts longer than the model has positions for.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Refuse texts longer than the model has positions for. Raises: ConfigError."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if most is not None and max_length > most:
         raise ConfigError(
@@ -116,3 +110,64 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the library's progress bars off standard error while inside, and on ranks but the first its log as well.
+
+    Raises:
+        ConfigError: the library is not installed.
+
+    Writes: switches of the library, and sets them back.
+    """
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        raise ConfigError("this needs the transformers package; pip install 'mezzo[text]'.") from None
+    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
+    if int(os.environ.get("RANK", "0")) > 0:
+        logging.set_verbosity(50)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if was_on:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
+
+
+def check_reachable(name: str) -> None:
+    """Refuse a name that no folder has, and no model in the cache, where the hub cannot be asked: its own client retries for a minute.
+
+    Raises:
+        OSError: it leads nowhere.
+    """
+    if Path(name).is_dir():
+        return
+    if name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1:
+        raise OSError("there is no such folder.")
+    if not _is_cached(name) and not _answers():
+        raise OSError("there is no such folder, no model of that name in the cache, and the hub cannot be reached.")
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _answers() -> bool:
+    """Whether the hub takes connections; behind a proxy that is not asked."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies():
+        return True
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        with socket.create_connection((host.hostname or "", host.port or 443), timeout=PATIENCE_S):
+            return True
+    except OSError:
+        return False

@@ -6,13 +6,12 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 SMOOTHING = 0.95
 
 
-class Progress(Protocol):
-    """Told of every update and of everything worth a line."""
+class Progress:
+    """Told of every update and of everything worth a line; shows nothing, as on ranks that do not print."""
 
     def update(self, step: int, *, loss: float, lr: float, scale: float, skipped: int) -> None:
         """Show where the run is."""
@@ -35,13 +34,8 @@ class SmoothedLoss:
         return self._sum / self._weight if self._weight else math.nan
 
 
-class Lines:
-    """Progress where nobody watches: lines only.
-
-    Args:
-        total: updates of the run.
-        every: updates from one line about the loss to the next; 0 prints none.
-    """
+class Lines(Progress):
+    """Progress where nobody watches: lines only, one about the loss every so many updates; 0 prints none."""
 
     def __init__(self, total: int, every: int) -> None:
         self._total, self._every, self._smoothed = total, every, SmoothedLoss()
@@ -59,30 +53,14 @@ class Lines:
         print(text, file=sys.stderr, flush=True)
 
 
-class Silent:
-    """Progress on ranks that do not print."""
-
-    def update(self, step: int, *, loss: float, lr: float, scale: float, skipped: int) -> None:
-        """Show nothing."""
-
-    def note(self, text: str) -> None:
-        """Print nothing."""
-
-
 @contextmanager
 def progress_bar(done: int, total: int, *, every: int = 0, is_shown: bool = True) -> Iterator[Progress]:
     """Show a bar with smoothed loss, scale, skipped updates and time left while inside, if standard error is a terminal.
 
-    Args:
-        done: updates already done.
-        total: updates of the whole run.
-        every: updates from one line about the loss to the next, where standard error is no terminal; 0 prints none.
-        is_shown: False shows nothing.
-
-    Writes: standard error.
+    Elsewhere a line about the loss is printed every so many updates; 0 prints none. Writes: standard error.
     """
     if not is_shown:
-        yield Silent()
+        yield Progress()
         return
     if not sys.stderr.isatty():
         yield Lines(total, every)
@@ -98,7 +76,7 @@ def progress_bar(done: int, total: int, *, every: int = 0, is_shown: bool = True
         task = bar.add_task("training", total=total, completed=done, loss="-", scale=1.0, skipped=0)
         smoothed = SmoothedLoss()
 
-        class Shown:
+        class Shown(Progress):
             def update(self, step: int, *, loss: float, lr: float, scale: float, skipped: int) -> None:
                 bar.update(task, completed=step, loss=f"{smoothed.add(loss):.3f}", scale=scale, skipped=skipped)
 

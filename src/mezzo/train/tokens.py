@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, first_line
-from .hub import check_reachable, quiet
+from .model import check_reachable, quiet
 
 PAD, UNKNOWN, START, END, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 MARKS = (PAD, UNKNOWN, START, END, MASK)
@@ -24,18 +24,11 @@ def _alphabet(texts: Iterable[str], size: int) -> list[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> Any:
-    """Train a byte-pair tokenizer; the same texts give the same tokenizer.
+    """Train a byte-pair tokenizer of the transformers library; the same texts give the same tokenizer.
 
     Characters between punctuation are one word to it, so in a language written without spaces it learns words of
-    several characters, which halves the length of a text against one token a character.
-
-    Args:
-        texts: the training texts.
-        vocab_size: entries at most.
-        max_length: tokens a text may have, as told to later users of the tokenizer.
-
-    Returns:
-        A transformers tokenizer.
+    several characters, which halves the length of a text against one token a character. `max_length` is what later users of
+    the tokenizer are told.
 
     Raises:
         ConfigError: the transformers library is not installed.

@@ -12,45 +12,23 @@ import torch
 _STATUS = Path("/proc/self/status")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
     """Where the files of a run lie.
 
     Attributes:
         path: the folder.
+        config: the options, JSON.
+        checkpoint: what `--resume` goes on from.
+        best: the model with the best dev accuracy and its tokenizer, as the transformers library has them.
+        metrics: a JSON object a line, for every update and evaluation.
+        curves: the picture of loss, accuracy and scale.
+        result: the `TrainResult`, JSON.
     """
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The options, JSON."""
-        return self.path / "config.json"
-
-    @property
-    def checkpoint(self) -> Path:
-        """What `--resume` goes on from."""
-        return self.path / "checkpoint.pt"
-
-    @property
-    def best(self) -> Path:
-        """The model with the best dev accuracy and its tokenizer, as the transformers library has them."""
-        return self.path / "best"
-
-    @property
-    def metrics(self) -> Path:
-        """A JSON object a line, for every update and evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def curves(self) -> Path:
-        """The picture of loss, accuracy and scale."""
-        return self.path / "curves.png"
-
-    @property
-    def result(self) -> Path:
-        """The `TrainResult`, JSON."""
-        return self.path / "result.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.checkpoint, self.best = path / "config.json", path / "checkpoint.pt", path / "best"
+        self.metrics, self.curves, self.result = path / "metrics.jsonl", path / "curves.png", path / "result.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

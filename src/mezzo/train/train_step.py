@@ -49,10 +49,6 @@ class Updater:
         updates: of the whole run.
         world: the ranks that share each batch; left out, this one takes all of it.
 
-    Attributes:
-        amp: takes the steps.
-        model: to be called in training; averages gradients over the ranks.
-
     Raises:
         PolicyError: the policy does not fit the model.
 
@@ -81,12 +77,8 @@ class Updater:
             forwards: each computes its part of the sum, over all parts and ranks, that is the loss: shape (), fp32; called
                 again where the policy says on_overflow=retry.
 
-        Returns:
-            What was done.
-
         Raises:
-            NonFiniteStep: too many updates in a row with inf or NaN, or weights that hold them.
-            LossScaleExhausted: the same with a loss scale.
+            NonFiniteStep, LossScaleExhausted: too many updates in a row with inf or NaN, or weights that hold them.
 
         Writes: weights, optimizer, schedule, scale. Syncs: yes.
         """

@@ -55,14 +55,13 @@ def updates_per_epoch(rows: int, batch_size: int) -> int:
 
 
 class Trainer:
-    """Trains a model on encoded rows.
+    """Trains a model on encoded rows, evaluates it on others, and writes what came of it into a run's folder.
 
     Args:
         config: of the run.
         updater: of the model.
         tokenizer: saved beside the model; knows the marks.
-        train: rows to learn from.
-        dev: rows for evaluation.
+        train, dev: rows to learn from, and for evaluation.
         folder: of the run.
         world: the ranks that share each batch; the first writes.
         identity: what a checkpoint says about its run besides its state.
@@ -93,9 +92,7 @@ class Trainer:
     def train(self, progress: Progress, opening: str = "") -> None:
         """Train from where the run is to its end, with an evaluation and a checkpoint every so often.
 
-        Args:
-            progress: is told of every update.
-            opening: what to say once the first checkpoint is written; "" is nothing.
+        `opening` is said once the first checkpoint is written, where it says something.
 
         Raises:
             CheckpointError: a file of the run could not be written.
