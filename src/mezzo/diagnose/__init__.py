@@ -24,5 +24,5 @@ from .memory import memory as memory
 from .mismatch import MismatchReport as MismatchReport
 from .mismatch import mismatch as mismatch
 from .watch import Watch as Watch
-from .watch import WatchReport as WatchReport
 from .watch import watch as watch
+from .watch_report import WatchReport as WatchReport

@@ -124,7 +124,7 @@ class GradTracker:
         self._note(grads_by_id(parameters(optimizer)), {}, mark)
 
     def accept(self, optimizer: Optimizer, captured: Tensor) -> None:
-        """Note that the gradients of an optimizer carry a scale, whatever was known of them."""
+        """Note that the gradients of an optimizer carry a scale, whatever was known of them. Host only."""
         if captured is not self.captured:
             self._carry_over(captured)
         self.write(optimizer, Mark.SCALED)
