@@ -283,7 +283,7 @@ class MasterOptimizer(KeepsMasters):
     def _made(self, step: GroupStep, active: list[Active]) -> Sequence[ParamBatch]:
         for one in active:
             one.state = self.state[one.param]
-        self._init_states(step.group, step.names, active)
+            self.init_state(step.group, one.param, one.state)
         return batches_of(step, active)
 
     def _operands(self, step: GroupStep, batch: ParamBatch) -> Operands:
@@ -302,22 +302,18 @@ class MasterOptimizer(KeepsMasters):
             return Operands(weights=batch.weights, moments=batch.moments, grads=grads)
         return operands(batch.weights, batch.moments, grads, batch.layout)
 
-    def _init_states(self, group: Mapping[str, Any], names: Sequence[str], active: list[Active]) -> None:
-        wanted = {
-            mode: {"step", *names, *([AUX_STATE[mode]] if mode in AUX_STATE else [])}
-            for mode in (group["master"], "none")
-        }
-        for one in active:
-            p, state, mode = one.param, one.state, mode_of(one.param, group)
-            if wanted[mode].issubset(state):
-                continue
-            if "step" not in state or (self.counts_moments and not state.keys() >= set(names)):
-                check_masters(group)
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            for name in names:
-                if name not in state:
-                    state[name] = torch.zeros_like(p, dtype=moment_dtype(p, group), memory_format=torch.preserve_format)
-            if mode in AUX_STATE and AUX_STATE[mode] not in state:
-                aux = store_master(mode, local(p.detach()).to(torch.float32), p.dtype, None)[1]
-                assert aux is not None
-                state[AUX_STATE[mode]] = like_dtensor(aux, p)
+    def init_state(self, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+        """Add to the state of a parameter what its first step begins with and is not there: a count of 0, moments of 0, aux state. Syncs: no."""
+        names = self.moment_names(group)
+        if "step" not in state or (self.counts_moments and not state.keys() >= set(names)):
+            check_masters(group)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        for name in names:
+            if name not in state:
+                dtype = moment_dtype(param, group)
+                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        mode = mode_of(param, group)
+        if mode in AUX_STATE and AUX_STATE[mode] not in state:
+            aux = store_master(mode, local(param.detach()).to(torch.float32), param.dtype, None)[1]
+            assert aux is not None
+            state[AUX_STATE[mode]] = like_dtensor(aux, param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,8 @@ from .optimizer_state import (
 from .saved_state import HOW, check_saved, each_entry
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
+
+_log = logging.getLogger("mezzo.optim")
 
 
 class MasterWeights(HasMasters):
@@ -222,6 +225,13 @@ class MasterWeights(HasMasters):
         self.masters.seed = saved_groups[0].get("rounding_seed", self.masters.seed)
         for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:
             self.masters.count = params[p]["rounding_step"].to(p.device).clone()
+        has_moments = any(group.get("momentum", 1.0) != 0 for group in saved_groups)  # plain SGD has none
+        if params and has_moments and not any(isinstance(index, int) for index in rest):
+            _log.warning(
+                "the state that was loaded has masters and nothing else: %s begins anew. If its run had taken steps, as torch.distributed.checkpoint "
+                "leaves unread what an optimizer that has not stepped yet does not have, save and load amp.state_dict() instead",
+                type(self.inner).__name__,
+            )
         take_masters_(self, params)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:

@@ -271,6 +271,10 @@ class KeepsMasters(HasMasters):
     def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the running means that a parameter of this group has in its state."""
 
+    @abstractmethod
+    def init_state(self, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+        """Add to the state of a parameter what its first step begins with and is not there: a count of 0, moments of 0, aux state. Syncs: no."""
+
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
         mode = mode_of(param, self._group_of(param))
@@ -285,12 +289,18 @@ class KeepsMasters(HasMasters):
     def state_dict(self) -> dict[str, Any]:
         """Return state and options as torch's optimizers do; `torch.load(weights_only=True)` reads them back.
 
+        Where there are masters and nothing has stepped yet, moments are made first: `torch.distributed.checkpoint` reads only into what is there.
+
         Returns:
             The form of `torch.optim.Optimizer.state_dict`; each parameter has a step count of its own in it. Tensors are
             not copied, except for those counts.
 
         Syncs: no.
         """
+        if self.state and not any("step" in entry for entry in self.state.values()):
+            for group in self.param_groups:
+                for p in [p for p in group["params"] if p.requires_grad]:
+                    self.init_state(group, p, self.state[p])
         state_dict = super().state_dict()
         state = each_entry(state_dict, lambda e: {**e, "step": e["step"].clone()} if "step" in e else e)
         if self.saves_own_options:

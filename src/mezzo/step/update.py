@@ -31,7 +31,7 @@ from ..loss_scale import (
     move_,
     next_state,
 )
-from ..optim import check_finite, is_hooked, keeps_masters, wrapped_optimizer
+from ..optim import check_finite, is_hooked, keeps_masters, parameters, wrapped_optimizer
 from ..policy import ScalingConfig
 from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
@@ -65,13 +65,22 @@ def forbid_direct_steps(optimizer: Optimizer, engine: _Steps, stepper: object) -
 
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine = reference()
-        if engine is not None and not engine.is_stepping:
+        if engine is not None and not engine.is_stepping and not _only_makes_state(optimizer):
             advice = NO_SCALER if is_called_by_scaler() else "Write amp.step()."
             past = "the guard" if engine.scale is None else "the guard and on gradients that may carry the loss scale"
             raise StepError(f"{type(optimizer).__name__}.step() was called directly, past {past}. {advice}")
 
     allow_direct_steps(optimizer)
     _handles[optimizer] = optimizer.register_step_pre_hook(refuse), weakref.ref(stepper)
+
+
+def _only_makes_state(optimizer: Optimizer) -> bool:
+    """Whether a step would make state where there is none and move nothing, as `torch.distributed.checkpoint.state_dict` takes one. Syncs: yes."""
+    if optimizer.state or any(
+        torch.any(torch.as_tensor(group.get("lr", 1.0)) != 0) for group in optimizer.param_groups
+    ):
+        return False
+    return not any(p.grad is not None and bool(p.grad.any()) for p in parameters(optimizer))
 
 
 def allow_direct_steps(optimizer: Optimizer) -> None:
