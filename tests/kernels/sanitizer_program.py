@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from mezzo.kernels.backends.cpp.build import library
 from mezzo.kernels.operands import operands
 from mezzo.kernels.ops import adamw as adamw_reference
 from mezzo.kernels.ops import sgd as sgd_reference
-from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
+from mezzo.kernels.ops.adamw import AdamWRule
 from mezzo.kernels.ops.adamw import cpu as adamw_cpu
 from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
@@ -46,7 +46,7 @@ from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.linear_training import cpu as training_cpu
 from mezzo.kernels.ops.recurrent import cpu as recurrent_cpu
-from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
+from mezzo.kernels.ops.sgd import SGDRule
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
 from mezzo.kernels.weights import AUX_STATE, Weights
 
@@ -205,12 +205,12 @@ def stepped(call: Call, backend: str, rng: random.Random) -> None:
     if "exp_avg" in call.moments:
         rule = AdamWRule(beta1=0.9, beta2=0.99, eps=1e-3, amsgrad=len(call.moments) == 3, l2=rng.choice([0.0, 0.1]))
         kernel: Any = adamw_cpu if backend == "cpu" else adamw_reference
-        kernel.step_(given, rule, adamw_scalars(steps, rule, 0.1, 0.01, dtype), steps)
+        kernel.step_(given, rule, adamw_reference.scalars(steps, replace(rule, lr=0.1, decay=0.01), dtype), steps)
     else:
         momentum = 0.9 if call.moments else 0.0
         other = SGDRule(weight_decay=rng.choice([0.0, 0.1]), momentum=momentum, nesterov=rng.random() < 0.5)
         kernel = sgd_cpu if backend == "cpu" else sgd_reference
-        kernel.step_(given, other, sgd_scalars(steps, other, 0.1, 0.2, dtype), steps)
+        kernel.step_(given, other, sgd_reference.scalars(steps, replace(other, lr=0.1, dampening=0.2), dtype), steps)
 
 
 def plain_copy(call: Call) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ from mezzo.kernels.operands import operands
 from mezzo.kernels.ops import adamw as adamw_reference
 from mezzo.kernels.ops import gradients as gradients_reference
 from mezzo.kernels.ops import sgd as sgd_reference
-from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
+from mezzo.kernels.ops.adamw import AdamWRule
 from mezzo.kernels.ops.adamw import cpu as adamw_cpu
 from mezzo.kernels.ops.gradients import ScaledGradients
 from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.gradients import foreach as gradients_foreach
-from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
+from mezzo.kernels.ops.sgd import SGDRule
 from mezzo.kernels.ops.sgd import cpu as sgd_cpu
 from mezzo.kernels.weights import Weights, store_master
 
@@ -149,7 +150,7 @@ def test_adamw_equals_the_reference(mode: str, dtype: torch.dtype, state: torch.
         for t in (1, 7, 70_001):
             grads = grads_of(torch.float32 if wide else dtype, **how)
             step = counts(weights, t)
-            scalars = adamw_scalars(step, rule, 0.01, 0.1)
+            scalars = adamw_reference.scalars(step, replace(rule, lr=0.01, decay=0.1))
             adamw_reference.step_(operands(*one, grads), rule, scalars, step)
             adamw_cpu.step_(operands(*other, grads), rule, scalars, step)
             for name in ("values", "aux"):
@@ -169,7 +170,7 @@ def test_sgd_equals_the_reference(mode: str, dtype: torch.dtype, state: torch.dt
         for t in (1, 2):
             grads = grads_of(torch.float32 if wide else dtype, **how)
             step = counts(weights, t)
-            scalars = sgd_scalars(step, rule, 0.1, 0.2)
+            scalars = sgd_reference.scalars(step, replace(rule, lr=0.1, dampening=0.2))
             sgd_reference.step_(operands(*one, grads), rule, scalars, step)
             sgd_cpu.step_(operands(*other, grads), rule, scalars, step)
             assert same(one[0].values, other[0].values)
@@ -213,7 +214,12 @@ def test_threads_do_not_change_a_bit() -> None:
         weights, grads = weights_of("stochastic", torch.bfloat16), grads_of(torch.bfloat16)
         moments, step = moments_of(weights, torch.float32), counts(weights, 3)
         torch.set_num_threads(threads)
-        adamw_cpu.step_(operands(weights, moments, grads), rule, adamw_scalars(step, rule, 0.1, 0.0), step)
+        adamw_cpu.step_(
+            operands(weights, moments, grads),
+            rule,
+            adamw_reference.scalars(step, replace(rule, lr=0.1, decay=0.0)),
+            step,
+        )
         runs.append([*weights.values, *moments["exp_avg_sq"]])
     torch.set_num_threads(before)
     assert same(runs[0], runs[1])
@@ -225,17 +231,19 @@ def test_the_numbers_of_a_step_are_those_of_each_parameters_count(dtype: torch.d
     rule, counts = AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8), [1.0, 3.0, 3.0, 1e6]
     wanted = [(1 - 0.01 * 0.1, -0.01 / (1 - 0.9**t), math.sqrt(1 - 0.999**t)) for t in counts]
     for step in (torch.tensor(counts), torch.tensor(counts[1:2] * 5)):
-        found = adamw_scalars(step, rule, 0.01, 0.1, dtype)
+        found = adamw_reference.scalars(step, replace(rule, lr=0.01, decay=0.1), dtype)
         rows = wanted if step.numel() == 4 else wanted[1:2] * 5
         torch.testing.assert_close(
             found, torch.tensor(rows, dtype=dtype), rtol=2e-13 if dtype.itemsize == 8 else 1.2e-7, atol=0
         )
-        on_device = adamw_scalars(step, rule, torch.tensor(0.01, dtype=dtype), 0.1, dtype)
+        on_device = adamw_reference.scalars(step, replace(rule, lr=torch.tensor(0.01, dtype=dtype), decay=0.1), dtype)
         torch.testing.assert_close(found, on_device, rtol=3e-7, atol=0)
     momentum = SGDRule(weight_decay=0.0, momentum=0.9)
-    rows_sgd = sgd_scalars(torch.tensor(counts), momentum, 0.1, 0.2, dtype)
+    rows_sgd = sgd_reference.scalars(torch.tensor(counts), replace(momentum, lr=0.1, dampening=0.2), dtype)
     assert rows_sgd.tolist() == torch.tensor([(-0.1, 0, 1), *[(-0.1, 0.9, 0.8)] * 3], dtype=dtype).tolist()
-    assert adamw_scalars(torch.zeros(2), rule, 0.01, 0.1).isfinite().all(), "a step that was left out counts none"
+    assert adamw_reference.scalars(torch.zeros(2), replace(rule, lr=0.01, decay=0.1)).isfinite().all(), (
+        "a step that was left out counts none"
+    )
 
 
 def test_a_written_weight_has_a_new_version() -> None:
@@ -243,7 +251,7 @@ def test_a_written_weight_has_a_new_version() -> None:
     sums, step = sums_of(weights), counts(weights, 1)
     before = [x._version for x in weights.values]
     given = operands(weights, sums, grads_of(torch.bfloat16))
-    sgd_cpu.step_(given, rule, sgd_scalars(step, rule, 0.1, 0.0), step)
+    sgd_cpu.step_(given, rule, sgd_reference.scalars(step, replace(rule, lr=0.1, dampening=0.0)), step)
     assert all(x._version > old for x, old in zip(weights.values, before, strict=True))
 
 
@@ -253,7 +261,7 @@ def test_a_blocked_step_writes_nothing() -> None:
     before = copy(weights)
     for found in (torch.ones(()), torch.tensor([math.nan]), torch.tensor(2, dtype=torch.int32)):
         given = operands(weights, sums, grads_of(torch.bfloat16, found_inf=found))
-        sgd_cpu.step_(given, rule, sgd_scalars(step, rule, 0.1, 0.0), step)
+        sgd_cpu.step_(given, rule, sgd_reference.scalars(step, replace(rule, lr=0.1, dampening=0.0)), step)
         assert same(weights.values, before.values)
         assert same(weights.aux, before.aux)
         assert all(bool((x == 0).all()) for x in sums["momentum_buffer"])

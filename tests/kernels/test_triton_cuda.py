@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +29,8 @@ from mezzo.kernels.operands import operands
 from mezzo.kernels.ops import adamw as adamw_reference
 from mezzo.kernels.ops import decision as decision_reference
 from mezzo.kernels.ops import sgd as sgd_reference
-from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
+from mezzo.kernels.ops.adamw import AdamWRule
 from mezzo.kernels.ops.decision import decision_slots, pack_decision
-from mezzo.kernels.ops.sgd import sgd_scalars
 
 pytestmark = [
     pytest.mark.cuda,
@@ -89,12 +89,30 @@ def test_steps_have_the_bits_of_the_reference(mode: str, dtype: torch.dtype, sta
     grads, step = whole(grads_of(torch.float32 if way else dtype, **HOW[way])), counts(weights, 7)
     rule = ADAMW_RULES[way]
     moments = moments_of(weights, state, rule.amsgrad)
-    check("adamw", adamw_reference, weights, moments, grads, rule, adamw_scalars(step, rule, 0.01, 0.1), step)
+    check(
+        "adamw",
+        adamw_reference,
+        weights,
+        moments,
+        grads,
+        rule,
+        adamw_reference.scalars(step, replace(rule, lr=0.01, decay=0.1)),
+        step,
+    )
     for turn in SGD_RULES:
         weights = whole(weights_of(mode, dtype))
         grads = whole(grads_of(torch.float32 if way else dtype, **HOW[way]))
         sums = sums_of(weights, lambda shape: torch.randn(shape).to(state)) if turn.momentum else {}
-        check("sgd", sgd_reference, weights, sums, grads, turn, sgd_scalars(step, turn, 0.1, 0.2), step)
+        check(
+            "sgd",
+            sgd_reference,
+            weights,
+            sums,
+            grads,
+            turn,
+            sgd_reference.scalars(step, replace(turn, lr=0.1, dampening=0.2)),
+            step,
+        )
 
 
 def test_the_numbers_of_a_step_are_the_hosts() -> None:

@@ -37,9 +37,9 @@ from mezzo.kernels import registry
 from mezzo.kernels.operands import operands
 from mezzo.kernels.ops import adamw as adamw_reference
 from mezzo.kernels.ops import sgd as sgd_reference
-from mezzo.kernels.ops.adamw import AdamWRule, adamw_scalars
+from mezzo.kernels.ops.adamw import AdamWRule
 from mezzo.kernels.ops.gradients import ScaledGradients
-from mezzo.kernels.ops.sgd import SGDRule, sgd_scalars
+from mezzo.kernels.ops.sgd import SGDRule
 from mezzo.loss_scale import LossScale, next_state
 from mezzo.policy import ScalingConfig
 
@@ -275,11 +275,18 @@ def main(every: bool) -> None:
             grads = trim(grads_of(torch.float32 if way else dtype, **HOW[way]))
             step = counts(weights, 7)
             moments, rule = moments_of(weights, state, bool(way)), ADAMW_RULES[way]
-            rest = (rule, adamw_scalars(step, rule, 0.01, 0.1), step)
+            rest = (rule, adamw_reference.scalars(step, replace(rule, lr=0.01, decay=0.1)), step)
             check(adamw.step_, adamw_reference.step_, weights, moments, grads, rest)
             turn = next(turns)
             sums = sums_of(weights, lambda shape, state=state: torch.randn(shape).to(state)) if turn.momentum else {}
-            check(sgd.step_, sgd_reference.step_, weights, sums, grads, (turn, sgd_scalars(step, turn, 0.1, 0.2), step))
+            check(
+                sgd.step_,
+                sgd_reference.step_,
+                weights,
+                sums,
+                grads,
+                (turn, sgd_reference.scalars(step, replace(turn, lr=0.1, dampening=0.2)), step),
+            )
         print("equal", mode, dtype, flush=True)
 
 

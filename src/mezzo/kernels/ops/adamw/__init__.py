@@ -27,7 +27,7 @@ class AdamWRule:
         eps: added to the root of the mean of squares.
         amsgrad: divide by the largest mean of squares so far.
         l2: weight decay added to the gradient, as torch.optim.Adam does; 0 for AdamW.
-        lr: learning rate, which kernels of torch's take as it is; mezzo's own read it from `adamw_scalars`.
+        lr: learning rate, which kernels of torch's take as it is; mezzo's own read it from `scalars`.
         decay: decoupled weight decay, likewise.
     """
 
@@ -40,47 +40,34 @@ class AdamWRule:
     decay: float = 0.0
 
 
-def adamw_scalars(
-    step: Tensor, rule: AdamWRule, lr: float | Tensor, weight_decay: float, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return three numbers for each parameter, computed where the step counts lie.
+def scalars(step: Tensor, rule: AdamWRule, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return three numbers for each parameter, computed where the step counts lie. Syncs: no.
 
-    Args:
-        step: shape (n,), fp32: steps taken by each, this one included.
-        rule: the betas.
-        lr: learning rate; a tensor has shape () or (1,) and lies on the device of `step` or on the CPU.
-        weight_decay: decoupled decay.
-        dtype: of the result: that of the computation.
+    Step counts, this step included, have shape (n,) and fp32; a rate that is a tensor has shape () or (1,), on their device or the CPU.
 
     Returns:
-        Shape (n, 3), `dtype`, the device of `step`: the factor 1 - lr * weight_decay of the weight, the negative step
+        Shape (n, 3), `dtype`, that of the computation, the device of `step`: the factor 1 - lr * decay of the weight, the negative step
         size -lr / (1 - beta1^t), and sqrt(1 - beta2^t). Computed in fp64 where the device has it.
-
-    Syncs: no.
     """
+    lr = rule.lr
     if is_counted_on_host(step, lr):
-        return rows_by_count(step, lambda count: _numbers(count, rule, float(lr), weight_decay), dtype)
+        return rows_by_count(step, lambda count: _numbers(count, rule, float(lr)), dtype)
     count = step.to(widest(step.device))
     # beta^t - 1, the corrections with their signs changed
     over1 = torch.expm1(count * math.log(rule.beta1)) if rule.beta1 > 0 else -torch.ones_like(count)
     over2 = torch.expm1(count * math.log(rule.beta2)) if rule.beta2 > 0 else -torch.ones_like(count)
     if isinstance(lr, Tensor):
         rate = rate_on(step.device, lr, dtype)
-        decay, size = (1 - rate * weight_decay).expand_as(step), rate / over1.to(dtype)
+        decay, size = (1 - rate * rule.decay).expand_as(step), rate / over1.to(dtype)
     else:
-        decay = torch.full_like(step, 1 - lr * weight_decay, dtype=dtype)
+        decay = torch.full_like(step, 1 - lr * rule.decay, dtype=dtype)
         size = torch.full_like(count, lr) / over1
     return torch.stack([decay, size.to(dtype), (-over2).sqrt().to(dtype)], dim=-1)
 
 
-def scalars(step: Tensor, rule: AdamWRule, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return `adamw_scalars` with the rate and decay of the rule. Syncs: no."""
-    return adamw_scalars(step, rule, rule.lr, rule.decay, dtype)
-
-
-def _numbers(count: float, rule: AdamWRule, lr: float, weight_decay: float) -> Row:
+def _numbers(count: float, rule: AdamWRule, lr: float) -> Row:
     over1, over2 = [math.expm1(count * math.log(beta)) if beta > 0 else -1.0 for beta in (rule.beta1, rule.beta2)]
-    return 1 - lr * weight_decay, lr / over1, math.sqrt(-over2)
+    return 1 - lr * rule.decay, lr / over1, math.sqrt(-over2)
 
 
 Row = tuple[float, float, float]
@@ -126,7 +113,7 @@ def step_(
     Args:
         operands: weights, gradients and the moments exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
         rule: the constant numbers.
-        scalars: shape (n, 3) from `adamw_scalars`.
+        scalars: shape (n, 3) from `scalars`.
         step: shape (n,), fp32: steps taken by each, this one included; decides the random bits.
         indices: of the weights to step; None: all.
 

@@ -22,7 +22,7 @@ class SGDRule:
         weight_decay: times the weight, added to the gradient.
         momentum: decay of the running sum of gradients; 0 keeps none.
         nesterov: step along gradient plus momentum times sum, instead of the sum.
-        lr: learning rate, which kernels of torch's take as it is; mezzo's own read it from `sgd_scalars`.
+        lr: learning rate, which kernels of torch's take as it is; mezzo's own read it from `scalars`.
         dampening: likewise.
     """
 
@@ -33,25 +33,15 @@ class SGDRule:
     dampening: float = 0.0
 
 
-def sgd_scalars(
-    step: Tensor, rule: SGDRule, lr: float | Tensor, dampening: float, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return three numbers for each parameter, computed where the step counts lie.
-
-    Args:
-        step: shape (n,), fp32: steps taken by each, this one included.
-        rule: the momentum.
-        lr: learning rate; a tensor has shape () or (1,) and lies on the device of `step` or on the CPU.
-        dampening: taken from the weight of new gradients, from the second step on.
-        dtype: of the result: that of the computation.
+def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return three numbers for each parameter, computed where the step counts lie, as `adamw.scalars`. Syncs: no.
 
     Returns:
         Shape (n, 3), `dtype`, the device of `step`: -lr, the factor of the running sum, which is 0 in the first step
         and then the momentum, and the factor of the gradient, which is 1 in the first step and then 1 - dampening. Without
         momentum the last two mean nothing.
-
-    Syncs: no.
     """
+    lr, dampening = rule.lr, rule.dampening
     if rule.momentum == 0 and not isinstance(lr, Tensor):
         is_kept = step.device.type == "cpu" and not torch.compiler.is_compiling()
         return (_all_of_one_rate if is_kept else _all_of_one_rate.__wrapped__)(step.shape, lr, dtype, step.device)
@@ -70,11 +60,6 @@ def sgd_scalars(
 def _all_of_one_rate(shape: torch.Size, lr: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the numbers of parameters without momentum, which no step writes: from step to step they are the same."""
     return torch.full((*shape, 3), -lr, dtype=dtype, device=device)
-
-
-def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return `sgd_scalars` with the rate and dampening of the rule. Syncs: no."""
-    return sgd_scalars(step, rule, rule.lr, rule.dampening, dtype)
 
 
 def step_(
