@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mezzo.kernels.backends.triton.launch import BLOCK, SCALARS, WARPS
+from mezzo.kernels.backends.triton import BLOCK, SCALARS, WARPS
 from mezzo.kernels.backends.triton.tiles import BF16, FP16, FP32, KAHAN, MASTER, OWN, SPLIT, STOCHASTIC
 from mezzo.kernels.ops.decision.triton import constants as decision_constants
 from mezzo.kernels.ops.layer_norm.triton import LONGEST
@@ -105,7 +105,12 @@ def variants(every: bool = True, target: str = "sm_90") -> Iterator[tuple[str, s
 
 def function_of(kernel: str) -> Any:
     """Return a kernel by the name that `variants` gives it."""
-    op = {"decide": "decision", "move_scale": "decision", "layer_norm_backward": "layer_norm", "adamw_scalars": "adamw"}.get(kernel, kernel)
+    op = {
+        "decide": "decision",
+        "move_scale": "decision",
+        "layer_norm_backward": "layer_norm",
+        "adamw_scalars": "adamw",
+    }.get(kernel, kernel)
     suffix = "_step" if kernel in KERNELS else ""
     return getattr(importlib.import_module(f"mezzo.kernels.ops.{op}.triton"), f"{kernel}{suffix}_kernel")
 

@@ -73,7 +73,7 @@ def test_every_variant_takes_no_spill_few_registers_and_vectors(target: str, off
 
 
 def test_vectors_are_for_addresses_and_sizes_that_allow_them() -> None:
-    from mezzo.kernels.backends.triton.launch import is_aligned
+    from mezzo.kernels.backends.triton import is_aligned
 
     assert is_aligned((1 << 20, 0, (1 << 20) + 16), (1024, 48))
     assert not is_aligned((1 << 20,), (1000,))

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch_once
+from . import launch_once
 
 OWN = tl.constexpr(0)
 SPLIT = tl.constexpr(1)

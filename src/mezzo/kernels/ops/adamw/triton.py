@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import launch, launch_scalars
+from ...backends.triton import launch, launch_scalars
 from ...backends.triton.tiles import (
     FP32,
     block_of,

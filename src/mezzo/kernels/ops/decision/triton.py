@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.launch import launch_once
+from ...backends.triton import launch_once
 from . import CLIP_EPS, decision_slots, num_decided
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...._torch import is_unwatched
 from ....formats import LOW_DTYPES
-from ...backends.triton.launch import start
+from ...backends.triton import start
 from ...backends.triton.tiles import narrow
 from ...operands import FORMATS
 from .. import layer_norm as reference
