@@ -81,14 +81,7 @@ def run_attention(
 ) -> Any:
     """Run a module of attention under `AttentionMode`, unless that never had anything to do.
 
-    Args:
-        idle: calls that met none, in evaluation and in training; far below 0 once there was one.
-        module: of attention.
-        forward: of the module.
-        args: of the call.
-        kwargs: of the call.
-
-    Writes: `idle`.
+    `idle` counts calls that met none, in evaluation and in training; it is far below 0 once there was one. Writes: `idle`.
     """
     is_training, is_compiling = module.training, torch.compiler.is_compiling()
     if not is_compiling and idle[is_training] >= _MOST_IDLE:

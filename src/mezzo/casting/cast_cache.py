@@ -193,10 +193,6 @@ weight_casts = WeightCastCache()
 def kept_casts(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the kept casts of an accelerator's weights as the region casts them just here, connected to the graph; themselves where none does.
 
-    Args:
-        weight: of a module.
-        bias: of the same, or none.
-
     Writes: the kept casts, where there is none or a weight has changed since. Syncs: no.
     """
     device = weight.device

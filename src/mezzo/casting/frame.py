@@ -25,16 +25,11 @@ class _InRegion:
 
 
 def bind_recompute(current: Callable[..., AbstractContextManager[Any]], *given: Any) -> None:
-    """Give the checkpoints that run just now a region, so that their recompute enters it.
+    """Give the checkpoints that run just now a region, made by `current` of what was `given`, so that their recompute enters it.
 
     Where none runs, or it has one already, nothing happens.
 
-    Args:
-        current: makes the region to enter, of `given`.
-        given: for `current`.
-
-    Writes: a non-reentrant checkpoint's `recompute_fn`; without gradients the `run_function` of reentrant ones.
-    Syncs: no.
+    Writes: a non-reentrant checkpoint's `recompute_fn`; without gradients the `run_function` of reentrant ones. Syncs: no.
     """
     if not torch.is_grad_enabled():
         _bind_reentrant(current, given)

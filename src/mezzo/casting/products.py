@@ -213,15 +213,9 @@ class ProductWatch:
     def around(
         self, region: AbstractContextManager[object], trains: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> AbstractContextManager[object]:
-        """Return the region of a call with its large products in fp32; as it is for one that comes to none.
+        """Return the region of a call with its large products in fp32; as it is for one that comes to none. Host only.
 
-        Args:
-            region: in which the module is called.
-            trains: whether the module is in training.
-            args: of the call; each element of its tensors may be one of a few rows.
-            kwargs: of the call.
-
-        Host only.
+        Each element of the arguments' tensors may be one of a few rows; a module that `trains` is in training.
         """
         given = (*args, *kwargs.values())
         plain = [value is None or isinstance(value, (Tensor, bool, int, float, str)) for value in given]

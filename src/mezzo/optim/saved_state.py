@@ -35,11 +35,6 @@ _NONE_YET = "momentum_buffer"
 def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
     """Refuse a state that an optimizer could not load as a whole, or not step with afterwards.
 
-    Args:
-        part: what errors call it.
-        saved: from the `state_dict` of such an optimizer, or what claims to be.
-        optimizer: to load into.
-
     Raises:
         CheckpointError: names the part, what it has, and what it must have.
 

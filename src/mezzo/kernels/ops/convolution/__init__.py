@@ -53,21 +53,9 @@ def _padded(size: int, block: int) -> int:
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    """Return the convolution of operands for which `has_weight_gradient` says yes: torch's, to the bit.
+    """Return the convolution of operands for which `has_weight_gradient` says yes: torch's, to the bit; [B, O, rows, columns], bf16.
 
-    For backward wait input and weight, as with torch's own.
-
-    Args:
-        input: [B, I, H, W], bf16.
-        weight: [O, I, R, C], bf16.
-        bias: [O], bf16, or None.
-        stride: of its outputs.
-        padding: with zeros, on each side.
-
-    Returns:
-        [B, O, rows, columns], bf16.
-
-    Syncs: no.
+    For backward wait input [B, I, H, W] and weight [O, I, R, C], bf16, as with torch's own. Padding is with zeros, on each side. Syncs: no.
     """
     out: Tensor = _Convolution.apply(input, weight, bias, stride, padding)  # type: ignore[no-untyped-call]  # torch's own
     return out

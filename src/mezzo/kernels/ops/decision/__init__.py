@@ -52,13 +52,10 @@ def pack_decision(numbers: Mapping[str, Sequence[Tensor]], zero: Tensor) -> Tens
 
 @torch.no_grad()
 def decide_(vector: Tensor, num: int, *, together: bool, clips: bool) -> None:
-    """Decide which optimizers skip, and by how much gradients are clipped.
+    """Decide which of `num` optimizers skip, and by how much gradients are clipped.
 
-    Args:
-        vector: from `pack_decision`.
-        num: of optimizers.
-        together: all skip if one must, and gradients are clipped by the norm of all; else each by its own.
-        clips: to `max_norm`; else the slots of clipping stay as they are.
+    With `together` all skip if one must, and gradients are clipped by the norm of all; else each by its own. Without `clips` the slots of
+    clipping stay as they are.
 
     Writes: `vector`: flags become 0 or 1, and the decided slots are filled. `divisors` are what torch's fused optimizers take:
     the loss scale over the clip coefficient. Syncs: no.

@@ -107,17 +107,11 @@ class LateNorm:
 class GradientCheck:
     """The norm of all gradients and whether a step may be taken with them.
 
-    Args:
-        norm: L2 norm of the unscaled gradients: shape (), fp32, the device of the first gradient; None: of `norms`, if somebody asks.
-        norms: shape (number of gradients,), fp32, same device: the unscaled norm of each; or as many numbers of fp32.
-        grads: the gradients that were read, not copied; of sharded ones, the parts that lie on this rank.
-        is_plain: whether each of them is a plain tensor, which lies whole on this rank.
-
     Attributes:
-        norms: as given.
-        known: the norm, where the host can have it; else None.
-        grads: as given.
-        is_plain: as given.
+        norms: shape (number of gradients,), fp32, the device of the first: the unscaled norm of each; or as many numbers of fp32.
+        known: the norm of all, where the host can have it; else None.
+        grads: that were read, not copied; of sharded ones, the parts that lie on this rank.
+        is_plain: whether each of them is a plain tensor, which lies whole on this rank.
     """
 
     __slots__ = ("_norm", "grads", "is_plain", "known", "norms")

@@ -164,7 +164,7 @@ def is_gru(operands: Sequence[Tensor]) -> bool:
 def gradients(
     grads: Sequence[Tensor | None], operands: Sequence[Tensor], is_reversed: bool, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Run the layer again and return the gradients of its operands; differentiable where gradients are on.
+    """Run the layer again and return the gradients of its operands, None where it is not wanted; differentiable where gradients are on. Syncs: no.
 
     Args:
         grads: of its results y [T, B, H], h [B, H] and c [B, H]; None: none. A GRU's c is its h.
@@ -172,11 +172,6 @@ def gradients(
             of a GRU 3 H, and c is h as it was before it was rounded, which is read.
         is_reversed: time runs backward.
         wanted: of each operand, whether its gradient is.
-
-    Returns:
-        of each operand, in its shape and dtype; None where it is not wanted.
-
-    Syncs: no.
     """
     again = torch.is_grad_enabled()
     given = [one if again else one.detach().requires_grad_(want) for one, want in zip(operands, wanted, strict=True)]
