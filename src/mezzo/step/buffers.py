@@ -98,7 +98,7 @@ class Buffers:
             self._expect_statistics()
             return lambda output: self._leave()
         self._renew()
-        forward = _Forward(self._count, self._copies(), self._used)
+        forward = _Forward(self._count, self.copies(), self._used)
         self._count += 1
         self._expect_statistics()
         return partial(self._end, forward)
@@ -139,8 +139,8 @@ class Buffers:
         self._close()
 
     def copies(self) -> dict[str, Copy]:
-        """Return the copies of the buffers as the last step left them, by name. Host only."""
-        return self._copies()
+        """Return the newest copies of the buffers, by name. Host only."""
+        return {name: slot.copy for name, slot in self.slots.items()}
 
     def take(self, copies: Mapping[str, Copy]) -> None:
         """Take the buffers for what a replay made of them, which has renewed these copies of them. Host only."""
@@ -149,7 +149,7 @@ class Buffers:
         for name, slot in self.slots.items():
             slot.copy, slot.is_stale = Copy(stamp_of(slot.buffer), copies[name].value), False
             slot.leave()
-        self._left, self._last = None, self._copies()
+        self._left, self._last = None, self.copies()
 
     def abandon(self) -> None:
         """Forget the backward passes so far; a forward whose loss is still to come stays known. Host only."""
@@ -162,10 +162,6 @@ class Buffers:
             for name, slot in self.slots.items()
             if name not in self._exempt and slot.copy.value is not None
         }
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every buffer by name. Host only."""
-        return {name: buffer for name, slot in self.slots.items() if (buffer := slot.buffer) is not None}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype that each buffer had at first, or that the last forward which assigned it gave it."""
@@ -266,13 +262,10 @@ class Buffers:
             take_copies([slot for slot in self.slots.values() if slot.is_stale or not slot.copy.is_of(slot.buffer)])
             self._renewed = self._left
 
-    def _copies(self) -> dict[str, Copy]:
-        return {name: slot.copy for name, slot in self.slots.items()}
-
     def _close(self) -> None:
         self._used.clear()
         self._alive.clear()
         self._found = None
         self._leave_slots()
         self._renew()
-        self._last = self._copies()
+        self._last = self.copies()

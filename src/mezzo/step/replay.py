@@ -108,6 +108,7 @@ class Replay:
     Attributes:
         is_running: a batch is being run again just now.
         is_idle: nothing is kept or followed, so that no call is needed.
+        following: what the loss does, where it is followed just now.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,12 +118,7 @@ class Replay:
         self.is_idle = True
         self._ended_outside = False
         self._is_paused = False
-        self._following: LossTrace | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no batch is kept."""
-        return not (self._now or self._last)
+        self.following: LossTrace | None = None
 
     def keep(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -171,21 +167,16 @@ class Replay:
         from ..trace import trace_loss
 
         self.is_idle = False
-        if self._following is None:
-            self._following = trace_loss(self._model, step=step)
+        if self.following is None:
+            self.following = trace_loss(self._model, step=step)
 
     def stop_following(self) -> None:
         """Take note of what the loss did outside the model. Writes: the modes of this thread, as they were."""
-        if self._following is not None:
-            found = self._following.stop()
+        if self.following is not None:
+            found = self.following.stop()
             if found is not None:
-                self._following = None
+                self.following = None
                 self._now.outside = self._now.outside or (found if found.sentence else None)
-
-    @property
-    def is_following(self) -> bool:
-        """Whether what the loss does is followed just now."""
-        return self._following is not None
 
     def drop(self, *, by_closure: bool = False) -> None:
         """Forget what gradients were dropped of; by its own closure, which stays.
@@ -211,7 +202,7 @@ class Replay:
         """Let go of the last step: it was taken."""
         if self._last:
             self._last = _Kept()
-        self.is_idle = self.is_empty and self._following is None
+        self.is_idle = not (self._now or self._last) and self.following is None
 
     def run(self, step: int, scale: float, reason: Reason | None) -> Diagnosis | None:
         """Run the last batch, of step number `step`, from 0, again under the tracer; None where there is none, or it cannot be run again.
