@@ -185,9 +185,11 @@ def test_an_fp16_mean_of_finite_gradients_is_finite() -> None:
         assert torch.equal(grad, torch.full((1, 3), 40000.0))  # their sum, 160000, is not
 
 
-def _micro_batches(rank: int, world: int, policy: str, dtype: torch.dtype, count: int) -> tuple[Grads, int]:
+def _micro_batches(
+    rank: int, world: int, policy: str, dtype: torch.dtype, count: int, has_views: bool = False
+) -> tuple[Grads, int]:
     model = Bare(dtype)
-    ddp = _ddp(model, policy)
+    ddp = _ddp(model, policy, gradient_as_bucket_view=has_views)
     for _ in range(2):  # the second round starts from dropped gradients
         model.zero_grad()
         for index in range(count):
@@ -207,8 +209,9 @@ def test_micro_batches_of_fp32_gradients_are_sent_once() -> None:
         assert all(torch.equal(grads[name] * 2, wanted) for name, wanted in _grads(model).items())
 
 
-def test_micro_batches_of_16_bit_gradients_are_summed_in_fp32() -> None:
-    grads = run(2, _micro_batches, "bf16-master, grads=fp32", torch.bfloat16, 5)[0][0]
+@pytest.mark.parametrize("has_views", [False, True])
+def test_micro_batches_of_16_bit_gradients_are_summed_in_fp32(has_views: bool) -> None:
+    grads = run(2, _micro_batches, "bf16-master, grads=fp32", torch.bfloat16, 5, has_views)[0][0]
     plain = run(2, _micro_batches, "bf16-master", torch.bfloat16, 5)[0][0]
     # d(loss)/d(first.weight) is last.weight times the inputs' sum: 260 and 520, mean 390, each exact in fp32.
     wanted = Bare(torch.bfloat16).last.weight.float().t() * 390.0
@@ -217,9 +220,24 @@ def test_micro_batches_of_16_bit_gradients_are_summed_in_fp32() -> None:
     assert not torch.equal(plain["first.weight"][:, :1], wanted.bfloat16())
 
 
-def _zero_grad_between(rank: int, world: int, set_to_none: bool, count: int) -> Tensor:
+def _unused_in_the_last(rank: int, world: int) -> Tensor:
+    model = Bare(torch.bfloat16)
+    ddp, x = _ddp(model, "bf16-master, grads=fp32"), torch.ones(1, 6, dtype=torch.bfloat16)
+    for _ in range(2):
+        model.zero_grad()
+        with ddp.no_sync():
+            ddp(x, use_spare=True).float().sum().backward()
+        ddp(x).float().sum().backward()
+    return model.spare.bias.grad
+
+
+def test_a_micro_batch_counts_whose_layer_the_last_one_left_out() -> None:
+    assert [grad.item() for grad in run(2, _unused_in_the_last)] == [1.0, 1.0]
+
+
+def _zero_grad_between(rank: int, world: int, set_to_none: bool, count: int, has_views: bool) -> Tensor:
     model = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
-    ddp = _ddp(model, "bf16-master, grads=fp32")
+    ddp = _ddp(model, "bf16-master, grads=fp32", gradient_as_bucket_view=has_views)
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     ddp(x).float().sum().backward()
     with ddp.no_sync():
@@ -231,10 +249,11 @@ def _zero_grad_between(rank: int, world: int, set_to_none: bool, count: int) -> 
     return model.weight.grad
 
 
+@pytest.mark.parametrize("has_views", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_micro_batches_that_were_dropped_stay_dropped(set_to_none: bool, count: int) -> None:
-    for grad in run(2, _zero_grad_between, set_to_none, count):
+def test_micro_batches_that_were_dropped_stay_dropped(set_to_none: bool, count: int, has_views: bool) -> None:
+    for grad in run(2, _zero_grad_between, set_to_none, count, has_views):
         assert torch.equal(grad.float(), torch.full((1, 2), float(count)))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._torch import view_base
 from ..errors import DistributedError
 from ..formats import FP8, LOW_DTYPES
 from ..stamp import Stamp, version_of
@@ -66,15 +67,18 @@ class Accumulator:
 
     @torch.no_grad()
     def _collect(self, param: Tensor) -> None:
-        grad = param.grad
-        if grad is None or self._is_averaging():
-            return
-        before = self._sums.get(param)
-        wide = grad.to(torch.float32)
-        if before is not None and before.continues(grad, passes=1):
-            wide += before.value
-        grad.zero_()
-        self._sums[param] = _Sum(wide, Stamp.of(grad))
+        grad, before = param.grad, self._sums.pop(param, None)
+        if before is not None and not (grad is not None and before.continues(grad, passes=1)):
+            before = None
+        if grad is not None and not self._is_averaging():
+            wide = grad.to(torch.float32)
+            if before is not None:
+                wide += before.value
+            # A view of a bucket counts what is written to the others too; torch copies what is none into its bucket.
+            param.grad = emptied = grad.zero_() if view_base(grad) is None else torch.zeros_like(grad)
+            before = _Sum(wide, Stamp.of(emptied))
+        if before is not None:
+            self._sums[param] = before
 
     def take(self, param: Tensor) -> Tensor | None:
         """Return the sum of a parameter's earlier micro-batches, once: its shape, fp32. None if there were none.
@@ -82,9 +86,7 @@ class Accumulator:
         Called when the last micro-batch has been added to the emptied gradient. Host only.
         """
         before = self._sums.pop(param, None)
-        grad = param.grad
-        is_own = before is not None and grad is not None and before.continues(grad, passes=1)
-        return before.value if before is not None and is_own else None
+        return None if before is None else before.value
 
     def check_averaged(self) -> None:
         """Refuse a step on gradients that were never averaged.
