@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from .._torch import drop_unreduced_grad_, fsdp_param_groups, fsdp_precision, holds_unreduced_grad, wrap_replicas
 from ..errors import DistributedError, PolicyError
 from ..formats import FP8, LOW_DTYPES, dtype_name
+from ..kernels import is_dtensor
 from ..policy import Policy, PolicyLike, as_policy
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import WideReduceScatter, WideReplicas
@@ -181,11 +183,19 @@ def _check_output(policy: Policy, given: MixedPrecisionPolicy, fqn: str) -> None
         )
 
 
+def _group_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
+    """Return the ranks of the widest mesh that weights lie on; None are all. Syncs: with them, if no group is theirs yet."""
+    mesh = max((p.device_mesh for p in params if is_dtensor(p)), key=lambda mesh: mesh.size())
+    if mesh.size() == dist.get_world_size():
+        return None
+    return mesh.get_group() if mesh.ndim == 1 else dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)  # fmt: skip
+
+
 class ShardWrapper(Wrapper):
-    """A model whose weights lie in parts on the ranks.
+    """A model whose weights lie in parts on the ranks of a mesh: sharded, or parallel by tensors.
 
     Args:
-        model: sharded.
+        model: with such weights.
         policy: with its compute dtype decided.
     """
 
@@ -193,6 +203,7 @@ class ShardWrapper(Wrapper):
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self._model, self._policy = model, policy
+        self.process_group = _group_of(model.parameters())
 
     def check_backward(self) -> None:
         """Refuse to sum in 16 bit what the policy accumulates in fp32; called before each backward pass.

@@ -47,7 +47,7 @@ def combine(
     if consensus is None and not any(any_dtensor(one.params) for one in grads):
         return own, _norms(grads, None, home, False)
     has_parts = consensus is not None and consensus.has_parts
-    squares = _squares(grads, home, num_optimizers, has_parts)
+    squares = _squares(grads, home, num_optimizers, has_parts, _num_ranks(grads, consensus))
     flags = torch.zeros(3 + num_optimizers, device=home)
     for index, flag in enumerate((own.early, own.loss, own.buffers)):
         flags[index] = flag
@@ -62,15 +62,23 @@ def combine(
     return found, _norms(grads, squares, home, has_parts)
 
 
-def _squares(grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int, has_parts: bool) -> Tensor:
+def _num_ranks(grads: Sequence[OptimizerGrads], consensus: RankConsensus | None) -> int:
+    """Return how many ranks hold the model of this one together; 1 where it lies on no mesh. Host only."""
+    sizes = [p.device_mesh.size() for one in grads if any_dtensor(one.params) for p in one.params if is_dtensor(p)]
+    return max(sizes, default=1) if consensus is None or consensus.has_parts or not sizes else consensus.group.size
+
+
+def _squares(
+    grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int, has_parts: bool, num_ranks: int = 1
+) -> Tensor:
     """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
 
-    A shard that several ranks have counts once over all of them.
+    A shard that several of the `num_ranks` have counts once over all of them.
     """
     squares = torch.zeros(num_optimizers + 1, device=home)
     seen: set[Tensor] = set()
     for one in grads:
-        shares = _shares(one.params, has_parts)
+        shares = _shares(one.params, has_parts, num_ranks)
         new = [0.0 if p in seen else share for p, share in zip(one.params, shares, strict=True)] if seen else shares
         each = one.check.tensor_norms.square()
         own = move(_weighted(each, shares), home)
@@ -81,17 +89,17 @@ def _squares(grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers
     return squares
 
 
-def _shares(params: Sequence[Tensor], has_parts: bool) -> list[float]:
+def _shares(params: Sequence[Tensor], has_parts: bool, num_ranks: int) -> list[float]:
     """Return what a rank's squares count for over all ranks; 0 for that of a weight which each has whole."""
     known: dict[tuple[int, object], float] = {}  # most parameters of a model are sharded alike
     shares = []
     for p in params:
         if not is_dtensor(p):
-            shares.append(1.0 if has_parts else 0.0)
+            shares.append(has_parts / num_ranks)
             continue
         key = id(p.device_mesh), p.placements
         if key not in known:
-            known[key] = num_shards(p) / p.device_mesh.size()
+            known[key] = num_shards(p) / num_ranks
         shares.append(known[key])
     return shares
 

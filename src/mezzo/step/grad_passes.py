@@ -83,6 +83,21 @@ def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.floa
     param.grad = grad
 
 
+def add_up_parts_(params: Iterable[Tensor]) -> bool:
+    """Add up gradients of which each rank of a mesh has one term, as sequence parallelism leaves those of norms.
+
+    Returns:
+        Whether there were any.
+
+    Writes: `.grad`. Syncs: as torch's `redistribute`.
+    """
+    held = [(p, p.grad) for p in params if is_dtensor(p) and p.grad is not None]
+    partial = [(p, grad) for p, grad in held if is_dtensor(grad) and grad.placements != p.placements]
+    for p, grad in partial:
+        p.grad = grad.redistribute(placements=p.placements)
+    return bool(partial)
+
+
 def drop(optimizer: Optimizer, set_to_none: bool) -> None:
     """Do what `optimizer.zero_grad` does; torch's own names itself in profiles, which takes longer than the rest of it. Writes: gradients."""
     is_own = type(optimizer).zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)

@@ -15,12 +15,12 @@ from .._torch import is_pipeline_dry_run
 from ..casting import backward_message
 from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, did_you_mean, listed
-from ..kernels import GradientCheck, move, norm_and_finite
+from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
 from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
-from .grad_passes import drop, measure_flush, true_gradients
+from .grad_passes import add_up_parts_, drop, measure_flush, true_gradients
 from .leftovers import Leftovers, forget_zeroed, is_stale, refuse_replaced, why_no_gradients
 
 
@@ -106,6 +106,7 @@ class Gradients:
         self._nums_found.clear()
         self._had = {p: self._had.get(p, self._names[p]) for p in self.parameters()}
         self._others = [p for p in self._names if p not in self._had]
+        self._has_dtensors = any_dtensor(self._had)
 
     def backward(
         self,
@@ -199,6 +200,7 @@ class Gradients:
         self._refuse_while_shown("unscaled_grads()")
         pending = self.require("unscaled_grads()")
         self._accept_edits(pending, self.parameters())
+        self._add_up_parts()
         params = [p for p in self.parameters() if not is_stale(pending, p)]
         seen = self._are_bad([p.grad for p in params if p.grad is not None])
         pending.gradients_bad = either(seen, pending.gradients_bad)
@@ -278,6 +280,7 @@ class Gradients:
         """
         pending = self.require("step()")
         self._accept_edits(pending, self.parameters())
+        self._add_up_parts()
         if optimizer is not None and all(optimizer is not known for known in self._optimizers):
             raise StepError(
                 f"step(optimizer=...) was given {type(optimizer).__name__}, which prepare(model, optimizer) was not given. "
@@ -294,6 +297,10 @@ class Gradients:
         if pending.stale:
             self._leftovers.refuse_stale(pending, [p for one in found for p in one.params])
         return found
+
+    def _add_up_parts(self) -> None:
+        if self._has_dtensors and add_up_parts_(self.parameters()):
+            self._versions.note(self.parameters())
 
     def close(self, stepped: Sequence[Optimizer] = ()) -> None:
         """End the step, that of the optimizers which `stepped`: what gradients are left are spent. Syncs: no."""

@@ -23,7 +23,7 @@ from ..distributed import (
     sharded_modules,
 )
 from ..formats import describe
-from ..kernels import AUX_STATE, is_dtensor
+from ..kernels import AUX_STATE, any_dtensor, is_dtensor
 from ..optim import MasterOptimizer, keeps_masters, parameters
 from ..policy import Policy
 
@@ -43,8 +43,7 @@ def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
     if sharded_modules(model):
         check_sharded(model, policy)
         check_storage(model, policy)
-        return ShardWrapper(model, policy)
-    return None
+    return ShardWrapper(model, policy) if any_dtensor(model.parameters()) else None
 
 
 def wrapper_around(model: nn.Module, policy: Policy, *, is_calling: bool) -> Wrapper | None:

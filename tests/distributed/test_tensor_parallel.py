@@ -1,0 +1,121 @@
+"""Weights that lie in parts on a mesh: by tensor and sequence parallelism, with shards across, or on some of the ranks only."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tests.distributed.ranks import run
+from tests.tolerance import relative
+from torch import Tensor, nn
+
+import mezzo
+
+pytestmark = pytest.mark.distributed
+
+Result = tuple[dict[str, Tensor], list[float]]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def _net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def _train(net: nn.Module, policy: str, share: slice = slice(None), seed: int = 0) -> Result:
+    options = {"master": mezzo.Policy.parse(policy).master}
+    amp = mezzo.prepare(net, mezzo.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, **options), policy)
+    norms = []
+    for step in range(4):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * seed + step))
+        amp.zero_grad()
+        amp.backward((net(x[share]).float() - x[share, :4]).square().mean())
+        norms.append(amp.step(max_norm=0.2).grad_norm)
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in net.named_parameters()}, norms  # fmt: skip
+
+
+def _whole(rank: int, world: int, policy: str, seed: int = 0) -> Result:
+    return _train(_net(seed), policy, seed=seed)
+
+
+def _parallel(rank: int, world: int, policy: str, is_sequence: bool) -> Result:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    net, plan = _net(), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if is_sequence:
+        plan = {
+            "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
+            "norm": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(),
+        }
+    return _train(parallelize_module(net, init_device_mesh("cpu", (world,)), plan), policy)
+
+
+def _compare(found: Result, wanted: Result, policy: str) -> None:
+    eps = relative(torch.float32 if policy == "fp32" else torch.bfloat16, 8)
+    assert found[1] == pytest.approx(wanted[1], rel=eps)
+    for name, value in wanted[0].items():
+        assert torch.allclose(found[0][name].float(), value.float(), rtol=0.0, atol=eps), name
+
+
+@pytest.mark.parametrize("is_sequence", [False, True])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+def test_parallel_tensors_go_the_way_of_one_rank(policy: str, is_sequence: bool) -> None:
+    (wanted,) = run(1, _whole, policy)
+    found = run(2, _parallel, policy, is_sequence)
+    for one in found:
+        _compare(one, wanted, policy)
+        assert all(torch.equal(value, found[0][0][name]) for name, value in one[0].items())
+
+
+def _sharded_across(rank: int, world: int) -> Result:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, net = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), _net()
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    mezzo.distributed.fully_shard(net, "fp32", mesh=mesh["dp"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the output is a view, and nobody writes it
+        return _train(net, "fp32", slice(rank // 2, None, 2))
+
+
+def test_parallel_tensors_with_shards_across_go_the_way_of_one_rank() -> None:
+    (wanted,) = run(1, _whole, "fp32")
+    for found in run(4, _sharded_across):
+        _compare(found, wanted, "fp32")
+
+
+def _two_models(rank: int, world: int) -> Result:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, net = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard")), _net(rank // 2)
+    mezzo.distributed.fully_shard(net, "fp32", units=[net.up], mesh=mesh["shard"])
+    return _train(net, "fp32", slice(rank % 2, None, 2), seed=rank // 2)
+
+
+def test_each_of_two_models_on_two_ranks_goes_its_own_way() -> None:
+    wanted = [run(1, _whole, "fp32", seed)[0] for seed in range(2)]
+    for rank, found in enumerate(run(4, _two_models)):
+        _compare(found, wanted[rank // 2], "fp32")
