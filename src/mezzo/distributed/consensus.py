@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .group import TIMEOUT, Group
 from .rank_consistency import Number, RankSetup, audit, handshake
@@ -61,7 +61,19 @@ class RankConsensus:
         self.group = Group(wrapper.process_group, timeout=self.group.timeout, home=wrapper.device)
         self._wrapper = wrapper
         wrapper.use(self.group)
+        self._is_checked = False
         return self
+
+    def leaves(self, module: nn.Module) -> bool:
+        """Whether a module that calls the model now is another wrapper than the one that was found. Host only."""
+        return self._wrapper.is_another(module)
+
+    def mean(self, loss: Tensor | float) -> Tensor:
+        """Return the mean of a loss over the ranks that hold copies, in its dtype; called on all. Raises: DistributedError. Syncs: yes."""
+        own = torch.as_tensor(loss).detach()
+        if self.has_parts:
+            return own
+        return self.group.sum_(self.group.to_device(own.clone())).to(own.device) / self.group.size
 
     def handshake(self, describe_setup: Callable[[], RankSetup]) -> None:
         """Compare, the first time, what the ranks were prepared with, and give all the first one's masters.
@@ -116,12 +128,15 @@ class RankConsensus:
         summed = self.group.sum_(both).to(flags.device)
         return (summed[: len(flags)] != 0).to(torch.float32), summed[len(flags) :]
 
-    def audit(self, numbers: Mapping[str, Number], params: Callable[[], Mapping[str, Tensor]]) -> None:
+    def audit(
+        self, numbers: Mapping[str, Number], params: Callable[[], Mapping[str, Tensor]], stepped: Iterable[Tensor] = ()
+    ) -> None:
         """Compare what must be equal on all ranks, if this step is one to do so.
 
         Args:
             numbers: by what they are called in a message, such as "the loss scale".
             params: returns what each rank has a whole copy of, by name; asked only if this step compares.
+            stepped: parameters that this step was about: one whose gradient was not averaged makes it compare.
 
         Raises:
             DistributedError: ranks differ; says in what, and which ranks stand against which. Raised on all of them.
@@ -129,6 +144,7 @@ class RankConsensus:
         Syncs: yes, in a step that compares.
         """
         is_due = self.num_steps <= _ALWAYS or self.num_steps % max(self.every, 1) == 0 or not self._wrapper.is_averaged
+        is_due = not self._wrapper.has_averaged(stepped) or is_due
         if self.every and is_due:
             audit(self.group, self.num_steps, numbers, {} if self.has_parts else params(), self._wrapper.why_apart)
         self._wrapper.end_step()

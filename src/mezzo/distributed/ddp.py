@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,11 @@ class ReplicaWrapper(Wrapper):
         self._ddp = weakref.ref(ddp)
         self._params = {n: p for n, p in _replicated(ddp).items() if p.requires_grad}
         self._was_called = self._is_spent = False
+        self._unknown: set[int] = set()
+
+    def is_another(self, module: nn.Module) -> bool:
+        """Whether a module that calls the model is another wrapper than this. Host only."""
+        return module is not self._ddp()
 
     def use(self, group: Group) -> None:
         """Reduce within the limit of a group."""
@@ -80,6 +85,12 @@ class ReplicaWrapper(Wrapper):
         """Whether the gradients of all trainable parameters were averaged since the last step."""
         return not self._left_out()
 
+    def has_averaged(self, params: Iterable[Tensor]) -> bool:
+        """Whether the gradients of some parameters were averaged since the last step. Host only."""
+        if self.reducer is not None:
+            self._unknown = set(map(id, params)) - self.reducer.averaged - set(map(id, self._params.values()))
+        return not self._unknown
+
     def _left_out(self) -> dict[str, Tensor]:
         reducer = self.reducer
         return {} if reducer is None else {n: p for n, p in self._params.items() if id(p) not in reducer.averaged}
@@ -90,9 +101,14 @@ class ReplicaWrapper(Wrapper):
 
     def why_apart(self) -> str:
         """Say why weights may differ after a step, and what to do."""
-        left_out = self._left_out()
+        left_out, ddp = self._left_out(), self._ddp()
         if self.reducer is None:
             return UNKNOWN
+        if late := [name for name, p in _replicated(ddp).items() if id(p) in self._unknown] if ddp is not None else []:
+            return (
+                f"DistributedDataParallel averages nothing of {listed(late)}, which came or were unfrozen after it took the model. "
+                "Write ddp = DistributedDataParallel(amp.model) once more behind the change."
+            )
         if not left_out:
             return (
                 "Their gradients were averaged in this step: do not write weights or optimizer state on one rank only."

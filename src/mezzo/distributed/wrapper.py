@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .group import Group
 
@@ -46,6 +46,14 @@ class Wrapper:
 
     def end_step(self) -> None:
         """Take note that the gradients so far are spent."""
+
+    def is_another(self, module: nn.Module) -> bool:
+        """Whether a module that calls the model is another wrapper than this. Host only."""
+        return False
+
+    def has_averaged(self, params: Iterable[Tensor]) -> bool:
+        """Whether the gradients of some parameters were averaged since the last step, as far as can be seen."""
+        return True
 
     @property
     def is_averaged(self) -> bool:

@@ -102,7 +102,7 @@ class Engine:
     def join(self, wrapper: Wrapper | None) -> None:
         """Take steps together with the ranks of a wrapper, if there is one."""
         if wrapper is not None:
-            consensus = (self.not_yet or RankConsensus(wrapper.process_group)).attach(wrapper)
+            consensus = (self.consensus or self.not_yet or RankConsensus(wrapper.process_group)).attach(wrapper)
             check_demotion(self.policy, consensus)
             self.consensus, self.not_yet = consensus, None
 
@@ -320,20 +320,21 @@ class Engine:
         if not self.replay.is_idle:
             self.replay.close()
         if self.consensus is not None:
-            self._compare_ranks(self.consensus)
+            self._compare_ranks(self.consensus, grads)
         if skipped is not None and is_said_at_once:
             self._call_back({id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)})
             if self.consensus is None:  # ranks check together, when the next step begins
                 self.check()
 
-    def _compare_ranks(self, consensus: RankConsensus) -> None:
+    def _compare_ranks(self, consensus: RankConsensus, grads: Sequence[OptimizerGrads]) -> None:
         """Compare loss scale, counters and whole weights over the ranks, in steps that the agreement chooses."""
         numbers = {
             "the loss scale": self.loss_scale.scale,
             "the number of clean steps since the loss scale moved": self.loss_scale.growth_tracker,
             "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
         }
-        consensus.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)})
+        whole = lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)}  # noqa: E731
+        consensus.audit(numbers, whole, (p for one in grads for p in one.params))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse the step of a stranger on gradients that carry the loss scale. Host only."""

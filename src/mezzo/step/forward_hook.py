@@ -38,7 +38,8 @@ class ForwardHook:
         if self._may_be_captured and torch.is_grad_enabled():
             engine.refuse_capture("a forward of the prepared model")
         if module is self._model:
-            if engine.consensus is None and is_running() and active_ddp() is not None:
+            ddp = active_ddp() if is_running() else None
+            if ddp is not None and (engine.consensus is None or engine.consensus.leaves(ddp)):
                 engine.join(wrapper_around(engine.model, engine.policy, is_calling=True))
             if engine.consensus is not None:
                 engine.consensus.note_forward()
