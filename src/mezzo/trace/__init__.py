@@ -30,8 +30,6 @@ from .ops import plain as plain
 from .records import Frame as Frame
 from .records import Phase as Phase
 from .records import Site as Site
-from .reference_path import draws as draws
-from .reference_path import run_wide as run_wide
 from .trace_report import TraceReport as TraceReport
 from .tracer import Trace as Trace
 from .tracer import trace as trace
@@ -39,3 +37,5 @@ from .verdict import number as number
 from .wide_values import StorageNotes as StorageNotes
 from .wide_values import WideValues as WideValues
 from .wide_values import flat as flat
+from .widening import draws as draws
+from .widening import run_wide as run_wide

@@ -110,7 +110,7 @@ def fix_for(verdict: Verdict, event: Event, loss: float = 0.0) -> Fix:
 
 def _narrowed_by_hand(event: Event) -> Site | None:
     """Return where the program itself casts what failed to 16 bit; None where it does not."""
-    sites = (*(event.flush.made_by if event.flush else ()), event.site)
+    sites = (*(event.flush.made_by if event.flush else event.followers), event.site)
     return next((s for s in sites if s.op == "to" and s.phase == "forward" and s.called in CASTS), None)
 
 
@@ -179,12 +179,14 @@ def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
 def _fix_underflow(event: Event) -> Fix:
     """Fix a loss of precision where it happened, and in the op that failed on it."""
     flush, cast = event.flush, _narrowed_by_hand(event)
-    if flush is not None and cast is not None:
+    if cast is not None and event.site.op not in FACTORS:
+        bounded = f"the argument of {event.site.op}" if flush is None else f"the result of {flush.site.op} away from 0"
         return Fix(advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
-                    f"value in fp32 there, or bound the result of {flush.site.op} away from 0.")  # fmt: skip
+                    f"value in fp32 there, or bound {bounded}.")  # fmt: skip
     sites = [event.site] if flush is None else [*flush.made_by, flush.site, *flush.carried, event.site]
     edit = _edits(event.followers or sites)
-    advice = f"or bound the argument of {event.site.op} away from where it has no value."
+    bounded = f"bound the argument of {event.site.op} away from where it has no value"
+    advice = f"or {bounded if event.is_local_enough or not event.replacement else f'write {event.replacement}'}."
     if event.site.op in FACTORS:
         tried = "".join(f"{site.op} in fp32 on these values: finite" for site in event.followers)
         advice = "make the matrix in fp32, of numbers that were never 16 bit; or add a larger multiple of the identity."
@@ -200,11 +202,8 @@ def _fix_underflow(event: Event) -> Fix:
         if small and is_ops_alone and event.tracked and (slope := _slope_at(event.site.op, small)) > facts.max:
             advice += f" {edit} makes the forward finite alone: at {number(small)} the gradient reaches {number(slope)}, which {flush.dtype} does not hold."
             return Fix(edit="compute=bf16", advice=advice)
-    tried = (
-        f"{flush.site.op} and {event.site.op} in fp32 on these values: finite"
-        if flush and event.is_local_enough
-        else ""
-    )
+    ran = f"{flush.site.op} and {event.site.op} in fp32" if flush else f"{event.site.op} under {edit}"
+    tried = f"{ran} on these values: finite" if event.is_local_enough else ""
     return Fix(edit=edit, advice=advice, tried=tried)
 
 

@@ -14,8 +14,8 @@ from .frames import Owner, caller
 from .measure import amax, rerun_wide
 from .ops import Call
 from .records import Flush, FlushedGradient, LostUpdate, Site
-from .reference_path import run_in_fp32
 from .wide_values import StorageNotes, WideValues
+from .widening import run_in_fp32
 
 _NARROW = torch.float16
 """The format whose gradients flush; bf16 has the exponents of fp32."""

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from .._torch import tree_map
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
+from .fix import edit_of
 from .measure import amax, is_finite, numbers, rerun_wide
 from .ops import CASTS, Call, is_product
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, WideValues
+from .widening import Widening, is_repaired, run_in_fp32
 
 _MOVES = ("index", "gather", "index_select", "take", "cat", "stack", "clone", "flip", "roll", "repeat", "embedding")
 """Ops that round nothing: what they hand on was made before."""
@@ -47,47 +49,6 @@ def vanishing_constant(call: Call, dtype: torch.dtype) -> float | None:
     """Return the first number among an op's arguments that is not 0 and rounds to 0 in a format."""
     half = format_of(dtype).smallest / 2
     return next((x for x in numbers(call.args, call.kwargs) if 0 < abs(x) <= half), None)
-
-
-def draws(call: Call) -> bool:
-    """Say whether an op's result depends on random numbers; attention without dropout only might."""
-    given = dict(zip(call.facts.arguments, call.args, strict=False)) | call.kwargs
-    is_attention = "dropout_p" in call.facts.arguments
-    return call.facts.draws and not (is_attention and given.get("dropout_p", 0.0) == 0.0)
-
-
-def run_wide(call: Call, values: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor] | None:
-    """Run an op in a wider format with some inputs exchanged, on the draws of the run.
-
-    Args:
-        call: the op as it ran.
-        values: what to put in the place of an argument, by its id.
-        dtype: fp32 or fp64.
-
-    Returns:
-        One tensor for each of `call.out`; None where the format has no kernel, or cannot have the same draws: those of
-        fused dropout are known, since it returns its mask.
-
-    Syncs: no.
-    """
-    if call.facts.kernel == "aten.native_dropout":
-        source, share = values.get(id(call.args[0]), call.args[0]), float(call.args[1])
-        return [source.to(dtype) * call.returned[1] / (1 - share if share < 1 else 1)]
-    if draws(call):
-        return None
-    wide = rerun_wide(call, dtype, tree_map(lambda v: values.get(id(v), v), call.given))
-    is_same = wide is not None and [t.shape for t in wide] == [t.shape for t in call.out]
-    return wide if is_same else None
-
-
-def run_in_fp32(call: Call, values: dict[int, Tensor]) -> list[Tensor] | None:
-    """Run an op in fp32, as `run_wide` does. Syncs: no."""
-    return run_wide(call, values, torch.float32)
-
-
-def _is_repaired(call: Call, wide: list[Tensor] | None) -> bool:
-    """Say whether results in fp32 are finite where those of the op are not. Syncs: yes."""
-    return wide is not None and all(is_finite(w[~t.isfinite()]) for t, w in zip(call.out, wide, strict=True))
 
 
 class ReferencePath:
@@ -218,6 +179,12 @@ class ReferencePath:
 
     def _behind_zeros(self, call: Call, lost: Tensor, wanted: Tensor) -> tuple[MadeBy, ...]:
         """Return what made an op's operands, behind what fed its module where fp32 in the module alone would not bring the values back. Syncs: yes."""
+        fed, wide = self._run_inside()
+        is_left = any(v.shape == lost.shape and bool((v[lost].sign() != wanted[lost].sign()).any()) for v in wide)
+        return (*(fed if is_left else ()), *self._made_by(call))
+
+    def _run_inside(self) -> tuple[list[MadeBy], list[Tensor]]:
+        """Run the last ops of the module in fp32; return what made what fed it, and the last results. Syncs: no."""
         values, wide = WideValues(), list[Tensor]()
         fed: dict[int, MadeBy] = {}
         for _, before in self.inside:
@@ -227,8 +194,7 @@ class ReferencePath:
             wide = run_in_fp32(before, known) or []
             for tensor, value in zip(before.out, wide, strict=False):
                 values.put(tensor, value)
-        is_left = any(v.shape == lost.shape and bool((v[lost].sign() != wanted[lost].sign()).any()) for v in wide)
-        return (*(fed.values() if is_left else ()), *self._made_by(call))
+        return list(fed.values()), wide
 
     def _note_maker(self, call: Call, site: Site, index: int, local: list[Tensor] | None) -> None:
         """Note the op that rounded a value: not one that moved or widened it, nor a cast that a region made for the op behind it."""
@@ -250,24 +216,24 @@ class ReferencePath:
         found = {id(m): m for _, t in call.inputs if (m := self._makers.get(call.original(t))) is not None}
         return tuple(found.values())
 
-    def spared_by(self, call: Call) -> tuple[Site, ...]:
-        """Return the last op of the running module whose result, kept in fp32, would have spared this one from failing. Syncs: yes."""
+    def widening(self, call: Call) -> Widening | None:
+        """Return the last ops of the running module, to be tried in fp32; None where this one is not the last of them. Host only."""
         made = list(self.inside)
-        for index in reversed(range(len(made))):
-            values, wide = WideValues(), None
-            for _, later in made[index:] if any(t.dtype in LOW_DTYPES for t in made[index][1].out) else ():
-                known = values.known(later)
-                wide = run_in_fp32(later, known) if known or later is made[index][1] else None
-                for tensor, value in zip(later.out, wide or (), strict=False):
-                    values.put(tensor, value)
-            if wide is not None and made[-1][1] is call and all(map(is_finite, wide)):
-                return (made[index][0],)
-        return ()
+        return Widening(made, edit_of) if made and made[-1][1] is call else None
+
+    def makers(self, call: Call, saved: Iterable[Tensor]) -> tuple[Site, ...]:
+        """Return what made an argument that rounding moved: the program's own cast, what fed the module, the module's ops. Syncs: yes."""
+        own = [
+            m for t in (*(call.original(t) for _, t in call.inputs), *saved) if (m := self._makers.get(t)) is not None
+        ]
+        fed = [] if any(m.site.op == "to" for m in own) else self._run_inside()[0]
+        inside = () if self.widening(call) is None else (site for site, _ in self.inside)
+        return tuple(dict.fromkeys((*(m.site for m in (*fed, *own)), *inside)))
 
     def is_local_enough(self, call: Call) -> bool:
         """Say whether an op is finite once the ops that made its operands ran in fp32 on what they were given. Syncs: yes."""
         values = self._local.known(call)
-        return bool(values) and _is_repaired(call, run_in_fp32(call, values))
+        return bool(values) and is_repaired(call, run_in_fp32(call, values))
 
     def enter_node(self, node: object, call: Call) -> None:
         """Keep the ops of the autograd node that runs; its forward's values are what they are judged with."""
@@ -308,7 +274,7 @@ class ReferencePath:
         found = [(t, f) for _, t in call.inputs if (f := self.behind([call.original(t)])) is not None]
         for tensor, flush in found if len(found) > 1 else ():
             value = self._wide.get(call.original(tensor))
-            if value is not None and _is_repaired(call, run_in_fp32(call, {id(tensor): value})):
+            if value is not None and is_repaired(call, run_in_fp32(call, {id(tensor): value})):
                 return flush
         return found[0][1] if found else None
 

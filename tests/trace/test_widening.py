@@ -1,0 +1,110 @@
+"""What rounding alone moved out of an op's domain: the rules that are proposed, applied as they are, train; a cast by hand is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mezzo
+import mezzo.diagnose as diagnose
+
+
+class Layer(nn.Module):
+    """A linear layer and what is computed from its output."""
+
+    def __init__(self, rest: Callable[[Tensor], Tensor], offset: float, spread: float) -> None:
+        super().__init__()
+        self.layer, self.rest = nn.Linear(16, 32), rest
+        with torch.no_grad():
+            self.layer.weight.mul_(spread)
+            self.layer.bias.fill_(offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.layer(x))
+
+
+class Nested(nn.Module):
+    """The same one level down, where a rule names a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def by_moments(h: Tensor) -> Tensor:
+    mean = h.mean(-1, keepdim=True)
+    return (h - mean) / ((h * h).mean(-1, keepdim=True) - mean * mean + 1e-5).sqrt()
+
+
+def by_expansion(h: Tensor) -> Tensor:
+    codes = 3 + 0.1 * torch.sin(torch.arange(256.0)).reshape(8, 32)
+    squares = (h * h).sum(-1, keepdim=True) - 2 * h @ codes.T + (codes * codes).sum(-1)
+    return (-squares.sqrt()).softmax(-1)
+
+
+def angle(h: Tensor) -> Tensor:
+    a = F.normalize(h, dim=-1)
+    return (a @ a.T * 0.9999).acos().cos()
+
+
+PROGRAMS = {
+    "variance by moments, bf16": ("bf16", by_moments, 20.0, 1.0),
+    "variance by moments, fp16": ("fp16", by_moments, 20.0, 1.0),
+    "distance by expansion": ("bf16", by_expansion, 3.0, 0.05),
+    "angle of equal directions": ("bf16", angle, 1.0, 0.01),
+}
+
+
+def losses_under(policy: str, model: nn.Module) -> list[float]:
+    torch.manual_seed(1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy)
+    losses = []
+    for _ in range(6):
+        amp.zero_grad()
+        loss = (model(torch.randn(32, 16)) - 0.5).square().mean()
+        amp.backward(loss)
+        assert amp.step().applied
+        losses.append(loss.item())
+    return losses
+
+
+def fault_of(policy: str, model: nn.Module) -> diagnose.Finding:
+    torch.manual_seed(1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy)
+    with diagnose.trace(model) as t:
+        amp.backward((model(torch.randn(32, 16)) - 0.5).square().mean())
+    return t.report.faults[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_the_rules_train_as_fp32_does(name: str, is_nested: bool) -> None:
+    policy, rest, offset, spread = PROGRAMS[name]
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        layer = Layer(rest, offset, spread)
+        return Nested(layer) if is_nested else layer
+
+    found = fault_of(policy, made())
+    assert found.verdict == "underflow" and found.fix.edit
+    want = losses_under("fp32", made())
+    assert losses_under(f"{policy}, {found.fix.edit}", made()) == pytest.approx(want, rel=0.05)
+
+
+def test_a_rule_that_was_run_says_so() -> None:
+    fix = fault_of("bf16", Layer(by_moments, 20.0, 1.0)).fix
+    assert fix.tried == f"sqrt under {fix.edit} on these values: finite"
+
+
+def test_a_cast_by_hand_is_named() -> None:
+    model = Layer(lambda h: h.float().tanh().to(torch.bfloat16).float().atanh(), 4.0, 0.1)
+    fix = fault_of("bf16", model).fix
+    assert not fix.edit and "no rule brings back what to() rounds at" in fix.advice
