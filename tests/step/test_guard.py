@@ -100,6 +100,22 @@ class TestStops:
         assert isinstance(stop, LossScaleExhausted)
         assert "loss scale 1 (floor 1): inf or NaN in 1 gradient: w (3)" in str(stop)
 
+    @pytest.mark.parametrize(
+        ("scaling", "scale", "words"),
+        [
+            (ScalingConfig.fixed(2.0**32), 2.0**32, "write scaling=dynamic"),
+            (ScalingConfig(init_scale=2.0**90), 2.0**86, "write a smaller scaling.init_scale"),
+            (ScalingConfig(init_scale=2048.0, min_scale=1024.0), 1024.0, "write a smaller scaling.min_scale"),
+            (ScalingConfig.fixed(1.0), 1.0, "A smaller scale does not help"),
+            (SCALING, 1.0, "A smaller scale does not help"),
+        ],
+    )
+    def test_what_helps_where_the_scale_may_be_made_smaller(
+        self, scaling: ScalingConfig, scale: float, words: str
+    ) -> None:
+        stop = self.stop(*[replace(BAD, scale=scale)] * 4, scaling=scaling)
+        assert isinstance(stop, LossScaleExhausted) and words in stop.advice
+
     def test_a_bad_loss_never_exhausts_the_scale(self) -> None:
         assert self.stop(replace(BAD_LOSS, scale=1.0), scaling=SCALING) is None
 

@@ -283,3 +283,35 @@ def test_a_replay_that_fails_hides_nothing(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(NonFiniteStep, match="the step was skipped"):
         amp.step()
     assert "the last batch could not be run again: KeyError" in caplog.text
+
+
+def test_layers_of_torch_alone_are_named_by_the_line_that_called_the_model() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[0].weight.mul_(1e6)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), "fp16, guard.patience=2")
+    with pytest.raises(NonFiniteStep) as error:
+        for _ in range(3):
+            amp.zero_grad()
+            out = model(torch.ones(8, 16))
+            amp.backward(out.square().mean())
+            amp.step()
+    assert f"{__file__}:" in str(error.value) and "(out = model(torch.ones(8, 16)))" in str(error.value)
+
+
+def test_a_fixed_scale_that_is_too_high_is_said_as_that_and_what_it_says_trains() -> None:
+    def run(policy: str) -> mezzo.Stepper:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4)
+        amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+        for _ in range(24):
+            amp.zero_grad()
+            amp.backward((model(torch.randn(8, 16)) - 1).square().mean())
+            amp.step()
+        return amp
+
+    with pytest.raises(LossScaleExhausted) as error:
+        run("fp16, scaling=4294967296, guard.patience=4")
+    text = str(error.value)
+    assert "finite at scale" in text and "write scaling=dynamic" in text and "does not help" not in text
+    assert run("fp16, scaling=4294967296, guard.patience=4, scaling=dynamic").counters().applied > 20

@@ -85,6 +85,14 @@ def test_a_loss_scale_that_nobody_lowers_is_a_fault(scales: tuple[float, ...], i
     assert {f.verdict for f in found} == {"loss-scale"} and found[0].is_fault == is_fault
 
 
+def test_a_loss_scale_stays_in_steps_that_are_skipped_for_their_loss() -> None:
+    scaled = [event(index=i, phase="backward", step=i, loss_scale=65536.0, wide=(wide(1e6),)) for i in range(3)]
+    overflow = [event(index=3 + i, step=i, wide=(wide(7e4),)) for i in range(3)]
+    sinks = [sink(kind, i + 3 * (kind == "loss"), step=i) for i in range(3) for kind in ("gradient", "loss")]
+    found = find(record([*scaled, *overflow], *sinks))
+    assert [(f.verdict, f.is_fault) for f in found] == [("overflow", True), ("loss-scale", False)]
+
+
 @pytest.mark.parametrize(("skipped", "steps", "is_told"), [(2, 4, False), (1, 4, True), (2, 2, True)])
 def test_a_scaler_that_found_its_level_is_not_told(skipped: int, steps: int, is_told: bool) -> None:
     events = [event(index=i, phase="backward", step=i, loss_scale=2.0 ** (20 - i), wide=(wide(1e6),)) for i in range(2)]

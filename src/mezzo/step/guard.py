@@ -158,10 +158,9 @@ def _stop(
         if not loss_scale.is_exhausted(True, scaling, config.patience):
             return None
         return LossScaleExhausted(
-            f"{skipped}, the last at loss scale {flags.scale:g} (floor {scaling.min_scale:g}): "
+            f"{skipped}, the last at loss scale {flags.scale:g} ({_lowest(scaling)}): "
             f"{_count_gradients(suspects.gradients())}",
-            "A smaller scale does not help; mezzo.diagnose.trace(model) names the op, and a rule such as 'NAME=fp32' for "
-            "its module mends an fp16 overflow.",
+            _overflow_advice(flags.scale, scaling),
         )
     if row < config.patience:
         return None
@@ -171,6 +170,26 @@ def _stop(
     return NonFiniteStep(
         f"{skipped} (guard.patience={config.patience}): {what}",
         "mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
+    )
+
+
+def _lowest(scaling: ScalingConfig) -> str:
+    return f"floor {scaling.min_scale:g}" if scaling.dynamic else "fixed"
+
+
+def _overflow_advice(scale: float, scaling: ScalingConfig) -> str:
+    """Return what to write against gradients that overflow at a loss scale, which helps where it may be made smaller."""
+    if scaling.dynamic and scale > scaling.min_scale:
+        return (
+            "The scale was still falling: write a smaller scaling.init_scale in the policy, or a larger guard.patience."
+        )
+    if scale > 1 and scaling.dynamic:
+        return "The scale may not fall further: write a smaller scaling.min_scale in the policy."
+    if scale > 1:
+        return "Nothing lowers a fixed scale: write scaling=dynamic in the policy, which finds one that fits."
+    return (
+        "A smaller scale does not help; mezzo.diagnose.trace(model) names the op, and a rule such as 'NAME=fp32' for its "
+        "module mends an fp16 overflow."
     )
 
 

@@ -113,7 +113,7 @@ class Recovery:
         found = None if skip is None else self._diagnosis(skip, consensus)
         if found is None:
             return stop
-        error = type(stop)(stop.what, f"{found.sentence} {found.fix}" if found.sentence else stop.advice)
+        error = type(stop)(stop.what, f"{found.sentence} {found.fix or stop.advice}".strip())
         error.report = found.report
         return error
 

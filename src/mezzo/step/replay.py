@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +75,7 @@ class _Call:
         kwargs: named ones.
         random: states of the generators before it.
         versions: of the tensors among the arguments.
+        stack: file, line and function of what called it, the nearest first.
         grads: what backward brought to its outputs, by their place.
     """
 
@@ -81,6 +84,7 @@ class _Call:
     kwargs: Mapping[str, Any]
     random: RandomState
     versions: tuple[int, ...]
+    stack: tuple[tuple[str, int, str], ...]
     grads: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -133,7 +137,8 @@ class Replay:
             return None
         self.stop_following()
         self.is_idle = False
-        call = _Call(module, args, kwargs, random_state.get(), _versions((args, kwargs)))
+        stack = tuple((f.f_code.co_filename, line, f.f_code.co_name) for f, line in walk_stack(sys._getframe(1)))
+        call = _Call(module, args, kwargs, random_state.get(), _versions((args, kwargs)), stack)
         self._now.calls = [*self._now.calls[1 - _MOST_CALLS :], call]
         return partial(self._await_grads, call)
 

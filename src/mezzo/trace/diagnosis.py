@@ -31,7 +31,7 @@ class Diagnosis:
     Attributes:
         report: the `mezzo.diagnose.TraceReport`; None where a trace around the run has one already.
         sentence: op, module, line and verdict; empty where nothing was found.
-        fix: what to change, in a sentence.
+        fix: what to change, in a sentence; empty where the loss scale is, of which the step knows how it moves.
         edit: the policy edit that fixes it, where a module or an op of the model overflowed 16 bit; else empty.
     """
 
@@ -97,9 +97,11 @@ def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
 
 
 def _of_batch(report: TraceReport) -> Diagnosis:
-    fault = next(iter(report.faults), None)
+    fault = next(iter(report.findings), None)
     if fault is None:
         return Diagnosis(report=report)
+    if fault.verdict == "loss-scale":
+        return Diagnosis(report=report, sentence=f"Run again op by op, the last batch shows {_found(fault)}")
     is_models = fault.verdict == "overflow" and fault.path != OUTSIDE
     return Diagnosis(
         report=report,

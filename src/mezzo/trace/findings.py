@@ -219,8 +219,9 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
 
 
 def _is_stuck(record: TraceRecord, scale: float) -> bool:
-    """Say whether gradients were bad at this very loss scale in steps that follow each other: a scaler halves it in between."""
-    steps = {e.site.step for e in record.events if e.kind == "source" and e.loss_scale == scale}
+    """Say whether gradients were bad at this very loss scale in steps that follow each other: a scaler halves it in between, but for a bad loss."""
+    lost = {s.step for s in record.sinks if s.kind == "loss"}
+    steps = {e.site.step for e in record.events if e.kind == "source" and e.loss_scale == scale} - lost
     return any({n + 1, n + 2} <= steps for n in steps)
 
 

@@ -80,8 +80,8 @@ STEPPED = (
 )
 """For a loss scale that was too high and that nobody guarded."""
 STUCK = (
-    "nobody lowers this scale, and steps with such gradients are lost: use torch.amp.GradScaler or mezzo.GradScaler, which "
-    "find one that fits, or write the one above."
+    "nobody lowers this scale, and steps with such gradients are lost: use scaling=dynamic in a policy, torch.amp.GradScaler "
+    "or mezzo.GradScaler, which find one that fits, or write the one above."
 )
 """For a loss scale that stays where it is."""
 DIVERGED = (

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -35,6 +36,7 @@ _TRACER = str(Path(__file__).parent)
 _STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _ENGINE = Path(torch.autograd.graph.__file__).name, "_engine_run_backward"
 _FETCH = "torch/utils/data/_utils/fetch.py"
+_REPLAY = str(_MEZZO / "step" / "replay.py"), "_again"
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _RELAYS = ("__torch_function__", "__torch_dispatch__")
 
@@ -92,7 +94,8 @@ def locate(in_backward: bool) -> Location:
             `backward()` did not call this op, and a worker thread's stack ends there by itself.
 
     Returns:
-        The nearest frames of the user's code and of a library.
+        The nearest frames of the user's code and of a library. In a batch that is run again by a step, the line that
+        called the model the first time.
     """
     user = library = relay = None
     is_recompute = False
@@ -110,10 +113,19 @@ def locate(in_backward: bool) -> Location:
             if in_backward and _is_engine(frame):
                 break
             is_recompute = is_recompute or (in_backward and filename == _CHECKPOINT)
+        elif (filename, frame.f_code.co_name) == _REPLAY:  # what took the step did not call this op
+            user = user or relay or _first_caller(frame.f_locals.get("call"))
+            break
         if user and not in_backward:
             break
         frame = frame.f_back
     return Location(user or relay, library, is_recompute)
+
+
+def _first_caller(call: Any) -> Frame | None:
+    """Return the line of the user's that called the model when the batch ran first; None where that is not known."""
+    lines = () if call is None else call.stack
+    return next((Frame(file=f, line=n, function=name) for f, n, name in lines if owner(f) is Owner.USER), None)
 
 
 def is_called_from(ending: str) -> bool:
