@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mezzo
 import mezzo.diagnose as diagnose
@@ -75,6 +75,57 @@ def test_gradients_that_fp16_flushes_in_part_are_named() -> None:
 def test_a_run_with_a_scale_is_healthy() -> None:
     report = prepared("fp16", steps=6)
     assert report.is_healthy, report.warnings
+
+
+def watched(model: nn.Module, lr: float = 0.1, steps: int = 8) -> diagnose.WatchReport:
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=lr), policy="bf16")
+    with diagnose.watch(amp, every=1) as w:
+        for _ in range(steps):
+            amp.zero_grad()
+            amp.backward((model(torch.randn(16, 8)) - 1).square().mean())
+            amp.step()
+    return w.report
+
+
+def test_a_rate_of_0_in_all_steps_is_named_as_that() -> None:
+    report = watched(nn.Linear(8, 8), lr=0.0)
+    assert (report.still, report.sampled, report.idle) == (8, 0, 0)
+    [text] = report.warnings
+    assert "the learning rate was 0 in all 8 sampled steps" in text
+
+
+def test_a_weight_behind_a_dead_relu_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    nn.init.constant_(model[0].bias, -100.0)
+    [text] = watched(model).warnings
+    assert "the gradient of 0.weight, 2.weight was 0 in all 8 sampled steps" in text  # what 2.weight multiplies is 0 too
+
+
+def test_a_living_relu_and_a_table_are_healthy() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layers = nn.Embedding(4, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x) + 0 * self.table(torch.zeros(16).long())
+
+    report = watched(Table())
+    assert report.is_healthy, report.warnings
+
+
+def test_what_no_gradient_reached_is_told_and_no_fault() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).detach())
+
+    report = watched(Detached())
+    assert report.is_healthy and report.unreached == ("first.weight", "first.bias")
+    assert "no gradient" in str(report) and "first.weight, first.bias: in none of the sampled steps" in str(report)
 
 
 def test_no_step_is_not_enough() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..trace import BINS, Histogram, exponent_fields, plain, spaced, tensors_in
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class SampledRows:
@@ -73,20 +74,22 @@ class SampledRows:
         return found
 
 
-def is_taken(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Say whether a step that just ran was meant to move anything: at a rate, and not skipped on the device.
-
-    Syncs: no.
-    """
-    found = getattr(optimizer, "found_inf", None)
-    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+def has_rate(optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
+    """Say whether a learning rate of any group is not 0: shape (), bool. Syncs: no."""
+    rates = [group.get("lr", 1.0) for optimizer in optimizers for group in optimizer.param_groups]
     there = [rate for rate in rates if isinstance(rate, Tensor) and rate.device.type != "cpu"]
-    home = found.device if isinstance(found, Tensor) else there[0].device if there else torch.device("cpu")
-    has_rate = any(float(rate) != 0 for rate in rates if not any(rate is one for one in there))
-    taken = torch.full((), has_rate, dtype=torch.bool, device=home)
+    home = there[0].device if there else torch.device("cpu")
+    here = any(float(rate) != 0 for rate in rates if not any(rate is one for one in there))
+    found = torch.full((), here, dtype=torch.bool, device=home)
     for rate in there:
-        taken = taken | move(rate.detach().reshape(()) != 0, home)
-    return taken & (found == 0).all() if isinstance(found, Tensor) else taken
+        found = found | move(rate.detach().reshape(()) != 0, home)
+    return found
+
+
+def is_taken(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Say whether a step that just ran was not skipped on the device; None where nobody could skip it there. Syncs: no."""
+    found = getattr(optimizer, "found_inf", None)
+    return (found == 0).all() if isinstance(found, Tensor) else None
 
 
 class Watch:
@@ -114,9 +117,9 @@ class Watch:
         self._rows = SampledRows(self._first_weight + count, width, device)
         self._moved = torch.zeros(2, count, dtype=torch.int64, device=device)
         # of a sampled step: by parameter, samples with a gradient, and those that did not move; whether some gradient was not 0, and
-        # whether there was one and nothing moved; whether the step was taken, None where its result tells
-        self._sampled: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
-        self._num_sampled = self._num_idle = self._num_zero = 0
+        # whether there was one and nothing moved; whether it had a rate; whether it was taken, None where its result tells
+        self._sampled: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
+        self._num_sampled = self._num_idle = self._num_zero = self._num_still = 0
         self._steps: list[StepRecord] = []
         self._unread: list[tuple[int, StepResult, list[Tensor]]] = []
         self._losses: list[Tensor] = []
@@ -191,7 +194,7 @@ class Watch:
         if self._running == 0 and self._owns(optimizer):
             before = self._before
             if before is not None:
-                self._timed(lambda: self._compare_weights(before, is_taken(optimizer)))
+                self._timed(lambda: self._compare_weights(before, [optimizer], is_taken(optimizer)))
             self._end_step()
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -217,10 +220,10 @@ class Watch:
             self._rows.put(row, found)
 
     def _step(self, step: Callable[..., StepResult], closure: Any, **kwargs: Any) -> StepResult:
-        before = self._timed(self._sample_weights) if self._is_sampling else None
+        before, amp = self._timed(self._sample_weights) if self._is_sampling else None, self._amp
         result = step(closure, **kwargs)
-        if before is not None:
-            self._timed(lambda: self._compare_weights(before, None))
+        if before is not None and amp is not None:
+            self._timed(lambda: self._compare_weights(before, amp.optimizers, None))
         losses, self._losses = self._losses[-1:] if closure is not None else self._losses, []
         self._unread.append((self._seen, result, losses))
         self._end_step()
@@ -240,11 +243,14 @@ class Watch:
             self._rows.put(self._first_weight + row, parameter)
         return self._rows.values[self._first_weight :].clone()
 
-    def _compare_weights(self, before: Tensor, taken: Tensor | None) -> None:
+    def _compare_weights(
+        self, before: Tensor, optimizers: Sequence[torch.optim.Optimizer], taken: Tensor | None
+    ) -> None:
         """Count samples with a gradient whose weight did not move; then count exponents.
 
         Args:
             before: samples of the weights before the step.
+            optimizers: that took it.
             taken: whether the step was; None where its result will tell.
         """
         after = torch.zeros_like(before)
@@ -258,7 +264,7 @@ class Watch:
         plain_rows = torch.tensor(free, device=moved.device)[:, None]
         counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
         flags = torch.stack([meant.any(), (meant & plain_rows).any() & ~(moved & plain_rows).any()])
-        self._sampled[self._seen] = counts, flags, taken
+        self._sampled[self._seen] = counts, flags, has_rate(optimizers), taken
         self._rows.count()
         if len(self._sampled) >= _KEPT_RESULTS:
             self._read_results()
@@ -266,8 +272,11 @@ class Watch:
     def _count_sampled(self) -> None:
         """Add up the sampled steps that were taken; a skipped step moves nothing and is not counted. Syncs: yes."""
         applied = {s.step: s.applied for s in self._steps}
-        for step, (counts, flags, taken) in self._sampled.items():
+        for step, (counts, flags, rate, taken) in self._sampled.items():
             if not (applied.get(step, True) if taken is None else bool(taken)):
+                continue
+            if not bool(rate):  # moves nothing, and is meant: a warm-up may begin so
+                self._num_still += 1
                 continue
             has_gradient, is_idle = flags.tolist()
             self._moved += counts
@@ -315,11 +324,11 @@ class Watch:
             *(("gradient", name, 0.0) for name, _ in self._parameters),
             *(("weight", name, share) for (name, _), share in zip(self._parameters, lost, strict=True)),
         ]
+        histograms = self._rows.histograms()
+        gradients = self._rows.filled[self._first_gradient : self._first_weight]
         tensors = [
             TensorRecord(kind=kind, name=name, histogram=histogram, lost=share)
-            for (kind, name, share), histogram, filled in zip(
-                kinds, self._rows.histograms(), self._rows.filled, strict=True
-            )
+            for (kind, name, share), histogram, filled in zip(kinds, histograms, self._rows.filled, strict=True)
             if filled
         ]
         elapsed = time.perf_counter() - self._started
@@ -336,6 +345,17 @@ class Watch:
             sampled=self._num_sampled,
             idle=self._num_idle,
             zero=self._num_zero,
+            still=self._num_still,
+            dead=self._dead(histograms),
+            unreached=tuple(n for i, (n, _) in enumerate(self._parameters) if not gradients[i]),
+        )
+
+    def _dead(self, histograms: Sequence[Histogram]) -> tuple[str, ...]:
+        """Return the weights whose every sampled gradient was 0; a table's may be, of rows that nothing looked up. Host only."""
+        tables = {id(p) for m in self._model.modules() if isinstance(m, _TABLES) for p in m.parameters()}
+        rows = zip(self._parameters, histograms[self._first_gradient :], strict=False)
+        return tuple(
+            n for (n, p), h in rows if p.dim() > 1 and id(p) not in tables and h.zeros and not h.numbers + h.nonfinite
         )
 
     def close(self) -> None:

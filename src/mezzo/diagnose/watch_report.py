@@ -22,6 +22,8 @@ _WARN_HEADROOM = 1.0
 _LOST_SHARE = 0.5
 _SKIPS, _SKIPPED_SHARE = 3, 0.05
 """A scaler that looks for its level skips a few steps; more, and more than this share of all, is trouble."""
+_LEAST_DEAD, _LEAST_STILL = 8, 3
+"""Sampled steps that show that a weight gets nothing, and that a rate of 0 is no beginning of a warm-up."""
 _ZERO_SHARE, _NEAR_END = 0.3, 2
 _ROWS = 12
 _POINTS = 128
@@ -85,6 +87,9 @@ class WatchReport(Report):
         sampled: sampled steps that were taken.
         idle: those of them that moved no sampled weight, although there were gradients; weights with masters left out.
         zero: those of them in which every sampled gradient was 0.
+        still: further sampled steps, which were taken at a learning rate of 0.
+        dead: weights whose every sampled gradient was 0.
+        unreached: parameters that had no gradient in any sampled step.
     """
 
     model: str
@@ -99,6 +104,9 @@ class WatchReport(Report):
     sampled: int = 0
     idle: int = 0
     zero: int = 0
+    still: int = 0
+    dead: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> int:
@@ -153,6 +161,13 @@ class WatchReport(Report):
                 f"every sampled gradient was 0 in {self.zero} of {self.sampled} sampled steps: nothing is learned. In fp16 they "
                 "underflow without a loss scale; else the loss does not reach the weights."
             )
+        elif self.dead and self.sampled >= _LEAST_DEAD:
+            yield (
+                f"the gradient of {listed(self.dead)} was 0 in all {self.sampled} sampled steps: what stands behind passes none back, "
+                "as a dead ReLU, a clamp or round do, or a factor of 0."
+            )
+        if self.still >= _LEAST_STILL and not self.sampled:
+            yield f"the learning rate was 0 in all {self.still} sampled steps: no weight moved. Print what the schedule gives."
         if self.idle:
             yield (
                 f"{self.idle} of {self.sampled} sampled steps moved no sampled weight: the updates are smaller than half the "
@@ -186,6 +201,8 @@ class WatchReport(Report):
         if self.policy:
             pairs.append(("loss scale", self._scale_in_words()))
         pairs.append(("watching took", f"{self.host_share:.1%} of the host's time in this run"))
+        if self.unreached and self.sampled:
+            pairs.append(("no gradient", f"{listed(self.unreached)}: in none of the sampled steps"))
         warnings = self.warnings
         verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else self._health()
         blocks: list[Block] = [Pairs(pairs=tuple(pairs)), *(Note(text=text) for text in warnings[:_ROWS])]
