@@ -143,3 +143,19 @@ def test_a_number_that_becomes_1_as_a_tensor_of_16_bit_is_told_where_it_was_writ
     with diagnose.trace() as t:
         (w / (1 - torch.tensor(1.0, dtype=torch.bfloat16))).sum().backward()
     assert t.report.findings[0].verdict == "singularity"
+
+
+@pytest.mark.parametrize(("lr", "is_blown_up"), [(1e3, True), (1e-3, False)])
+def test_a_step_that_blew_the_weights_up_comes_before_the_overflow_behind_it(lr: float, is_blown_up: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    with diagnose.trace(model) as t:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = (model(torch.randn(8, 16)).float() - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+    assert [f.verdict for f in t.report.faults][:2] == (["exploding-step", "overflow"] if is_blown_up else [])

@@ -109,13 +109,20 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     found += [_of_trend(record, t) for t in trends(record.sizes)[:1] if not found]
     found += _of_lost_updates(record.lost)
     found += [_of_lint(x, explain_lint(x)) for x in record.lints if x.rule in FAULTY_RULES]
-    found.sort(key=lambda f: f.verdict not in _BEFORE)
+    early = _BEFORE | {f.verdict for f in found if _made_large(f, found[0])}
+    found.sort(key=lambda f: f.verdict not in early)
     merged = _merged(found)
     # what a step that was taken left whole was some other optimizer's, which drops it
     bad = {n for f in merged if not f.is_fault for n in f.steps} - record.taken
     # a scaler found its level: it left out each step that overflowed, and a step was taken after the last of them
     is_level = record.skipped >= len(bad) and record.updates > 0 and record.steps - 1 > max(bad, default=0)
     return tuple(sorted((f for f in merged if f.is_fault or not is_level), key=lambda f: not f.is_fault))
+
+
+def _made_large(step: Finding, first: Finding) -> bool:
+    """Say whether a step had blown the weights up before an overflow that no rule would mend for long."""
+    is_before = step.verdict == "exploding-step" and step.step < first.step
+    return is_before and first.verdict == "overflow" and bool(first.fix.edit)
 
 
 def _ancestors(record: TraceRecord, causes: frozenset[int]) -> list[Event]:

@@ -47,6 +47,7 @@ def _edits(sites: Iterable[Site]) -> str:
     return ", ".join(dict.fromkeys(edit for site in sites if (edit := edit_of(site))))
 
 
+_CONSTANT = "what it normalises together is all the same, so its variance is 0, and eps is 0 too: give the layer an eps, for example 1e-5"
 _SINGULAR = {
     "pow": "bound the base away from 0: x.clamp(min={eps:g}).pow(p)",
     "std": "a spread of 0 or of a single number has no finite result or derivative; add eps before the root",
@@ -64,6 +65,10 @@ _SINGULAR = {
     "logsumexp": "the sum over nothing is 0: keep one entry, or mask with torch.finfo(x.dtype).min",
     "mean": "the mean of no elements is 0/0; check that the selection is not empty",
     "nll_loss": "every target is ignored or has weight 0, so the mean is 0/0; drop such batches or use reduction='sum'",
+    "layer_norm": _CONSTANT,
+    "group_norm": _CONSTANT,
+    "batch_norm": _CONSTANT,
+    "rms_norm": _CONSTANT,
     "log": "bound the argument: log(x.clamp(min={eps:g}))",
     "div": "bound the divisor away from 0, or divide only where it is not 0",
     "sqrt": "its derivative at 0 is infinite: x.clamp(min={square:g}).sqrt()",
@@ -240,6 +245,8 @@ def _singular_advice(event: Event) -> str:
     names = [event.site.op.removeprefix("log_"), event.site.called] + [plain_name(event.kernel)] * is_forward
     if event.site.op == "div" and is_forward and ("other", 0.0) in event.offending and len(event.inputs) == 1:
         return f"the divisor is the number 0: divide by max(divisor, {eps:g})."
+    if (variance := dict(event.offending).get("running_var", 0.0)) < 0:
+        return f"running_var holds {number(variance)}, and no variance is below 0: reset the layer's running statistics, or load them again."
     name = next((n for n in names if n in _SINGULAR), "softmax" if event.full_rows else "")
     if not name:
         what = "value" if is_forward else "derivative"

@@ -130,9 +130,13 @@ def _never_finite(event: Event) -> tuple[Verdict, str]:
     return "singularity", f"not finite in {tried} either{values_at(event, ':')}{_column(event)}."
 
 
+_ADDED = frozenset({"bias", "running_mean"})
+"""Arguments of a norm that nothing is divided by."""
+
+
 def _column(event: Event) -> str:
     """Name the column in which a divisor that is shared by all rows is 0."""
-    zero = {name for name, value in event.offending if value == 0}
+    zero = {name for name, value in event.offending if value == 0 and name not in _ADDED}
     width = event.outputs[0].shape[-1:]
     shared = [
         t for t in event.inputs if t.name in zero and t.shape[-1:] == width and math.prod(t.shape) == math.prod(width)
