@@ -98,7 +98,9 @@ def test_a_weight_behind_a_dead_relu_is_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     nn.init.constant_(model[0].bias, -100.0)
     [text] = watched(model).warnings
-    assert "the gradient of 0.weight, 2.weight was 0 in all 8 sampled steps" in text  # what 2.weight multiplies is 0 too
+    assert (
+        "the gradient of 0.weight, 2.weight was 0 in all 8 sampled steps" in text
+    )  # what 2.weight multiplies is 0 too
 
 
 def test_a_living_relu_and_a_table_are_healthy() -> None:

@@ -9,8 +9,7 @@ import pytest
 from tests.train.small import emotion_rows, tiny, write_tsv
 
 from mezzo.errors import DataError
-from mezzo.train.data import load_corpus
-from mezzo.train.data import read_label_map
+from mezzo.train.data import load_corpus, read_label_map
 
 NAMES = ["joy", "love", "anger", "fear", "sadness", "surprise"]
 

@@ -14,10 +14,10 @@ from torch.optim import optimizer as optimizer_hooks
 from .._torch import autograd_node
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name, is_count
-from ..kernels import move
 from ..optim import keeps_masters, parameters
 from ..step import Stepper, StepResult
 from ..trace import BINS, Histogram, exponent_fields, plain, spaced, tensors_in
+from .taken_steps import has_rate, is_taken
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
@@ -72,24 +72,6 @@ class SampledRows:
             counts[0] -= width * self._steps - filled
             found.append(Histogram(counts=tuple(counts)))
         return found
-
-
-def has_rate(optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
-    """Say whether a learning rate of any group is not 0: shape (), bool. Syncs: no."""
-    rates = [group.get("lr", 1.0) for optimizer in optimizers for group in optimizer.param_groups]
-    there = [rate for rate in rates if isinstance(rate, Tensor) and rate.device.type != "cpu"]
-    home = there[0].device if there else torch.device("cpu")
-    here = any(float(rate) != 0 for rate in rates if not any(rate is one for one in there))
-    found = torch.full((), here, dtype=torch.bool, device=home)
-    for rate in there:
-        found = found | move(rate.detach().reshape(()) != 0, home)
-    return found
-
-
-def is_taken(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Say whether a step that just ran was not skipped on the device; None where nobody could skip it there. Syncs: no."""
-    found = getattr(optimizer, "found_inf", None)
-    return (found == 0).all() if isinstance(found, Tensor) else None
 
 
 class Watch:

@@ -31,7 +31,7 @@ from .measure import (
     wide_results,
 )
 from .ops import FACTORS, Call, op_facts, plain
-from .records import Event, EventKind, Flush, Sink, SinkKind, Site, Wide
+from .records import Event, EventKind, Sink, SinkKind, Site
 from .reference_path import Fp64Reference, ReferencePath
 from .replacement import OpInputs, fused_with, replacement_for, saved_operands
 from .wide_values import StorageNotes
@@ -317,7 +317,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             site = replace(site, module=names[0].rpartition(" ")[2].rpartition(".")[0])
         judged = self.reference.judge(call, self._carried) if computed else (None, None)
         operands = self._operands(call, site) if computed else OpInputs([], [])
-        followers, is_tried = self._widened(call, operands, judged)
+        followers, is_tried = self.reference.needs_fp32(call, (t for _, t in operands.saved), judged)
         given = ", ".join(str(x) for x in numbers(call.args, call.kwargs) if not math.isfinite(x))
         event = Event(
             index=index,
@@ -344,19 +344,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         )
         self.events.append(event)
         return frozenset((index,))
-
-    def _widened(
-        self, call: Call, operands: OpInputs, judged: tuple[Wide | None, Flush | None]
-    ) -> tuple[tuple[Site, ...], bool]:
-        """Return what fp32 rules must cover where rounding alone moved an argument, or spoiled a matrix, and whether that was run. Syncs: yes."""
-        reference, flush = judged
-        widening = self.reference.widening(call)
-        if call.facts.name in FACTORS:
-            return (() if widening is None else widening.one_op()), False
-        if flush is not None or reference is None or not reference.is_finite:
-            return (), False
-        tried = () if widening is None else widening.some_ops()
-        return tried or self.reference.makers(call, (t for _, t in operands.saved)), bool(tried)
 
     def _cast_of(self, call: Call, site: Site) -> str:
         """Return what a tensor is called that is only cast; empty for one that was computed, and for other ops."""

@@ -14,7 +14,7 @@ from .._torch import tree_map
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .fix import edit_of
 from .measure import amax, is_finite, numbers, rerun_wide
-from .ops import CASTS, Call, is_product
+from .ops import CASTS, FACTORS, Call, is_product
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, WideValues
 from .widening import Widening, is_repaired, run_in_fp32
@@ -216,18 +216,35 @@ class ReferencePath:
         found = {id(m): m for _, t in call.inputs if (m := self._makers.get(call.original(t))) is not None}
         return tuple(found.values())
 
-    def widening(self, call: Call) -> Widening | None:
-        """Return the last ops of the running module, to be tried in fp32; None where this one is not the last of them. Host only."""
-        made = list(self.inside)
-        return Widening(made, edit_of) if made and made[-1][1] is call else None
+    def needs_fp32(
+        self, call: Call, saved: Iterable[Tensor], judged: tuple[Wide | None, Flush | None]
+    ) -> tuple[tuple[Site, ...], bool]:
+        """Return what rules must cover where rounding alone moved an argument, or spoiled a matrix, and whether that was run.
 
-    def makers(self, call: Call, saved: Iterable[Tensor]) -> tuple[Site, ...]:
+        Args:
+            call: the op that failed.
+            saved: what its forward op was given, if it is one of backward.
+            judged: as `judge` returned it.
+
+        Syncs: yes.
+        """
+        made = list(self.inside)
+        widening = Widening(made, edit_of) if made and made[-1][1] is call else None
+        if call.facts.name in FACTORS:
+            return (() if widening is None else widening.one_op()), False
+        reference, flush = judged
+        if flush is not None or reference is None or not reference.is_finite:
+            return (), False
+        tried = () if widening is None else widening.some_ops()
+        inside = () if widening is None else tuple(site for site, _ in made)
+        return tried or self._makers_of(call, saved, inside), bool(tried)
+
+    def _makers_of(self, call: Call, saved: Iterable[Tensor], inside: tuple[Site, ...]) -> tuple[Site, ...]:
         """Return what made an argument that rounding moved: the program's own cast, what fed the module, the module's ops. Syncs: yes."""
         own = [
             m for t in (*(call.original(t) for _, t in call.inputs), *saved) if (m := self._makers.get(t)) is not None
         ]
         fed = [] if any(m.site.op == "to" for m in own) else self._run_inside()[0]
-        inside = () if self.widening(call) is None else (site for site, _ in self.inside)
         return tuple(dict.fromkeys((*(m.site for m in (*fed, *own)), *inside)))
 
     def is_local_enough(self, call: Call) -> bool:
