@@ -11,7 +11,8 @@ from tests.trace.events import event
 from torch import Tensor
 
 from mezzo.trace.ops import Call, op_facts, results
-from mezzo.trace.reference_path import Fp64Reference, ReferencePath, run_in_fp32, run_wide, vanishing_constant
+from mezzo.trace.reference_path import Fp64Reference, ReferencePath, vanishing_constant
+from mezzo.trace.widening import run_in_fp32, run_wide
 
 aten = torch.ops.aten
 SITE = event().site
