@@ -317,7 +317,9 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             site = replace(site, module=names[0].rpartition(" ")[2].rpartition(".")[0])
         judged = self.reference.judge(call, self._carried) if computed else (None, None)
         operands = self._operands(call, site) if computed else OpInputs([], [])
-        followers, is_tried = self.reference.needs_fp32(call, (t for _, t in operands.saved), judged)
+        wide = wide_results(call, bad[0].dtype, judged_on) if kind == "source" else ()
+        saved = (t for _, t in operands.saved)
+        followers, is_tried = self.reference.needs_fp32(call, saved, judged, wide)
         given = ", ".join(str(x) for x in numbers(call.args, call.kwargs) if not math.isfinite(x))
         event = Event(
             index=index,
@@ -327,7 +329,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             inputs=tuple(tensor_facts(n, t) for n, t in call.inputs),
             outputs=tuple(tensor_facts(n or f"result {i}", t) for i, (n, t) in enumerate(zip(names, bad, strict=True))),
             parents=parents,
-            wide=wide_results(call, bad[0].dtype, judged_on) if kind == "source" else (),
+            wide=wide,
             offending=offending_values(operands.saved, bad[0])
             or (*offending_values([*call.inputs, *call.whole], bad[0]), *divisors(call)),
             where=first_bad(bad[0]) if computed else (),

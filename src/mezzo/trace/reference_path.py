@@ -217,7 +217,7 @@ class ReferencePath:
         return tuple(found.values())
 
     def needs_fp32(
-        self, call: Call, saved: Iterable[Tensor], judged: tuple[Wide | None, Flush | None]
+        self, call: Call, saved: Iterable[Tensor], judged: tuple[Wide | None, Flush | None], alone: Iterable[Wide]
     ) -> tuple[tuple[Site, ...], bool]:
         """Return what rules must cover where rounding alone moved an argument, or spoiled a matrix, and whether that was run.
 
@@ -225,6 +225,7 @@ class ReferencePath:
             call: the op that failed.
             saved: what its forward op was given, if it is one of backward.
             judged: as `judge` returned it.
+            alone: the op in wider formats on what it was given; finite where it overflowed.
 
         Syncs: yes.
         """
@@ -233,7 +234,7 @@ class ReferencePath:
         if call.facts.name in FACTORS:
             return (() if widening is None else widening.one_op()), False
         reference, flush = judged
-        if flush is not None or reference is None or not reference.is_finite:
+        if flush is not None or reference is None or not reference.is_finite or any(w.is_finite for w in alone):
             return (), False
         tried = () if widening is None else widening.some_ops()
         inside = () if widening is None else tuple(site for site, _ in made)
