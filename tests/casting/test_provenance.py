@@ -91,6 +91,17 @@ def test_a_number_that_fp16_cannot_hold_names_what_to_write(ops: str) -> None:
     assert "masked_fill" in str(caught.value) and "65504" in str(caught.value)
 
 
+@pytest.mark.parametrize("ops", ["", ", ops=mezzo"])
+def test_the_least_number_of_fp32_is_none_of_bf16(ops: str) -> None:
+    """Masks take the dtype of a query that was scaled in fp32, and fill scores that a product made, as in DeBERTa."""
+    scores, q = torch.nn.Linear(4, 4), torch.zeros(2, 4)
+    with (
+        pytest.raises(CastError, match=r"bf16 3\.39e38, a little less than fp32.*torch\.finfo\(x\.dtype\)\.min"),
+        autocast("cpu", policy="bf16" + ops),
+    ):
+        scores(q).masked_fill(q == 0, torch.finfo(q.dtype).min)
+
+
 def test_the_suggested_rule_mends_it() -> None:
     mended = Policy(compute=BF16, ops=OpRules(edits=(("heaviside", Rule.PROMOTE),)))
     with autocast("cpu", policy=mended):

@@ -34,7 +34,7 @@ _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Low precision dtypes not supported|Unsupported dtype (Half|BFloat16)"
     r"|could not create a primitive|but got (Half|BFloat16)\b|tensor with .* dimensions of float"
 )
-_TOO_LARGE = re.compile(r"cannot be converted to type .*Half.* without overflow")
+_TOO_LARGE = re.compile(r"cannot be converted to type .*(Half|BFloat16).* without overflow")
 _SIMPLEX = re.compile(
     r"^Expected (parameter|value argument) .*Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16", re.DOTALL
 )
@@ -42,7 +42,10 @@ _LOW = re.compile(r"\b(Half|BFloat16)\b")
 _ADVICE = (
     (
         _TOO_LARGE,
-        "The number does not fit fp16, which holds at most 65504: write torch.finfo(x.dtype).min or .max, or x.float().",
+        (
+            "The number does not fit: fp16 holds at most 65504, bf16 3.39e38, a little less than fp32. Write torch.finfo(x.dtype).min "
+            "or .max of the tensor that is filled, or x.float(); where the line is a library's, module:NAME=fp32 in the policy."
+        ),
     ),
     (
         re.compile(r"(got|found|scalar type|!=)[^.]*\b[Dd]ouble\b"),  # not among what a kernel would have taken
