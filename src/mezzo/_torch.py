@@ -155,12 +155,11 @@ def apply_to_tensors_(module: nn.Module, function: Callable[[Tensor], Tensor]) -
     module._apply(function)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def replaces_tensors(original: type[nn.Module], before: Callable[..., None]) -> dict[str, Callable[..., Any]]:
-    """Return for a subclass the method behind `half`, `to` and their like, with something called before it with its arguments. Host only."""
+def replaces_tensors(original: type[nn.Module], is_left_out: Callable[..., bool]) -> dict[str, Callable[..., Any]]:
+    """Return for a subclass the method behind `half`, `to` and their like, which does nothing where a function of its arguments says so. Host only."""
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before(self, *args)
-        return original._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+        return self if is_left_out(self, *args) else original._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
 
     return {"_apply": _apply}
 

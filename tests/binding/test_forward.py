@@ -104,3 +104,46 @@ def test_a_registry_of_subclasses_is_told_of_none_of_ours() -> None:
     )
     amp.release()
     assert type(model) is Head
+
+
+class Router(nn.Module):
+    """Casts a layer of its own at each call, as routers of mixtures of experts do, and maybe moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier, self.device = nn.Linear(4, 4), "cpu"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(self.device, torch.float32)
+        return self.classifier(x.float()).softmax(-1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling.init_scale=16"])
+def test_a_forward_that_casts_its_own_layer_runs_as_under_autocast(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Router())
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    low, plain, x = model[0].weight.dtype, copy.deepcopy(model).float(), torch.randn(8, 4)
+    with torch.autocast("cpu", low):
+        expected = plain(x)
+    torch.testing.assert_close(model(x), expected)
+    for _ in range(2):
+        amp.zero_grad()
+        amp.backward(model(x)[:, 0].square().mean())
+        assert amp.step()
+    assert {p.dtype for p in model.parameters()} == {low}
+    said = [record for record in caplog.records if "1.classifier=fp32" in record.message]
+    assert len(said) == 1
+    with pytest.raises(mezzo.errors.StepError, match=r"Call amp\.release\(\) first"):
+        model[1].classifier.to(torch.float32)  # outside of a forward
+    model[1].device = "meta"
+    with pytest.raises(mezzo.errors.StepError, match=r"Call amp\.release\(\) first"):
+        model(x)
+
+
+def test_the_rule_that_the_log_names_keeps_the_layer_in_fp32(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Router())
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master, 1.classifier=fp32")
+    amp.backward(model(torch.randn(8, 4))[:, 0].square().mean())
+    assert amp.step() and model[1].classifier.weight.dtype is torch.float32 and not caplog.records

@@ -34,13 +34,11 @@ from ..casting import (
     is_large,
     run_attention,
 )
-from ..errors import StepError, listed
-from ..formats import dtype_name
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, has_module_rules, run_ruled
 from .module_weights import Place, first_place, largest_matrix
-from .refusals import REFUSALS
+from .refusals import REFUSALS, leaves_dtypes
 
 RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
@@ -361,7 +359,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {RECORD: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
-    own |= replaces_tensors(original, _refuse_other_dtypes)
+    own |= replaces_tensors(original, _leaves_dtypes)
     make: Any = type(original)
     registers = hasattr(original.__init_subclass__, "__func__")  # a registry of its own is told of no class of ours
     base = nn.Module if registers else original
@@ -370,20 +368,12 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     return subclass
 
 
-def _refuse_other_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: object) -> None:
-    """Refuse `half`, `to(dtype)` and their like on what a stepper trains, before anything is changed."""
+def _leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: object) -> bool:
+    """Whether `half`, `to(dtype)` or one of their like is to leave alone what a stepper trains; refused outside of a forward."""
     bound = record(module)
     if bound is None or not bound.binding.is_trained:
-        return
-    trained = {name: p for name, p in module.named_parameters() if p.is_floating_point() and p.requires_grad}
-    for kind, device in {(p.dtype, p.device) for p in trained.values()}:
-        if (target := function(torch.empty(0, dtype=kind, device=device)).dtype) is not kind:
-            names = [name for name, p in trained.items() if p.dtype is kind]
-            raise StepError(
-                f"{len(names)} parameters ({listed(names)}) that a stepper trains would be stored in {dtype_name(target)} instead of "
-                f"{dtype_name(kind)}, behind the back of its policy, {bound.binding.policy!s}, and of its optimizers. Call "
-                "amp.release() first, which gives the plain model back, to be cast and prepared again; nothing was changed."
-            )
+        return False
+    return leaves_dtypes(module, function, bound.binding, is_running=_here.binding is bound.binding)
 
 
 def _new_bound(original: type[nn.Module]) -> nn.Module:

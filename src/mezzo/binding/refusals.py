@@ -1,12 +1,22 @@
-"""Attributes by which a prepared model refuses compilers and quantizers that cannot follow a policy."""
+"""What a prepared model refuses: compilers and quantizers that cannot follow a policy, and casts of what is trained."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..errors import StepError
+from ..errors import StepError, listed
+from ..formats import dtype_name
+from ..policy import Policy
+
+_log = logging.getLogger("mezzo.binding")
+_told: WeakSet[nn.Module] = WeakSet()
+"""Modules of which the log said that their forward's cast is left out."""
 
 
 def _refuse_script(module: nn.Module) -> None:
@@ -32,3 +42,61 @@ REFUSALS: dict[str, Any] = {
     "qconfig": property(_no_qconfig, _refuse_quantization),
 }
 """Of every bound class."""
+
+
+class _Trained(Protocol):
+    """The binding of a model that a stepper trains."""
+
+    policy: Policy
+
+    @property
+    def stepper(self) -> Any: ...
+
+
+def leaves_dtypes(
+    module: nn.Module, function: Callable[[Tensor], Tensor], binding: _Trained, *, is_running: bool
+) -> bool:
+    """Return whether a cast of parameters that a stepper trains is to be left out: one by the model's own forward.
+
+    Routers of mixtures of experts cast their layer to fp32 at each call. The policy decides in which dtype it runs, as
+    torch.autocast does; the log says so once.
+
+    Args:
+        module: that is cast.
+        function: of the cast, from tensor to tensor.
+        binding: of the model.
+        is_running: whether a forward of the model is.
+
+    Raises:
+        StepError: another dtype outside of a forward, fp64, or another device with it, before anything is changed.
+
+    Host only.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.is_floating_point() and p.requires_grad}
+    for kind, device in {(p.dtype, p.device) for p in trained.values()}:
+        cast = function(torch.empty(0, dtype=kind, device=device))
+        if cast.dtype is kind:
+            continue
+        names = [name for name, p in trained.items() if p.dtype is kind]
+        if is_running and cast.device == device and cast.dtype is not torch.float64:
+            _say_left_out(module, cast.dtype, kind, binding)
+            return True
+        raise StepError(
+            f"{len(names)} parameters ({listed(names)}) that a stepper trains would be stored in {dtype_name(cast.dtype)} instead of "
+            f"{dtype_name(kind)}, behind the back of its policy, {binding.policy!s}, and of its optimizers. Call "
+            "amp.release() first, which gives the plain model back, to be cast and prepared again; nothing was changed."
+        )
+    return False
+
+
+def _say_left_out(module: nn.Module, asked: torch.dtype, kind: torch.dtype, binding: _Trained) -> None:
+    if module in _told:
+        return
+    _told.add(module)
+    name = next((name for name, inner in binding.stepper.model.named_modules() if inner is module), "")
+    _log.warning(
+        "the model's forward casts the weights of %s (%s) to %s; they stay in %s, in which they are trained, and its ops run as the "
+        "policy says, as under torch.autocast. Write %s=%s in the policy to have it that way.",
+        name or "the root", type(module).__name__, dtype_name(asked), dtype_name(kind),
+        name if "." in name else f"module:{name}" if name else "*", dtype_name(asked),
+    )  # fmt: skip
