@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ def watch_optimizers() -> None:
 def _count_as_write(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Move the versions of weights that a cast is kept of; all others are none of a cache's concern."""
     held = set() if getattr(optimizer, "moves_versions", False) else weight_casts.storages()
-    for cache in _caches:
-        held |= cache.storages()
+    for reference in _caches.valuerefs():  # a list: other threads enter regions meanwhile
+        if (cache := reference()) is not None:
+            held |= cache.storages()
     if held:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch.autograd.graph.increment_version([p for p in params if storage_id(p) in held])
@@ -118,7 +120,8 @@ class WeightCastCache:
 
     def __init__(self) -> None:
         self._turn, self.generation = 0, 0
-        self._casts: dict[tuple[object, ...], _Cast] = {}
+        self._casts: dict[tuple[object, ...], _Cast] = {}  # another thread or the collector changes it: iterate a copy
+        self._refreshing = threading.Lock()
 
     def cast(self, weight: Tensor, dtype: torch.dtype, is_first: bool = True) -> Tensor:
         """Return the kept cast of a weight, or a view of one, connected to the graph when gradients are on.
@@ -138,11 +141,18 @@ class WeightCastCache:
             copy = _copy(weight, dtype)
             found = self._casts[key] = _Cast(Stamp(gone, version(weight), storage_id(weight)), copy)
             self._drop_old_slices(owner, dtype)
-        elif found.source.version != version(weight) or (is_first and self._is_stale(weight, found.copy)):
-            with torch.inference_mode(False), torch.no_grad():
-                found.copy.copy_(weight)
-            found.source = found.source._replace(version=version(weight))
+        seen = found.source
+        if seen.version != version(weight) or (is_first and self._is_stale(weight, found.copy)):
+            self._refresh(found, seen, weight)
         return found.copy
+
+    def _refresh(self, found: _Cast, seen: Stamp, weight: Tensor) -> None:
+        """Write a cast anew, unless another thread did since it was seen to be old: its graph may hold the cast already."""
+        with self._refreshing, torch.inference_mode(False), torch.no_grad():
+            now = version(weight)
+            if found.source is seen or found.source.version != now:
+                found.copy.copy_(weight)
+                found.source = seen._replace(version=now)
 
     def _is_stale(self, weight: Tensor, copy: Tensor) -> bool:
         if weight.device.type != "cpu" or weight.numel() == 0:
@@ -154,31 +164,32 @@ class WeightCastCache:
         return not torch.equal(row.to(kept.dtype), kept)
 
     def _drop_old_slices(self, owner: Tensor, dtype: torch.dtype) -> None:
-        slices = [
-            key for key in self._casts if key[0] == id(owner) and key[2] != tuple(owner.shape) and key[-1] is dtype
-        ]
+        casts, whole = self._casts.copy(), tuple(owner.shape)
+        slices = [key for key in casts if key[0] == id(owner) and key[2] != whole and key[-1] is dtype]
         room = owner.numel() * dtype.itemsize
         for key in reversed(slices):
-            room -= self._casts[key].copy.nbytes
+            room -= casts[key].copy.nbytes
             if room < 0:
-                del self._casts[key]
+                self._casts.pop(key, None)
 
     def storages(self) -> set[int | None]:
         """Return the storages of the weights that have a cast here."""
-        return {cast.source.storage for cast in self._casts.values()}
+        return {cast.source.storage for cast in tuple(self._casts.values())}
 
     def drop(self, tensor: Tensor) -> None:
         """Forget the casts of a tensor's storage. Host only."""
         storage, self.generation = storage_id(tensor), self.generation + 1
-        self._casts = {key: cast for key, cast in self._casts.items() if cast.source.storage != storage}
+        self._casts = {key: cast for key, cast in self._casts.copy().items() if cast.source.storage != storage}
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return each weight that lives with each of its casts. Host only."""
-        return [(owner, cast.copy) for cast in self._casts.values() if (owner := cast.source.tensor()) is not None]
+        return [
+            (owner, cast.copy) for cast in tuple(self._casts.values()) if (owner := cast.source.tensor()) is not None
+        ]
 
     def nbytes(self) -> int:
         """Return the bytes that all casts hold. Syncs: no."""
-        return sum(cast.copy.nbytes for cast in self._casts.values())
+        return sum(cast.copy.nbytes for cast in tuple(self._casts.values()))
 
     def clear(self) -> None:
         """Drop every cast; each weight is cast anew at its next use."""
@@ -228,7 +239,7 @@ def _kept(weight: Tensor, low: torch.dtype) -> Tensor:
     return weight_casts.cast(weight, low, is_first=False)
 
 
-_caches: weakref.WeakSet[RegionCache] = weakref.WeakSet()
+_caches: weakref.WeakValueDictionary[int, RegionCache] = weakref.WeakValueDictionary()
 """The caches of the regions that are entered now."""
 
 
@@ -243,12 +254,12 @@ class RegionCache:
 
     def __init__(self, store: WeightCastCache | None = None) -> None:
         watch_optimizers()
-        _caches.add(self)
         self.store = store
         self._used: set[int] = set()
         self._weights: dict[tuple[int, torch.dtype], _Cast] = {}
         self._activations: OrderedDict[tuple[int, torch.dtype], _Cast] = OrderedDict()
         self._untracked: set[int] = set()
+        _caches[id(self)] = self
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a floating tensor in another dtype, from the cache where that is right; connected to the graph when gradients are on. Syncs: no."""
@@ -282,7 +293,7 @@ class RegionCache:
 
     def storages(self) -> set[int | None]:
         """Return the storages of the weights that have a cast here."""
-        return {entry.source.storage for entry in self._weights.values()}
+        return {entry.source.storage for entry in tuple(self._weights.values())}
 
     def stop_tracking(self, tensor: Tensor) -> None:
         """Cast a tensor's storage at every use from now on: a write through `.data` leaves no version behind. Host only."""

@@ -36,7 +36,7 @@ class _Frame:
 
     saved: Sequence[tuple[str, torch.dtype, bool]]
     mode: CastMode | None
-    thread: int = 0
+    region: autocast | None = None
     cache_enabled: bool = True
     outer: CastMode | None = None
     outer_suspended: bool = False
@@ -104,7 +104,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         defaults = () if is_decided else tuple([torch.get_autocast_dtype(device) for device in devices])
         self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache, strict)
         self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache, strict)
-        self._frames: list[_Frame] = []
+        self._traced: list[_Frame] = []  # entries in a graph; those of a thread are the thread's
         if self._plan.warning is not None and not torch.compiler.is_compiling():
             warnings.warn(self._plan.warning, stacklevel=2)
 
@@ -167,7 +167,8 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
             torch.set_autocast_dtype(device_type, dtype)
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        self._frames.append(frame)
+        if is_compiling:
+            self._traced.append(frame)
         return self
 
     def _tracked_frame(self, mode: CastMode | None) -> _Frame:
@@ -175,7 +176,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         frame = _Frame(
             _saved(self._plan),
             mode,
-            threading.get_ident(),
+            self,
             torch.is_autocast_cache_enabled(),
             outer,
             outer is not None and outer.suspended,
@@ -192,7 +193,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if torch.compiler.is_compiling():
-            frame = self._frames.pop()
+            frame = self._traced.pop()
             _restore(frame, is_compiling=True)
             torch.set_autocast_cache_enabled(frame.cache_enabled)
             return
@@ -210,10 +211,9 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
                 raise CastError(message) from error
 
     def _pop(self) -> _Frame:
-        here = threading.get_ident()
-        for index in reversed(range(len(self._frames))):
-            if self._frames[index].thread == here:
-                return self._frames.pop(index)
+        for frame in reversed(_here.frames):
+            if frame.region is self:
+                return frame
         raise RegionError("a region was left that this thread has not entered; enter and leave it in one `with`.")
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -376,5 +376,5 @@ def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
         store=mode.cache.store if mode is not None and mode.cache is not None else None,
     )
     region._asked = None
-    region._frames = []
+    region._traced = []
     return region
