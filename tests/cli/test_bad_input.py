@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -174,3 +177,11 @@ def test_a_tab_in_a_label_keeps_the_columns(
     assert label.endswith("\\t\\\\x\\n") and 0 < float(probability) <= 1
     found = Predictor(str(tmp_path / "model"))(["happy delight"])[0]
     assert found is not None and found.label.endswith("\t\\x\n")
+
+
+@pytest.mark.parametrize(("words", "closed"), [("policy -h", ""), ("policy ops", ">&-")])
+def test_a_stream_that_takes_no_such_text_or_is_closed(words: str, closed: str) -> None:
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = f"{sys.executable} -m mezzo {words} {closed}"
+    ended = subprocess.run(["sh", "-c", command], env=plain, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from io import TextIOWrapper
 
 from .. import __version__
 from ..errors import ConfigError, MezzoError, did_you_mean
@@ -63,12 +64,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Writes: standard output and error.
     """
+    _accept_any_text()
     words = list(sys.argv[1:] if argv is None else argv)
     name, rest = (words[0], words[1:]) if words else ("--help", [])
     if name not in COMMANDS and name not in (*_HELP, *_VERSION):
         print(f"mezzo: unknown command {name!r}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     return _run(name, rest)
+
+
+def _accept_any_text() -> None:
+    """Have what a terminal cannot show printed as escapes, and what is printed to a closed stream dropped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(name: str, words: Sequence[str]) -> int:
