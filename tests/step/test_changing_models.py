@@ -333,3 +333,14 @@ class TestMemoryThatDataSwaps:
         amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16")
         grown(model[0])
         assert self.take(amp, 13)
+
+
+def test_a_parametrization_that_brings_buffers_between_steps() -> None:
+    model = nn.Linear(4, 8)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    for turn in range(3):
+        if turn == 1:
+            nn.utils.parametrizations.orthogonal(model)
+        amp.zero_grad()
+        amp.backward(model(torch.ones(2, 4)).square().mean())
+        assert amp.step().applied

@@ -197,7 +197,8 @@ class Buffers:
         """Return the buffers that the step wrote, with what they were."""
         forwards = self._used or self._open()  # of a backward that raised on its way to the output
         if not forwards:  # a compiled model shows none of its forwards
-            return [(slot, self._last[name]) for name, slot in self.slots.items() if slot.is_moved(self._last[name])]
+            last = [(slot, self._last.get(name, ABSENT)) for name, slot in self.slots.items()]
+            return [(slot, was) for slot, was in last if slot.is_moved(was)]
         before = min(forwards, key=lambda forward: forward.number).before
         slots = [(slot, before.get(name, ABSENT)) for name, slot in self.slots.items()]
         is_left = self._is_left()
