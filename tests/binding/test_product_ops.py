@@ -11,17 +11,21 @@ import torch
 from tests.binding.test_products import LOW, Calls, needs_emulation
 from tests.tolerance import relative
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 from mezzo.casting import products
 
-OPS = [
-    op for op in op_db if op.name.removeprefix("nn.functional.").removeprefix("linalg.") in
+NAMES = (
     "linear bilinear matmul __rmatmul__ mm bmm mv dot addmm addbmm baddbmm addmv einsum multi_dot chain_matmul tensordot inner outer kron "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention multi_head_attention_forward".split()
-]  # fmt: skip
+)  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own samples call beta and deprecated functions
+
+
+def products_of_torch() -> list[Any]:
+    from torch.testing._internal.common_methods_invocations import op_db  # whose import takes seconds
+
+    return [op for op in op_db if op.name.removeprefix("nn.functional.").removeprefix("linalg.") in NAMES]
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def is_near(found: Tensor | None, want: Tensor | None, low: torch.dtype) -> bool
 def test_products_in_fp32_mean_what_emulated_ones_do(low: torch.dtype, calls: Calls) -> None:
     needs_emulation(low)
     wrong, num_samples = [], 0
-    for op in OPS:
+    for op in products_of_torch():
         for dtype in (torch.float32, low, torch.float64, torch.complex64):
             if dtype not in op.dtypes:
                 continue

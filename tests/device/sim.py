@@ -36,9 +36,9 @@ def build() -> Path:
     source = Path(__file__).with_name("sim.cpp")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     folders = [_TORCH / "include", _TORCH / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    command = [compiler(), *_FLAGS, abi, *(f"-I{folder}" for folder in folders), str(source), f"-L{_TORCH / 'lib'}"]
-    command += ["-lc10", "-ltorch_cpu", "-ltorch"]
+    command = [compiler(), *_FLAGS, abi, *(f"-I{folder}" for folder in folders), f"-L{_TORCH / 'lib'}"]
     key = hashlib.sha256("\0".join([torch.__version__, source.read_text(), *command]).encode()).hexdigest()[:16]
+    command += [str(source), "-lc10", "-ltorch_cpu", "-ltorch"]
     built = _CACHE / f"sim-{key}.so"
     if not built.exists():
         _CACHE.mkdir(parents=True, exist_ok=True)
