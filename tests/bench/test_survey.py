@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,6 @@ import torch
 from tests.bench.script import load_script
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "survey.py"
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +19,24 @@ def survey() -> Any:
     return load_script("survey")
 
 
-def test_it_prints_a_line_a_model() -> None:
-    done = run("--models", "mlp", "--seconds", "0", "--threads", "1")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^mlp +\d+\.\d\d ms +\d+\.\d\dx +\d+\.\d\dx$", done.stdout, re.MULTILINE), done.stdout
+def test_it_prints_a_line_a_model(
+    survey: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))  # of the model's own process
+    monkeypatch.setattr(sys, "argv", ["survey.py", "--models", "mlp", "--seconds", "0", "--threads", "1"])
+    assert survey.main() == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^mlp +\d+\.\d\d ms +\d+\.\d\dx +\d+\.\d\dx$", said, re.MULTILINE), said
 
 
-def test_a_name_that_is_none_is_refused() -> None:
-    done = run("--models", "mlp,mpl")
-    assert done.returncode == 2
-    assert "'mpl'" in done.stderr
-    assert done.stdout == ""
+def test_a_name_that_is_none_is_refused(
+    survey: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["survey.py", "--models", "mlp,mpl"])
+    with pytest.raises(SystemExit) as ended:
+        survey.main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "") and "'mpl'" in said.err
 
 
 def test_every_way_trains_the_same_model(survey: Any) -> None:

@@ -4,8 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,15 +21,6 @@ from mezzo.train.model import build_model
 from mezzo.train.tokens import train_tokenizer
 
 STATE = {"weights": torch.arange(1 << 16, dtype=torch.float32), "best": -1.0, "labels": ["a", "b"], "none": None}
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from mezzo.train.checkpoint import write_whole
-def half(file):
-    file.write(b"half"); file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-write_whole(Path(sys.argv[1]), half)
-"""
 
 
 @contextmanager
@@ -76,8 +65,17 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_previous_file(tmp_path: Path
     path = tmp_path / "checkpoint.pt"
     saving.save_checkpoint(path, STATE)
     before = path.read_bytes()
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+
+    def half(file: BinaryIO) -> None:
+        file.write(b"half"), file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if (child := os.fork()) == 0:
+        try:
+            saving.write_whole(path, half)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert path.read_bytes() == before
     assert (tmp_path / "checkpoint.pt.partial").read_bytes() == b"half"
     saving.save_checkpoint(path, {**STATE, "best": 1.0})  # what the killed one left behind is in nobody's way
