@@ -1,8 +1,14 @@
 """What the programs of this folder run, by name; without torch, for the tests that start them."""
 
+import itertools
+
 PRESETS = ("fp32", "bf16", "fp16", "bf16-master", "fp16-master")
 OPTIMIZERS = ("torch.AdamW", "mezzo.AdamW", "mezzo.SGD", "torch.SGD", "torch.Muon")
-WAYS = ("plain", "clip", "accumulation")
+RUNS = (
+    *itertools.product(PRESETS, OPTIMIZERS, ("plain", "clip")),
+    *itertools.product(PRESETS, OPTIMIZERS[:2], ("accumulation",)),  # which no optimizer sees
+)
+"""Policy, optimizer and way of the steps."""
 STEPS = 6
 
 LOOKED_AT = 3
