@@ -44,7 +44,11 @@ def _freeze() -> None:
     gc.freeze()
 
 
+gc.disable()  # until the tests are collected: imports leave no garbage, and each walk would go over all they made
+
+
 def pytest_collection_finish() -> None:
+    gc.enable()
     _freeze()
 
 
