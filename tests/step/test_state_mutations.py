@@ -153,6 +153,7 @@ def test_every_number_is_loaded_and_trains_or_is_refused(name: str) -> None:
         amp, other = made(name, policy), made(name, policy)
         given = copy.deepcopy(other.state_dict())
         for path in numbers(given):
-            for value in NUMBERS:
+            # What lies outside of the optimizers is read alike whichever they are.
+            for value in NUMBERS if "optimizers" in path or name in ("torch.AdamW", "mezzo.AdamW") else ():
                 if not is_refused(amp.load_state_dict, amp, given, path, value):
                     amp = made(name, policy)
