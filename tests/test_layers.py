@@ -180,8 +180,11 @@ def test_applications_take_public_names_alone() -> None:
 
 def test_a_private_name_is_found() -> None:
     source = "def f():\n    from ...kernels import mix\n    from ... import prepare\n    import mezzo._torch"
-    found = private_names(SRC / "bench" / "workloads" / "lora.py", source, public_names())
-    assert found == ["bench/workloads/lora.py takes mezzo.kernels.mix", "bench/workloads/lora.py takes mezzo._torch"]
+    found = private_names(SRC / "bench" / "workloads" / "recipe.py", source, public_names())
+    assert found == [
+        "bench/workloads/recipe.py takes mezzo.kernels.mix",
+        "bench/workloads/recipe.py takes mezzo._torch",
+    ]
     assert private_names(SRC / "cli" / "env.py", "from ..policy import Policy, cast_of", public_names()) == [
         "cli/env.py takes mezzo.policy.cast_of"
     ]

@@ -10,9 +10,18 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from mezzo.bench.chart import charts, save_chart
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
-from mezzo.bench.results_table import footnotes, header, label, markdown_table, print_result, row, title
+from mezzo.bench.results_table import (
+    charts,
+    footnotes,
+    header,
+    label,
+    markdown_table,
+    print_result,
+    row,
+    save_chart,
+    title,
+)
 from mezzo.bench.roofline import PeakRates, Phase
 from mezzo.bench.variant import VARIANTS
 

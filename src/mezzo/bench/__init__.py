@@ -1,6 +1,5 @@
 """Measured side by side: one harness, one file a workload."""
 
-from .chart import save_chart as save_chart
 from .hardware import DeviceReport as DeviceReport
 from .hardware import advice as advice
 from .hardware import measure_device as measure_device
@@ -22,6 +21,7 @@ from .results_table import label as label
 from .results_table import machine_name as machine_name
 from .results_table import print_result as print_result
 from .results_table import row as row
+from .results_table import save_chart as save_chart
 from .results_table import text_table as text_table
 from .workload import WORKLOADS as WORKLOADS
 from .workload import Plan as Plan

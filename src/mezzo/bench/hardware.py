@@ -99,11 +99,7 @@ def fresh_share(device: torch.device, budget_s: float) -> float:
 
 
 def measure_device(device: torch.device, budget_s: float) -> DeviceReport:
-    """Measure the products of every format, an uneven width, and growing batches, within a time budget.
-
-    Args:
-        device: where to measure.
-        budget_s: seconds in all, roughly.
+    """Measure the products of every format, an uneven width, and growing batches, within a budget of roughly so many seconds in all.
 
     Syncs: yes.
     """

@@ -33,12 +33,7 @@ KEEP_BY_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "42949
 
 
 def environment_of(variant: str, source: Path | None = None) -> dict[str, str]:
-    """Return the environment of a variant's process.
-
-    Args:
-        variant: its name.
-        source: the `src` of another checkout, whose code is to run; this one's when left out.
-    """
+    """Return the environment of a variant's process; `source` is the `src` of another checkout, whose code is to run."""
     found = VARIANTS.get(variant)
     keeps = found is not None and found.keeps and not found.is_mezzo
     return os.environ | (KEEP_BY_ENVIRONMENT if keeps else {}) | ({"PYTHONPATH": str(source)} if source else {})
@@ -61,7 +56,7 @@ class Worker:
     Args:
         job: what `mezzo.bench.worker` is to serve.
         talks: its standard error is this process's own; otherwise it goes to a log that is kept after an error.
-        source: the `src` of another checkout, whose code is to run; this one's when left out.
+        source: as in `environment_of`.
 
     Raises:
         BenchError: from `ask`, if the process reports an error or dies.
@@ -101,11 +96,7 @@ class Worker:
             self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Return the next answer.
-
-        Raises:
-            BenchError: the answer is an error, or there is none.
-        """
+        """Return the next answer. Raises: BenchError: it is an error, or there is none."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._cause_of_death()}
@@ -148,10 +139,6 @@ def _roofline(point: Point, plan: Plan) -> PointRoofline:
     return PointRoofline(axis=point.axis, value=point.value, phases={k: v for k, v in phases.items() if v})
 
 
-def _peak_rates(answer: Mapping[str, Any]) -> PeakRates:
-    return PeakRates(matmul=answer["matmul"], stream={int(size): rate for size, rate in answer["stream"].items()})
-
-
 def name_of(workload: Workload) -> str:
     """Return the name a workload has on the command line."""
     return next(name for name, (kind, _) in WORKLOADS.items() if kind.rpartition(".")[2] == type(workload).__name__)
@@ -179,13 +166,7 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
     """Time every variant of a plan on every point of a workload.
 
     Each variant has a process of its own that warms up once a point; each round times every variant once, and the
-    machine's limits with them.
-
-    Args:
-        workload: the workload with its numbers.
-        plan: variants, rounds, setting.
-        tests: what the tests of the timed code said, kept in the result.
-        progress: called before each sample.
+    machine's limits with them. `tests` is what the tests of the timed code said; `progress` is called before each sample.
 
     Raises:
         BenchError: the workload's numbers leave nothing to measure, a variant cannot do it, memory does not hold them
@@ -219,7 +200,9 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
                 peaks = [found[0]["peak_bytes"] for (at, _), found in samples.items() if at == point]
                 check_memory(variant, peaks, free_memory_bytes())
             samples.setdefault((point, variant), []).append(asked[variant].ask(point))
-    limits = [_peak_rates(s) for (_, variant), found in samples.items() if variant == PEAK_RATES for s in found]
+    limits = [
+        PeakRates.from_plain(s) for (_, variant), found in samples.items() if variant == PEAK_RATES for s in found
+    ]
     return Result(
         workload=name_of(workload),
         unit=workload.unit,
@@ -245,11 +228,7 @@ def checkout() -> Path | None:
 
 
 def run_tests(paths: Sequence[str], root: Path | None = None) -> str:
-    """Run test paths of a checkout in a fresh process.
-
-    Args:
-        paths: below the root of the checkout.
-        root: the checkout; the one this package runs from when left out.
+    """Run test paths of a checkout, the one this package runs from when left out, in a fresh process.
 
     Returns:
         One line: what pytest said, or why nothing was run.

@@ -111,10 +111,7 @@ def settings() -> dict[str, str]:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return everything about the machine that a figure depends on, as plain JSON values.
-
-    Args:
-        device: where the workload runs; CUDA is started for a CUDA device.
+    """Return everything about the machine that a figure depends on, as plain JSON values; starts CUDA for a CUDA device.
 
     Syncs: no.
     """

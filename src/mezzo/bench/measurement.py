@@ -138,21 +138,15 @@ def _phases(stored: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[Phase, .
 
 
 def from_json(text: str) -> Result:
-    """Return the result that `Result.to_json` wrote.
-
-    Raises:
-        BenchError: the text is not a benchmark result.
-    """
+    """Return the result that `Result.to_json` wrote. Raises: BenchError: the text is not a benchmark result."""
     try:
         stored = json.loads(text)
-        peak_rates = stored.pop("peak_rates")
         rooflines = stored.pop("rooflines")
         measurements = stored.pop("measurements")
+        peak_rates = PeakRates.from_plain(stored.pop("peak_rates"))
         return Result(
             **stored,
-            peak_rates=PeakRates(
-                matmul=peak_rates["matmul"], stream={int(size): rate for size, rate in peak_rates["stream"].items()}
-            ),
+            peak_rates=peak_rates,
             rooflines={label: PointRoofline(**{**f, "phases": _phases(f["phases"])}) for label, f in rooflines.items()},
             measurements=tuple(Measurement(**{**m, "seconds": tuple(m["seconds"])}) for m in measurements),
         )
@@ -161,11 +155,7 @@ def from_json(text: str) -> Result:
 
 
 def load(path: Path) -> Result:
-    """Return the result stored in a file.
-
-    Raises:
-        BenchError: the file cannot be read or is not a benchmark result.
-    """
+    """Return the result stored in a file. Raises: BenchError: it cannot be read or is not a benchmark result."""
     try:
         return from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

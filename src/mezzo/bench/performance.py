@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import BenchError, did_you_mean
 from .machine import short_name
@@ -68,11 +69,7 @@ def _loaded(folder: Path) -> dict[Path, Result]:
 
 
 def page(folder: Path, place: Path) -> str:
-    """Return the page of the newest results in a folder.
-
-    Args:
-        folder: where the JSON and the pictures lie.
-        place: where the page will lie; links to pictures are relative to it.
+    """Return the page of the newest results in a folder, with links to pictures relative to where the page will lie.
 
     Raises:
         BenchError: a file in the folder is not a result, or of no workload there is.
@@ -136,17 +133,11 @@ def _told(found: Sequence[Comparison | None]) -> str:
     return f"{min(one.ratio for one in seen):.2f}-{max(one.ratio for one in seen):.2f}x: {counts}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Cell:
-    """A workload under a policy at all its sizes on one machine, held against the fastest rival run in the same way.
+class _Cell(NamedTuple):
+    """A workload under a policy at all its sizes on one machine, held against the fastest rival run in the same way."""
 
-    Attributes:
-        text: with nothing kept, with mezzo's memory kept alone, and with both kept.
-        shares: peak memory as a part of the rival's, at each size.
-    """
-
-    text: str
-    shares: tuple[float, ...]
+    text: str  # with nothing kept, with mezzo's memory kept alone, and with both kept
+    shares: list[float]  # peak memory as a part of the rival's, at each size
 
 
 def _cell(result: Result, policy: str, compiled: bool) -> _Cell | None:
@@ -163,7 +154,7 @@ def _cell(result: Result, policy: str, compiled: bool) -> _Cell | None:
     told = (against(bare, False), *((against(kept, False), against(kept, True)) if kept else ()))
     beside = [(m, fastest_rival(result, m.point, keeps=False, compiled=compiled)) for m in (kept or bare).values()]
     shares = [m.peak_bytes / rival.peak_bytes for m, rival in beside if rival is not None and rival.peak_bytes > 0]
-    return _Cell(text=" / ".join(told), shares=tuple(shares))
+    return _Cell(" / ".join(told), shares)
 
 
 def _row_name(result: Result, policy: str, compiled: bool) -> tuple[str, str]:
@@ -180,7 +171,7 @@ def figures(folder: Path) -> str:
     """Return the tables of every policy of `mezzo.prepare` beside the fastest rival, from the newest results: a column a CPU, then GPUs.
 
     Raises:
-        BenchError: a file in the folder is not a result, or of no workload there is.
+        BenchError: as `page`.
     """
     rows: dict[tuple[str, str], dict[str, _Cell]] = {}
     for result, policy, compiled in product(_newest_on("cpu", folder), ("prepare", "prepare-master"), (False, True)):
@@ -225,7 +216,7 @@ def sentence(folder: Path) -> str:
     """Return what the figures come to, from the newest training steps on a CPU: each policy with kept memory, and the recipe.
 
     Raises:
-        BenchError: a file in the folder is not a result, or of no workload there is.
+        BenchError: as `page`.
     """
     chosen = [result for result in _newest_on("cpu", folder) if result.workload in TRAINED]
     native, emulated = [one for one in chosen if not _emulates(one)], [one for one in chosen if _emulates(one)]
@@ -297,7 +288,7 @@ def with_figures(text: str, folder: Path) -> str:
     """Return a page with the table of figures, and the sentence they come to, between their marks.
 
     Raises:
-        BenchError: marks are missing; or from `figures`.
+        BenchError: marks are missing; or as `page`.
     """
     return _placed(_placed(text, "figures", f"\n{figures(folder)}\n"), "speed", sentence(folder))
 

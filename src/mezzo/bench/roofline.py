@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,11 @@ class PeakRates:
 
     matmul: dict[str, float]
     stream: dict[int, float]
+
+    @classmethod
+    def from_plain(cls, stored: Mapping[str, Any]) -> PeakRates:
+        """Return the rates that went through JSON, whose keys are words."""
+        return cls(matmul=stored["matmul"], stream={int(size): rate for size, rate in stored["stream"].items()})
 
     def bandwidth(self, moved_bytes: float) -> float:
         """Return the bytes per second that nothing of this size can beat.
@@ -109,10 +114,7 @@ class _Unpadded(TorchFunctionMode):
 def count_flops(loss_of: Callable[[], Tensor]) -> tuple[float, float]:
     """Return the floating-point operations of the products in a forward and in its backward, as torch counts them.
 
-    Args:
-        loss_of: the forward, which returns the loss, of tensors on the meta device: nothing is computed.
-
-    Syncs: no.
+    `loss_of` is the forward, of tensors on the meta device: nothing is computed. Syncs: no.
     """
     # The counter knows no fused attention kernel of the CPU.
     with _Unpadded(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -160,14 +162,7 @@ def products_in(number_format: str) -> Iterator[torch.dtype]:
 def product_rate(rows: int, width: int, number_format: str, device: torch.device, budget_s: float) -> float:
     """Return floating-point operations per second of `[rows, width] @ [width, width]`, the layout of a linear layer.
 
-    Args:
-        rows: rows of the left operand.
-        width: contracted and output features.
-        number_format: fp32, tf32, fp16 or bf16.
-        device: where to measure.
-        budget_s: seconds to spend, two calls at least.
-
-    Syncs: yes.
+    Products run in fp32, tf32, fp16 or bf16, for `budget_s` seconds, two calls at least. Syncs: yes.
     """
     with products_in(number_format) as dtype:
         x = torch.randn(rows, width, device=device).to(dtype)
@@ -195,14 +190,8 @@ def matmul_rate(number_format: str, device: torch.device, budget_s: float) -> fl
 def stream_rate(moved_bytes: int, device: torch.device, budget_s: float) -> float:
     """Return bytes per second read and written: the best of summing an array, copying half of it over the rest, and negating half.
 
-    A copy on a CPU reads its target too, which nobody counts; what is changed in place is read and written once each.
-
-    Args:
-        moved_bytes: in the array; each way moves as many.
-        device: where to measure.
-        budget_s: seconds to spend, two calls of each way at least.
-
-    Syncs: yes.
+    A copy on a CPU reads its target too, which nobody counts; what is changed in place is read and written once each. Each way
+    moves as many bytes as the array has, two calls at least of each within `budget_s` seconds. Syncs: yes.
     """
     array = torch.zeros(moved_bytes // 4, device=device)
     source, target = array.chunk(2)
@@ -211,14 +200,9 @@ def stream_rate(moved_bytes: int, device: torch.device, budget_s: float) -> floa
 
 
 def measure_peak_rates(device: torch.device, number_formats: tuple[str, ...], budget_s: float) -> PeakRates:
-    """Return the best rates seen within a time budget that is shared by all of them.
+    """Return the best rates seen within a time budget, roughly, that is shared by all of them.
 
-    Args:
-        device: where to measure.
-        number_formats: formats to multiply in, beside fp32, in which 16-bit operands may be multiplied too.
-        budget_s: seconds in all, roughly.
-
-    Syncs: yes.
+    Products are measured in the formats given and in fp32, in which 16-bit operands may be multiplied too. Syncs: yes.
     """
     sizes = STREAM_BYTES["cuda" if device.type == "cuda" else "cpu"]
     names = dict.fromkeys(("fp32", *number_formats))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +22,10 @@ Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 CacheName = Literal["region", "persistent"]
 StepOf = Callable[[Batch], Tensor]
 LossOf = Callable[[nn.Module, Batch], Tensor]
+Scaler = torch.amp.GradScaler | GradScaler
 INIT_SCALE = 2.0**16
 WARM_UP_STEPS = 5
 """More than the first steps, whose invariants mezzo looks at closely."""
-
-
-class Scaler(Protocol):
-    """What torch's and mezzo's GradScaler have in common."""
-
-    def scale(self, outputs: Tensor) -> Tensor:
-        """Multiply the loss by the scale. Syncs: no."""
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale."""
-
-    def step(self, optimizer: torch.optim.Optimizer) -> float | None:
-        """Step unless a gradient is not finite."""
-
-    def update(self) -> None:
-        """Move the scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,19 +96,9 @@ def scaler_of(variant: Variant, setting: Setting, init_scale: float = INIT_SCALE
 def training_step(
     variant: Variant, setting: Setting, model: nn.Module, loss_of: LossOf[Batch], training: Training
 ) -> StepOf[Batch]:
-    """Return the training step of a variant.
+    """Return the training step of a variant: a function of a batch that steps once and returns the detached loss, shape (), unread.
 
-    Args:
-        variant: how to train.
-        setting: device and 16-bit dtype.
-        model: fp32, on the device; trained in place.
-        loss_of: forward and loss of one batch.
-        training: optimizer and clipping.
-
-    Returns:
-        A function of a batch that steps once and returns the detached loss, shape (), unread.
-
-    Writes: `model`. Syncs: no, unless the variant's own step does.
+    The model is fp32, on the device, and trained in place. Writes: `model`. Syncs: no, unless the variant's own step does.
     """
     if variant.optimizer == "torch":
         optimizer = training.make_optimizer(model, variant.captured)
@@ -248,18 +223,9 @@ def training_session(
     training: Training,
     steps: int,
 ) -> Session:
-    """Return the training of a variant: `steps` a round, over the batches in turn.
+    """Return the training of a variant: `steps` a round, over batches whose tensors are on the device, in turn.
 
-    Args:
-        variant: how to train.
-        setting: device and 16-bit dtype.
-        model: fp32, on the device; trained in place.
-        batches: tuples whose tensors are on the device.
-        loss_of: forward and loss of one batch.
-        training: optimizer and clipping.
-        steps: in a round.
-
-    Writes: `model`. Syncs: no, unless the variant's own step does.
+    Writes: `model`, fp32, on the device. Syncs: no, unless the variant's own step does.
     """
     step = training_step(variant, setting, model, loss_of, training)
 
@@ -279,15 +245,8 @@ def training_session(
 def forward(variant: Variant, setting: Setting, model: nn.Module, cache: CacheName = "region") -> Callable[..., Tensor]:
     """Return the forward of a variant for inference: a region of its own for each call, no gradients.
 
-    Args:
-        variant: how to run.
-        setting: device and 16-bit dtype.
-        model: fp32, on the device, with one tensor as its output; put into evaluation mode.
-        cache: how long a prepared model keeps 16-bit copies of fp32 weights.
-
-    A loss scaler has nothing to do here: torch-amp is torch-autocast.
-
-    Writes: `model`. Syncs: no.
+    The model is fp32, on the device, has one tensor as its output, and is put into evaluation mode. A loss scaler has nothing to
+    do here: torch-amp is torch-autocast. Writes: `model`. Syncs: no.
     """
     model.eval()
     if variant.pure:

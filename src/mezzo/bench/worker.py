@@ -44,10 +44,6 @@ def load_code(device: torch.device, dtype: torch.dtype) -> None:
 
     The first optimizer step imports 70 MB of modules, the first products page in 10 MB of kernels (torch 2.13); a
     prepared step loads 7 MB of its own.
-
-    Args:
-        device: where the workload will run.
-        dtype: its 16-bit dtype.
     """
     model = torch.nn.Linear(8, 8, device=device)
     batch = torch.ones(8, 8, device=device)
@@ -64,13 +60,7 @@ def load_code(device: torch.device, dtype: torch.dtype) -> None:
 
 
 class PeakMemory:
-    """Watches the peak from its making on: allocated bytes on CUDA, the resident set elsewhere.
-
-    Args:
-        device: where the workload runs.
-
-    Syncs: no.
-    """
+    """Watches the peak from its making on: allocated bytes on CUDA, the resident set elsewhere. Syncs: no."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,11 +91,6 @@ def seconds_of_rounds(session: Session, device: torch.device) -> Iterator[tuple[
 
 class VariantWorker:
     """Times one variant of a workload, point by point; holds one point in memory at a time.
-
-    Args:
-        plan: the setting.
-        workload: the workload with its numbers.
-        variant: name of the variant.
 
     Raises:
         BenchError: a library the workload needs is missing.

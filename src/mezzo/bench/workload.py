@@ -31,7 +31,7 @@ WORKLOADS = {
     "resnet": ("zoo.Resnet", "training steps of a ResNet-18 on small pictures"),
     "lstm": ("zoo.Lstm", "training steps of a language model of LSTM layers"),
     "inference": ("inference.Inference", "forwards of a decoder layer or BERT with fp32 weights, by batch size"),
-    "lora": ("lora.Lora", "training low-rank adapters on frozen layers"),
+    "lora": ("recipe.Lora", "training low-rank adapters on frozen layers"),
     "step": ("step_alone.Step", "unscaling, clipping and AdamW alone, by number of parameters"),
     "overhead": ("bert.Overhead", "a model so small that only launching its ops costs time"),
     "scaling": ("recipe.Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
@@ -220,11 +220,7 @@ class Workload(abc.ABC):
 
 
 def find_workload(name: str) -> type[Workload]:
-    """Return the class of the workload of a name.
-
-    Raises:
-        BenchError: there is none.
-    """
+    """Return the class of the workload of a name. Raises: BenchError: there is none."""
     if name not in WORKLOADS:
         raise BenchError(f"unknown workload {name!r}.{did_you_mean(name, WORKLOADS)}")
     module, _, cls = WORKLOADS[name][0].partition(".")

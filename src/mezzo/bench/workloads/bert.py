@@ -75,11 +75,7 @@ class BertSize:
 
 
 class BertLogits(nn.Module):
-    """A BERT classifier whose output is the logits alone.
-
-    Args:
-        size: its numbers; weights are drawn from torch's random state.
-    """
+    """A BERT classifier whose output is the logits alone; its weights are drawn from torch's random state."""
 
     def __init__(self, size: BertSize) -> None:
         super().__init__()
@@ -176,8 +172,8 @@ class Text(Workload):
     lr: float = 3e-5
     max_norm: float = 1.0
 
-    variants: ClassVar[tuple[str, ...]] = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
-    variants_kept: ClassVar[tuple[str, ...]] = ("torch-autocast", "prepare", "prepare-master")
+    variants: ClassVar = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
+    variants_kept: ClassVar = ("torch-autocast", "prepare", "prepare-master")
 
     def check(self) -> None:
         """Refuse widths that do not divide into heads."""
@@ -255,15 +251,9 @@ class Overhead(Workload):
     steps: int = 100
     modes: tuple[str, ...] = MODES
 
-    variants: ClassVar[tuple[str, ...]] = (
-        "fp32",
-        "torch-autocast",
-        "torch-amp",
-        "mezzo-autocast",
-        "mezzo-amp",
-        "prepare",
-        "prepare-master",
-    )
+    variants: ClassVar = (
+        "fp32", "torch-autocast", "torch-amp", "mezzo-autocast", "mezzo-amp", "prepare", "prepare-master",
+    )  # fmt: skip
 
     def check(self) -> None:
         """Refuse numbers that make no BERT, and modes that do not exist."""

@@ -25,12 +25,7 @@ DRAWN = 1_000_003
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm decoder layer: causal self-attention, then a gated feed-forward part, as Llama has them.
-
-    Args:
-        width: features, a multiple of 128.
-        forward_width: features of the feed-forward part.
-    """
+    """One pre-norm decoder layer: causal self-attention of heads of 128, then a gated feed-forward part, as Llama has them."""
 
     def __init__(self, width: int, forward_width: int) -> None:
         super().__init__()
@@ -104,7 +99,7 @@ class Inference(Workload):
     bert_tokens: int = 128
     forwards: int = 50
 
-    variants: ClassVar[tuple[str, ...]] = (
+    variants: ClassVar = (
         "fp32", "tf32", "torch-autocast", "mezzo-autocast", "mezzo-persistent", "prepare", "prepare-master", "torch-16bit",
     )  # fmt: skip
 

@@ -40,11 +40,7 @@ class _Given(torch.autograd.Function):
 
 
 class GivenGradients(nn.Module):
-    """Square linear layers, and one for what is left, whose gradients are drawn once and never change.
-
-    Args:
-        count: number of weights in all.
-    """
+    """Square linear layers, and one for what is left, whose gradients are drawn once and never change; of `count` weights in all."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -88,14 +84,7 @@ class Step(Workload):
     parameters: tuple[int, ...] = (10**7, 10**8, 10**9)
     steps: int = 20
 
-    variants: ClassVar[tuple[str, ...]] = (
-        "fp32",
-        "torch-autocast",
-        "torch-amp",
-        "mezzo-amp",
-        "prepare",
-        "prepare-master",
-    )
+    variants: ClassVar = ("fp32", "torch-autocast", "torch-amp", "mezzo-amp", "prepare", "prepare-master")
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each number of parameters."""
