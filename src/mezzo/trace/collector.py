@@ -61,16 +61,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         on_sink: called after a sink was noted.
         on_loss: called with each tensor that a backward starts from.
 
-    Attributes:
-        context: as given.
-        events: how non-finite values came about, in order.
-        sinks: what they reached, in order.
-        ops: number of ops seen.
-        has_gone_backward: one of them was a backward's.
-        lints: lint rules that were broken.
-        updates: 16-bit weights whose updates were lost.
-        lines: magnitudes by source line.
-
     Syncs: at every op. Reads values; writes none, and draws none of the program's random numbers.
     """
 
@@ -181,10 +171,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._pending_reads.append(sink)
 
     def on_read_in_python(self, tensor: Tensor) -> None:
-        """Take note of a tensor that becomes an array or a list, which no op shows.
-
-        Syncs: yes, where non-finite values are about.
-        """
+        """Take note of a tensor that becomes an array or a list, which no op shows. Syncs: yes, where non-finite values are about."""
         with self.aside():
             self.on_read(tensor, self.context.site("item"))
 

@@ -123,13 +123,9 @@ class TraceContext:
     autograd gives a node when the forward op runs: the node is made just before the op reaches the dispatcher.
 
     Attributes:
-        modules: the modules that are running.
-        names: the public function that is running.
         step: optimizer steps before this one, skipped ones counted.
         loss_scale: factor on the loss of the last backward.
         last_gradient_of: the leaf whose gradient arrived last in this step.
-        optimizers: optimizers seen.
-        rank: this process's.
     """
 
     def __init__(
@@ -168,11 +164,7 @@ class TraceContext:
         self._step_ended = True
 
     def site(self, op: str) -> Site:
-        """Return where the running op stands.
-
-        Args:
-            op: its plain name.
-        """
+        """Return where the running op, given by its plain name, stands."""
         node = autograd_node()
         here = locate(node is not None)
         if node is None or here.is_recompute:
@@ -245,10 +237,7 @@ class TraceContext:
         self.loss_scale = _factor(loss)
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return what a tensor is called: parameter, buffer, input or optimizer state; empty if none of them.
-
-        Syncs: no.
-        """
+        """Return what a tensor is called: parameter, buffer, input or optimizer state; empty if none of them. Syncs: no."""
         found = self.modules.name_of(tensor)
         key = storage_id(tensor)
         for optimizer in self.optimizers if not found else ():
@@ -300,14 +289,7 @@ def run_eagerly() -> Iterator[None]:
 
 
 class OpMode(DispatchMode):
-    """Sees every op that reaches torch's dispatcher, and knows where the program stands.
-
-    Args:
-        context: says where.
-
-    Attributes:
-        context: as given.
-    """
+    """Sees every op that reaches torch's dispatcher, and knows where the program stands: `context` says it."""
 
     def __init__(self, context: TraceContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

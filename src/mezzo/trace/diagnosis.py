@@ -54,7 +54,7 @@ def rerun_traced(model: nn.Module, run: Callable[[], object], *, step: int, scal
         The report, the first fault in words, and the policy edit where an op of the model overflowed 16 bit. Nothing
         inside a trace, which has seen the batch the first time.
 
-    Writes: what it gives back. Syncs: at every op.
+    Syncs: at every op.
     """
     if any(isinstance(mode, Collector) for mode in dispatch_modes()):
         return Diagnosis(report=None)
@@ -81,11 +81,7 @@ class LossTrace:
 def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
     """Trace the program until `stop`; None in a side thread, or where a mode is on, which may be taken off before.
 
-    Args:
-        model: names are relative to it.
-        step: number of the step, from 0.
-
-    Writes: the modes of this thread.
+    Names are relative to the model; steps are counted from 0. Writes: the modes of this thread.
     """
     functions = function_modes()
     is_aside = threading.current_thread() is not threading.main_thread()
@@ -133,10 +129,7 @@ def _found(fault: Finding) -> str:
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Give gradients, buffers, mode and random state back after the block.
-
-    Writes: what it gives back. Syncs: no.
-    """
+    """Give gradients, buffers, mode and random state back after the block. Writes: what it gives back. Syncs: no."""
     grads = {p: p.grad for p in model.parameters()}
     buffers = {b: b.detach().clone() for b in model.buffers()}
     places = {m: dict(m._buffers) for m in model.modules() if m._buffers}

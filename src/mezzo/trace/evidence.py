@@ -157,10 +157,7 @@ class PendingOutputs:
 
 
 def leaves_behind(loss: Tensor) -> list[Tensor]:
-    """Return the tensors whose gradients a backward from `loss` will bring, those of no module among them.
-
-    Syncs: no.
-    """
+    """Return the tensors whose gradients a backward from `loss` will bring, those of no module among them. Syncs: no."""
     return [v for node in _nodes_behind(loss) if isinstance(v := getattr(node, "variable", None), Tensor)]
 
 

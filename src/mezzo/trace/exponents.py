@@ -66,21 +66,14 @@ class Histogram:
     def __add__(self, other: Histogram) -> Histogram:
         return Histogram(counts=tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)))
 
-    def flushed(self, fmt: Format, scale: float = 1.0) -> float:
-        """Return the share of the numbers that become 0 in a format, after division by `scale`.
-
-        Exact but for values of exactly half the smallest number, which are counted as kept.
-        """
-        # 2^e rounds to 0 below half of the smallest number
-        limit = math.log2(fmt.smallest) - 1 + math.log2(scale)
+    def flushed(self, fmt: Format) -> float:
+        """Return the share of the numbers that become 0 in a format; exactly half of its smallest number counts as kept."""
+        limit = math.log2(fmt.smallest) - 1  # 2^e rounds to 0 below half of it
         return self._share(lambda e: e < limit)
 
-    def saturated(self, fmt: Format, scale: float = 1.0) -> float:
-        """Return the share of the numbers beyond a format's range, after division by `scale`.
-
-        Exact but for values between the largest number and the next power of two, which are counted as kept.
-        """
-        limit = math.floor(math.log2(fmt.max)) + math.log2(scale)
+    def saturated(self, fmt: Format) -> float:
+        """Return the share of the numbers beyond a format's range; what lies below the next power of two counts as kept."""
+        limit = math.floor(math.log2(fmt.max))
         return self._share(lambda e: e > limit)
 
     def _share(self, is_lost: Callable[[int], bool]) -> float:
@@ -93,12 +86,9 @@ class Histogram:
 
 
 def largest_scale(unscaled: Histogram, fmt: Format, spare: int = 1) -> float:
-    """Return the largest power of two that keeps every sampled gradient inside a format.
+    """Return the largest power of two that keeps every sampled gradient inside a format, with some binades to spare.
 
-    Args:
-        unscaled: of true gradients.
-        fmt: the format gradients are carried in.
-        spare: binades to leave free.
+    `unscaled` is of true gradients.
 
     >>> from mezzo.formats import FORMATS
     >>> largest_scale(Histogram(counts=tuple(int(e == 127 - 10) for e in range(256))), FORMATS["fp16"])
@@ -153,11 +143,7 @@ class _Loop:
 
 
 class LineWatch:
-    """Collects, for each line and phase, the exponents of its results; where one overflows, it looks for a loop that explodes.
-
-    Args:
-        lints: told of such loops.
-    """
+    """Collects, for each line and phase, the exponents of its results; where one overflows, tells `lints` of a loop that explodes."""
 
     def __init__(self, lints: LintWatch) -> None:
         self._ranges: dict[tuple[str, int, Phase], _Range] = {}

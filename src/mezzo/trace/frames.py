@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -70,7 +70,7 @@ def _is_engine(frame: FrameType) -> bool:
     return code.co_name == _ENGINE[1] and code.co_filename.endswith(_ENGINE[0])
 
 
-class Location:
+class Location(NamedTuple):
     """Where the running op was called from.
 
     Attributes:
@@ -80,14 +80,13 @@ class Location:
         is_recompute: the op is part of a checkpoint's second forward.
     """
 
-    __slots__ = ("is_recompute", "library", "user")
-
-    def __init__(self, user: Frame | None, library: Frame | None, is_recompute: bool) -> None:
-        self.user, self.library, self.is_recompute = user, library, is_recompute
+    user: Frame | None
+    library: Frame | None
+    is_recompute: bool
 
 
 def locate(in_backward: bool) -> Location:
-    """Walk the Python stack outwards from the running op.
+    """Walk the Python stack outwards from the running op to the nearest frames of the user's code and of a library.
 
     Args:
         in_backward: an autograd node is running, so the walk ends where the engine was entered: what called

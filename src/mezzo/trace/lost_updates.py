@@ -153,10 +153,7 @@ class UpdateWatch:
         self._keepers: StorageNotes[set[int]] = StorageNotes()
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep copies of the 16-bit weights an optimizer is about to update.
-
-        mezzo's own optimizers are left out: they keep what the weight cannot hold.
-        """
+        """Keep copies of the 16-bit weights an optimizer is about to update; mezzo's own keep what the weight cannot hold."""
         self._clear()
         if type(optimizer).__module__.startswith("mezzo."):
             return

@@ -22,11 +22,7 @@ from ..errors import ConfigError, kind_of
 
 
 def check_model(call: str, model: object) -> None:
-    """Refuse what is no model. Host only.
-
-    Raises:
-        ConfigError: it is none; a stepper has one.
-    """
+    """Refuse what is no model. Host only. Raises: ConfigError: it is none; a stepper has one."""
     if not isinstance(model, nn.Module):
         own = (
             f", which is amp.model for amp = {type(model).__name__}"

@@ -58,9 +58,7 @@ def plain_name(name: str) -> str:
 
 
 def node_op(node_name: str) -> str:
-    """Return the plain name of the forward op an autograd node differentiates.
-
-    A custom Function keeps its class name.
+    """Return the plain name of the forward op an autograd node differentiates; a custom Function keeps its class name.
 
     >>> node_op("NativeLayerNormBackward0"), node_op("ClampedLogBackward"), node_op("MaxPool2DWithIndicesBackward0")
     ('layer_norm', 'ClampedLog', 'max_pool2d_with_indices')
@@ -148,11 +146,9 @@ def floating(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain(tensor: Tensor) -> Tensor | None:
-    """Return the floating values of a tensor as a strided one; None where there are none.
+    """Return the floating values of a tensor as a strided one; None where there are none. Syncs: no.
 
     Complex tensors come as their real view, sparse ones as their values, distributed ones as their local part.
-
-    Syncs: no.
     """
     tensor = getattr(tensor, "_local_tensor", tensor)
     tensor = unwrapped(tensor)
@@ -197,10 +193,7 @@ class Call:
     """One op as it ran.
 
     Attributes:
-        func: the op.
-        facts: its schema.
-        args: positional arguments; copies stand in for what the op wrote.
-        kwargs: named arguments, likewise.
+        args, kwargs: copies stand in for what the op wrote.
         inputs: the floating tensors it read, by name, values before.
         out: the floating tensors it returned or wrote.
         returned: what it returned.
@@ -296,15 +289,6 @@ def is_product(func: OpOverload[Any, Any]) -> bool:
 
 
 def flops_of(func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the floating-point operations of one call; 0 for ops that are not made of products.
-
-    Args:
-        func: the op.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        out: its result.
-
-    Syncs: no.
-    """
+    """Return the floating-point operations of one call, given its result; 0 for ops that are not made of products. Syncs: no."""
     formula = formulas().get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

@@ -112,13 +112,7 @@ class ReferencePath:
         self._written, self._tape = StorageNotes(), []
 
     def see(self, call: Call, site: Site) -> list[Tensor] | None:
-        """Take in one op.
-
-        Returns:
-            Its results in fp32, on fp32 inputs; None where they are not known to differ.
-
-        Syncs: yes.
-        """
+        """Take in one op, and return its results in fp32, on fp32 inputs; None where they are not known to differ. Syncs: yes."""
         for tensor in call.out if call.facts.writes else ():
             self._written.note(tensor, True)
         if site.phase == "backward":
@@ -263,9 +257,7 @@ class ReferencePath:
     def judge(self, call: Call, wide: list[Tensor] | None) -> tuple[Wide | None, Flush | None]:
         """Judge an op that made non-finite values from finite ones by what it gives on fp32 values.
 
-        Args:
-            call: the op; in backward, the last that `enter_node` took in.
-            wide: what `see` returned for it.
+        `wide` is what `see` returned for it; in backward it is the last op that `enter_node` took in.
 
         Returns:
             The result on fp32 values where they are known, and the zero of 16 bit that it came through.
@@ -340,10 +332,7 @@ class Fp64Reference:
     def carry(self, call: Call) -> str:
         """Follow an op whose inputs hold non-finite values.
 
-        Returns:
-            Empty, or what a finite result is and should have been, where an infinity was absorbed wrongly.
-
-        Syncs: yes.
+        Returns what a finite result is and should have been, where an infinity was absorbed wrongly; else nothing. Syncs: yes.
         """
         known = self._true.known(call)
         if not known:

@@ -19,13 +19,7 @@ _LARGEST = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """An expression to write instead of an op.
-
-    Attributes:
-        text: as it is written; x and y stand for the op's arguments.
-        run: computes it.
-        count: number of tensors it takes.
-    """
+    """An expression to write instead of an op, in which x and y stand for its arguments, and what computes it from `count` tensors."""
 
     text: str
     run: Run
@@ -117,10 +111,7 @@ _FUSED = {
 
 
 def fused_with(op: str, argument: Tensor) -> str:
-    """Return the function that computes a logarithm without the number it is taken of; empty where none does.
-
-    Syncs: no.
-    """
+    """Return the function that computes a logarithm without the number it is taken of; empty where none does. Syncs: no."""
     node: Any = argument.grad_fn if op in ("log", "log2", "log10") else None
     for _ in range(2):
         if node is None or node.name() in _FUSED:
@@ -170,16 +161,9 @@ def works(replacement: Replacement, inputs: list[Tensor]) -> bool:
 
 
 def replacement_for(op: str, operands: OpInputs) -> str:
-    """Return an expression that was run on the operands of an op that failed and is finite there, gradients included.
+    """Return an expression that was run on the finite operands of an op that failed and is finite there, gradients included.
 
-    Args:
-        op: plain name.
-        operands: finite.
-
-    Returns:
-        The expression; empty where none is known or none works.
-
-    Syncs: yes.
+    Empty where none is known or none works. Syncs: yes.
     """
     inputs = operands.tensors
     # a divisor may be counted
