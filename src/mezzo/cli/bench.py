@@ -145,11 +145,7 @@ def _tested(path: str) -> str:
 
 
 def tests_of(workload: Workload) -> str:
-    """Run the tests of what a workload times, each path once in a process's life, and return what they said.
-
-    Raises:
-        BenchError: a test failed.
-    """
+    """Run the tests of what a workload times, each path once in a process's life, and return what they said. Raises: BenchError: one failed."""
     return "; ".join(_tested(path) for path in workload.tests)
 
 

@@ -53,11 +53,7 @@ def _printed(words: Sequence[str]) -> str:
 
 
 def script(shell: str) -> str:
-    """Return the script that completes `mezzo` in a shell.
-
-    Raises:
-        ConfigError: another shell than bash, zsh or fish.
-    """
+    """Return the script that completes `mezzo` in a shell. Raises: ConfigError: another shell than bash, zsh or fish."""
     if shell not in SHELLS:
         raise ConfigError(f"there is no completion for the shell {shell!r}.{did_you_mean(shell, SHELLS)}")
     found = {name: words_after(name) for name in COMMANDS}

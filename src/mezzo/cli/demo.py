@@ -101,10 +101,7 @@ def _print(results: Sequence[Result], pictures: Sequence[Path], device: torch.de
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `mezzo demo` with the words after it.
-
-    Returns:
-        0: done.
+    """Run `mezzo demo` with the words after it. Returns: 0 done.
 
     Raises:
         BenchError: a device that is not there, or a variant that failed.

@@ -92,10 +92,7 @@ def _print(report: Report, options: argparse.Namespace) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: the words after `mezzo doctor`.
+    """Run `mezzo doctor` with the words after it.
 
     Returns:
         0 healthy, 1 faulty, 2 bad input, 3 not enough seen, 4 nothing traced.

@@ -57,10 +57,7 @@ def _print(machine: dict[str, Any], report: DeviceReport, auto: Policy) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `mezzo env` with the words after it.
-
-    Returns:
-        0: done.
+    """Run `mezzo env` with the words after it. Returns: 0 done.
 
     Raises:
         ConfigError: no time to measure in.

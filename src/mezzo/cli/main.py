@@ -54,10 +54,7 @@ def _usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a mezzo command.
-
-    Args:
-        argv: the words after `mezzo`; `sys.argv[1:]` when left out.
+    """Run a mezzo command, given the words after `mezzo`; `sys.argv[1:]` when left out.
 
     Returns:
         The exit code: 0 done, 1 the command's own "no", 2 bad input.

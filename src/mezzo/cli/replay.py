@@ -28,10 +28,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: the words after `mezzo replay`.
+    """Run `mezzo replay` with the words after it.
 
     Returns:
         0 taken and as recorded, 1 not, 2 bad input.

@@ -209,10 +209,7 @@ def start() -> None:
 
 @contextmanager
 def followed_children(*, stop_at_fault: bool) -> Iterator[list[TraceReport]]:
-    """Trace what the block starts as processes of their own.
-
-    Args:
-        stop_at_fault: end each at its first fault.
+    """Trace what the block starts as processes of their own, each to its end or to its first fault.
 
     Yields:
         A list that holds their reports after the block, by rank.
@@ -325,15 +322,12 @@ class CheckUp(Report):
 
 
 def check_up(name: str, policy: PolicyLike, *, budget_s: float = 0.5) -> CheckUp:
-    """Look at a model under a policy with every tool that needs no training loop.
+    """Look at a model under a policy with every tool that needs no training loop: lint, explain and compare.
 
     Args:
         name: of a function, as in `named_function`, that takes nothing and returns (model, batch) or (model, batch, loss_fn).
         policy: a policy or its text.
         budget_s: seconds of timing for each of fp32 and the policy.
-
-    Returns:
-        The reports of lint, explain and compare.
 
     Raises:
         ConfigError, DataError: as `named_function`, and a function that returns something else.

@@ -36,11 +36,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def check_trial(call: str, batch: object, loss_fn: object) -> None:
-    """Refuse a batch that is a loader and a loss that cannot be called as `loss_fn(model, batch)`. Host only.
-
-    Raises:
-        ConfigError: one of them.
-    """
+    """Refuse a batch that is a loader and a loss that cannot be called as `loss_fn(model, batch)`. Host only. Raises: ConfigError."""
     if isinstance(batch, DataLoader):
         raise ConfigError(f"{call} was given DataLoader for batch; give one batch: next(iter(loader)).")
     if loss_fn is None:
@@ -95,11 +91,7 @@ def scale_of(policy: Policy | None, device: torch.device) -> float:
 
 @contextmanager
 def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
-    """Yield the model bound to a policy: a prepared copy, or the model itself where there is no policy.
-
-    Raises:
-        PolicyError: the policy does not fit the model.
-    """
+    """Yield the model bound to a policy: a prepared copy, or the model itself where there is no policy. Raises: PolicyError: they do not fit."""
     if policy is None:
         yield model
         return

@@ -25,13 +25,7 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class SampledRows:
-    """Samples of many tensors in one block of device memory, counted by one reduction a step.
-
-    Args:
-        count: number of tensors.
-        width: values kept of each.
-        device: where.
-    """
+    """Samples of many tensors, `width` values of each, in one block of device memory, counted by one reduction a step."""
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
         self.values = torch.zeros(count, width, dtype=torch.float32, device=device)

@@ -34,14 +34,7 @@ Values = dict[int, Tensor]
 
 @dataclass(slots=True)
 class ModuleTally:
-    """Errors of what one module's own ops made.
-
-    Attributes:
-        cls: class name.
-        forward: results.
-        backward: gradients of its inputs.
-        weights: gradients of its parameters.
-    """
+    """Errors of what one module's own ops made: results, gradients of its inputs, and gradients of its parameters."""
 
     cls: str
     forward: Tally = field(default_factory=Tally)
@@ -67,17 +60,12 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     """Sees every op of a step and measures how far it is from fp32.
 
     The run itself is not changed: control flow, masks, indices and random draws are those of the policy's run, for
-    the fp32 values too.
-
-    Args:
-        model: names are relative to it.
+    the fp32 values too. Names are relative to the model.
 
     Attributes:
         fp32: what memory would hold in fp32.
-        modules: errors by (root, module).
-        ops: errors by op and place.
-        flops: floating-point operations, in any format.
-        low_flops: those in 16 bit, by op and place.
+        modules, ops: errors by (root, module), and by op and place.
+        flops, low_flops: floating-point operations in any format; those in 16 bit, by op and place.
         unseen: calls of ops that could not be run in fp32, by kernel.
         outputs: errors of the outermost modules' outputs.
 

@@ -17,13 +17,7 @@ _MASK = 2.0**127
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Whose local ops wrote a tensor.
-
-    Attributes:
-        phase: forward, backward or optimizer; empty for values that were there before the run.
-        root: class name of the outermost module, empty outside.
-        module: name below the root.
-    """
+    """Whose local ops wrote a tensor: class of the outermost module, empty outside, and name below it; no phase for values that were there before the run."""
 
     phase: Phase | None = None
     root: str = ""
@@ -43,19 +37,10 @@ class _Made:
 
 
 def power(reference: Tensor, actual: Tensor) -> tuple[float, float]:
-    """Return the energies of a signal and of the error of another tensor that should equal it.
+    """Return the energies, in fp64, of a signal and of the error of another tensor of its shape that should equal it. Syncs: yes.
 
-    Elements that the reference itself has as inf or NaN, or as a mask, are left out. An element that is not finite
+    Elements that the reference, fp32 or wider, itself has as inf or NaN, or as a mask, are left out. An element that is not finite
     where the reference is makes the error infinite.
-
-    Args:
-        reference: any shape; fp32 or wider.
-        actual: the same shape; any floating dtype.
-
-    Returns:
-        Sum of squares of the reference and of the difference, computed in fp64.
-
-    Syncs: yes.
     """
     signal, noise = _energy(reference), _energy(actual.detach().to(reference.dtype) - reference)
     if signal < _MASK and math.isfinite(noise):
@@ -85,13 +70,7 @@ def decibels(signal: float, noise: float) -> float:
 
 @dataclass(slots=True)
 class Tally:
-    """Energies of signal and error, summed over tensors: local, inherited, total.
-
-    Attributes:
-        signal: three sums.
-        noise: three sums.
-        count: tensors taken in.
-    """
+    """Energies of signal and error, summed over `count` tensors: local, inherited, total."""
 
     signal: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
@@ -133,10 +112,7 @@ class Fp32Reference:
         return self._made.get(tensor) is not None
 
     def local(self, tensor: Tensor, here: Maker) -> Tensor | None:
-        """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is.
-
-        Syncs: no.
-        """
+        """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is. Syncs: no."""
         return self._local.get(tensor) if here.is_same_module(self.maker(tensor)) else None
 
     def full(self, tensor: Tensor) -> Tensor | None:
@@ -144,16 +120,7 @@ class Fp32Reference:
         return self._full.get(tensor)
 
     def put(self, tensor: Tensor, here: Maker, local: Tensor, full: Tensor) -> None:
-        """Note what a tensor that was just written would hold.
-
-        Args:
-            tensor: as the run wrote it, all of its storage or a part.
-            here: who wrote it.
-            local: shape of `tensor`; see above.
-            full: likewise.
-
-        Syncs: no.
-        """
+        """Note what a tensor that `here` just wrote, all of its storage or a part, would hold locally and in full. Syncs: no."""
         if tensor.numel() == 0:
             return
         if self.maker(tensor) != here:
@@ -170,10 +137,7 @@ class Fp32Reference:
         return tally
 
     def take(self, tensor: Tensor) -> tuple[Maker, Tally] | None:
-        """Return the error of a full storage and who made it, once; None if it is known or nobody made it.
-
-        Syncs: yes.
-        """
+        """Return the error of a full storage and who made it, once; None if it is known or nobody made it. Syncs: yes."""
         made = self._made.get(tensor)
         if made is None or made.is_counted or made.maker.phase is None:
             return None

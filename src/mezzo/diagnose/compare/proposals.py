@@ -28,7 +28,6 @@ class Candidate:
     """An edit that might pay.
 
     Attributes:
-        edit: text of its rules.
         covers: places of the ops it takes to fp32 in `StepFidelity.ops`.
         local_share: the local error it is meant against.
         flops: 16-bit floating-point operations that it takes to fp32.
@@ -112,12 +111,7 @@ def _is_dear(candidate: Candidate, found: StepFidelity) -> bool:
 
 
 def candidates(found: StepFidelity, tries: int) -> list[Candidate]:
-    """Return the edits to try: modules and ops in turn, those with most local error first.
-
-    Args:
-        found: the step under the policy as it is.
-        tries: how many.
-    """
+    """Return so many edits to try on the step as it is: modules and ops in turn, those with most local error first."""
     # what overflows in one module must be repaired there, whatever it costs
     modules = (c for c in _of_modules(found) if not _is_dear(c, found) or math.isinf(c.local_share))
     ops = (c for c in _of_ops(found) if not _is_dear(c, found))

@@ -32,12 +32,7 @@ _WAITING = 16
 
 
 def as_data(value: object, what: str, *, copies: bool = False) -> Any:
-    """Return nested data as dicts, lists, tuples, tensors, numbers and text alone.
-
-    Args:
-        value: tensors, numbers, text, and mappings and sequences of them.
-        what: it is, for the error.
-        copies: give copies of tensors, on the host; else the tensors themselves.
+    """Return nested data as dicts, lists, tuples, tensors, numbers and text alone; `copies` of tensors on the host, else themselves.
 
     Raises:
         DataError: something else, which could only be kept as code.

@@ -104,11 +104,7 @@ class _Judge(torch.fx.Interpreter):
 
 
 def wrong_nodes(model: nn.Module, run: Callable[[nn.Module], object]) -> list[CompiledNode]:
-    """Compile a model once more, every result an output, and return the ops that are further off than rounding explains.
-
-    Args:
-        model: what `torch.compile` returned.
-        run: runs a model.
+    """Compile what `torch.compile` returned once more, every result an output, and return the ops further off than rounding explains.
 
     Syncs: yes.
     """

@@ -174,11 +174,8 @@ def jittered(tensor: Tensor, eps: float, random: torch.Generator) -> Tensor:
 class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     """Records each op, and carries fp64 values from the inputs along beside it.
 
-    Args:
-        model: names are relative to it; None names them relative to whatever is called first.
-        other: the leaves of a run that this one is held against: what equals one of them but for rounding has its values.
-
-    Syncs: at every op.
+    Names are relative to the model, or to whatever is called first. What equals one of `other`, the leaves of a run that this one
+    is held against, but for rounding has its values. Syncs: at every op.
     """
 
     def __init__(self, model: nn.Module | None, other: dict[str, Tensor]) -> None:
@@ -330,12 +327,7 @@ def _is_numbers(value: object) -> bool:
 
 
 def observe(run: Callable[[], object], model: nn.Module | None, other: dict[str, Tensor]) -> Run:
-    """Run something once, op by op; compiled models run their ops one by one.
-
-    Args:
-        run: returns its outputs.
-        model: names are relative to it.
-        other: leaves of the run it is held against.
+    """Run something once, op by op, compiled models too; `other` are the leaves of the run it is held against.
 
     Writes: what `run` writes. Syncs: at every op.
     """

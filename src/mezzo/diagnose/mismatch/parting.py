@@ -59,9 +59,7 @@ def _follows(run: Run, index: int, op: OpRun) -> bool:
 def part(a: Run, b: Run) -> MismatchFinding | None:
     """Return the first op where two runs part; None where fp64 gives the same in both and no kernel is at fault.
 
-    Args:
-        a: one run.
-        b: another, which returned as many tensors of as many elements.
+    They returned as many tensors of as many elements.
     """
     wrong = [i for i, (x, y) in enumerate(zip(a.values, b.values, strict=True)) if not x.is_same(y)]
     if not wrong:
