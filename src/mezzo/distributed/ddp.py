@@ -24,12 +24,7 @@ _COMPRESSING = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch
 
 
 class ReplicaWrapper(Wrapper):
-    """Whole copies of a model on all ranks, held equal by averaging their gradients.
-
-    Args:
-        ddp: holds them.
-        reducer: its communication hook; None if it has another one.
-    """
+    """Whole copies of a model on all ranks, held equal by averaging their gradients; no reducer where they have another hook."""
 
     compares_models = True
 
@@ -55,11 +50,7 @@ class ReplicaWrapper(Wrapper):
         self._was_called |= active_ddp() is self._ddp()
 
     def check_backward(self) -> None:
-        """Refuse a backward pass whose step not all ranks would take.
-
-        Raises:
-            DistributedError: inside `with ddp.join():`.
-        """
+        """Refuse a backward pass inside `with ddp.join():`, whose step not all ranks would take. Raises: DistributedError."""
         ddp = self._ddp()
         if ddp is not None and is_joining(ddp):
             raise DistributedError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .wide_sum import Codec
+
 BLOCK = 128
 """Elements that share a scale: 1 + 1/128 bytes an element."""
 _TOP = 9
@@ -51,7 +53,7 @@ def _power_of_two(stored: Tensor) -> Tensor:
     return (stored << 23).view(torch.float32)
 
 
-class Fp8Blocks:
+class Fp8Blocks(Codec):
     """How one bucket of gradients travels in fp8: with the remainders of the step before, here and of this rank's part of the sum.
 
     Nothing is lost for good: what rounding took from a step is added to the next. Remainders belong to gradients of one loss

@@ -221,11 +221,7 @@ class ShardWrapper(Wrapper):
                 )
 
     def check_step(self) -> None:
-        """Refuse a step on gradients that were never averaged.
-
-        Raises:
-            DistributedError: every backward pass of the step held them back.
-        """
+        """Refuse a step whose backward passes all held gradients back, which were never averaged. Raises: DistributedError."""
         for name, group in self._groups():
             if any(map(holds_unreduced_grad, group.fsdp_params)):
                 raise DistributedError(

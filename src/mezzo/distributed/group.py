@@ -91,10 +91,7 @@ class Group:
         return self._all_reduce_(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Take the largest of each element over the ranks, in place, and return it; in all else as `sum_`.
-
-        Syncs: as `sum_`.
-        """
+        """Take the largest of each element over the ranks, in place, and return it; in all else as `sum_`. Syncs: as `sum_`."""
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
 
     def any(self, is_found: bool) -> bool:
@@ -212,12 +209,7 @@ class Group:
             raise DistributedError(self._spell_loss(text, time.monotonic() - started)) from error
 
     def _spell_loss(self, text: str, seconds: float) -> str:
-        """Say which rank is lost.
-
-        Args:
-            text: of torch's error.
-            seconds: from the beginning of what was interrupted.
-        """
+        """Say which rank is lost, given the text of torch's error and the seconds from the beginning of what was interrupted."""
         own, limit = dist.get_rank(), self.timeout.total_seconds()
         # A rank that gives up closes its connections too, but only once its own time is over.
         has_ended = "closed" in text or "reset" in text or "broken" in text

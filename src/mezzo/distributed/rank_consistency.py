@@ -38,14 +38,9 @@ def audit(
     params: Mapping[str, Tensor],
     why_apart: Callable[[], str],
 ) -> None:
-    """Compare numbers and tensors over the ranks.
+    """Compare numbers, by what a message calls them, and tensors that each rank has a whole copy of, by name, over the ranks.
 
-    Args:
-        group: the ranks.
-        step: which, for messages.
-        numbers: by what they are called in a message.
-        params: tensors that each rank has a whole copy of, by name.
-        why_apart: says why parameters may differ, and what to do.
+    `why_apart` says why parameters may differ, and what to do.
 
     Raises:
         DistributedError: ranks differ. Raised on all of them, since all see the same comparison.

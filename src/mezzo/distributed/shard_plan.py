@@ -95,12 +95,10 @@ def precision_of(policy: Policy, fqn: str, modules: Mapping[str, nn.Module]) -> 
 
 
 def param_dtypes(policy: Policy, precision: Rule | torch.dtype | None, module: nn.Module, param: Tensor) -> ParamDtypes:
-    """Say how a weight that a module holds should be gathered under a policy whose compute dtype is decided.
+    """Say how a weight that a module holds should be gathered under a policy whose compute dtype is decided. Host only.
 
     Weights that only low ops take are gathered in the dtype of those ops: the cast is the same before the gathering as
     after it. Everything else is gathered as it is stored.
-
-    Host only.
     """
     names, stored = class_names(module), param.dtype
     if precision in FP32_RULES or not policy.is_low:
@@ -159,8 +157,6 @@ class _OwningModule:
     """A module that holds weights of its own.
 
     Attributes:
-        name: its name.
-        param_dtypes: how they are gathered.
         num_parameters: their elements, those of a shared weight in the first module that holds it.
         is_pinned: they cannot be gathered by the module's own forward, but only by that of its unit.
         is_product: the module multiplies by them.

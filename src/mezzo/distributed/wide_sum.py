@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,62 +33,39 @@ def add_up(rows: Tensor) -> Tensor:
     return torch.sum(rows, dim=0, dtype=torch.float32)
 
 
-class Codec(Protocol):
-    """In what form gradients travel, on the way to their sum and from there."""
+class Codec:
+    """In what form gradients travel, on the way to their sum and from there: in a dtype of 16 bit, as they are."""
 
-    @property
-    def multiple(self) -> int:
-        """Of which a row's length must be one. Host only."""
+    multiple = 1
+    """Of which a row's length must be one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def pack(self, rows: Tensor) -> Tensor:
         """Return what is sent, one row to each rank. Syncs: no."""
-
-    def add_up(self, received: Tensor) -> Tensor:
-        """Return the sum in fp32 of one row from each rank. Syncs: no."""
-
-    def pack_sum(self, mean: Tensor) -> Tensor:
-        """Return what every rank is sent of it. Syncs: no."""
-
-    def unpack(self, rows: Tensor) -> Tensor:
-        """Return the values of such rows. Syncs: no."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """Values that travel in a dtype of 16 bit, as they are."""
-
-    dtype: torch.dtype
-    multiple: int = 1
-
-    def pack(self, rows: Tensor) -> Tensor:
-        """Return them as they are. Syncs: no."""
         return rows
 
     def add_up(self, received: Tensor) -> Tensor:
-        """Return the sum in fp32. Syncs: no."""
+        """Return the sum in fp32 of one row from each rank. Syncs: no."""
         return add_up(received)
 
     def pack_sum(self, mean: Tensor) -> Tensor:
-        """Return it rounded once. Syncs: no."""
-        return mean.to(self.dtype)
+        """Return what every rank is sent of it, rounded once. Syncs: no."""
+        return mean.to(self._dtype)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """Return them as they are. Syncs: no."""
+        """Return the values of such rows. Syncs: no."""
         return rows
 
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Gradients on their way.
+    """Gradients on their way: sums are divided by `divisor` into `target`, shape (n,), which is what `done` gives.
 
     Attributes:
-        codec: in what form.
         rows: shape (N, P): what is sent, one row to each rank; then the sums, one row from each.
         received: shape (N, P): the others' rows for this rank.
-        target: shape (n,): takes the mean.
-        divisor: of the sums.
-        work: the transfer under way.
-        done: of the target.
     """
 
     codec: Codec
@@ -124,14 +101,11 @@ class WideSum:
             codec: in what form it travels; None: as it is, in 16 bit.
 
         Returns:
-            What the target will be.
-
-        Raises:
-            RuntimeError: torch's, of a rank that is lost.
+            What the target will be. A rank that is lost raises torch's RuntimeError.
 
         Writes: `target`, and those of buckets before it. Syncs: on the CPU, with the slowest rank for these; else no.
         """
-        form: Codec = Rounded(sent.dtype) if codec is None else codec
+        form = Codec(sent.dtype) if codec is None else codec
         rows = form.pack(split(sent, group.size, form.multiple))
         received = torch.empty_like(rows)
         work = group.exchange(received, rows)
@@ -208,11 +182,7 @@ class WideReduceScatter:
 
 
 class WideReplicas(dist.ProcessGroup):
-    """The ranks that hold copies of one shard, as torch's `fully_shard` reduces over them: 16-bit gradients are summed in fp32.
-
-    Args:
-        group: the ranks.
-    """
+    """The ranks that hold copies of one shard, as torch's `fully_shard` reduces over them: 16-bit gradients are summed in fp32."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # torch lists another form alone
@@ -229,14 +199,9 @@ class WideReplicas(dist.ProcessGroup):
         return hash(self._group)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]  # as all_reduce calls it
-        """Add up what the ranks have: as torch's, where torch's would not round in between.
+        """Add up what the ranks have in one dense tensor: as torch's, where torch's would not round in between.
 
-        Args:
-            tensors: one, dense.
-            opts: with `reduceOp`, SUM or AVG for what is summed here.
-
-        Returns:
-            The transfer; over, as far as the host is concerned.
+        Sums and means, `opts.reduceOp`, are computed here. The transfer that is returned is over, as far as the host is concerned.
 
         Writes: `tensors`. Syncs: on the CPU, with the slowest rank; else no.
         """

@@ -61,10 +61,7 @@ class Wrapper:
         return True
 
     def copied(self, tensors: Mapping[Tensor, Tensor]) -> list[Tensor]:
-        """Return those tensors whose keys are parameters that the first rank's were written over, in one order on all.
-
-        Host only.
-        """
+        """Return those tensors whose keys are parameters that the first rank's were written over, in one order on all. Host only."""
         return []
 
     def why_apart(self) -> str:

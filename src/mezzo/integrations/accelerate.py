@@ -33,12 +33,7 @@ _REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedT
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """An optimizer as Accelerate hands it out, whose step the stepper takes.
-
-    Args:
-        optimizer: prepared.
-        adapter: that owns its steps.
-    """
+    """An optimizer as Accelerate hands it out, whose step the adapter's stepper takes."""
 
     def __init__(self, optimizer: Optimizer, adapter: Adapter) -> None:
         super().__init__(optimizer, device_placement=False)
@@ -251,11 +246,7 @@ def _replace_params(optimizers: Iterable[Optimizer], new: dict[nn.Parameter, nn.
 
 
 def check_precision(other: object, policy: PolicyLike) -> None:
-    """Refuse a precision beside a policy.
-
-    Raises:
-        PolicyError: there is one.
-    """
+    """Refuse a precision beside a policy. Raises: PolicyError: there is one."""
     if other not in (None, "no"):
         raise PolicyError(
             f"mixed_precision={other!s} was asked for beside policy={policy!s}; one must win, and neither should in "

@@ -29,10 +29,7 @@ _NONE = "optimizers were given whose parameters belong to none of the models giv
 def calls(backward: str, clip: str, stepper: str) -> dict[str, str]:
     """Return what a user of a framework writes for each call of the stepper, the first that fits.
 
-    Args:
-        backward: for `amp.backward`.
-        clip: for `amp.step(max_norm=...)`.
-        stepper: where the stepper is found, for the rest.
+    They are what stands for `amp.backward`, for `amp.step(max_norm=...)`, and where the stepper is found, for the rest.
     """
     kept = {f"amp.{name}()": f"optimizer.{name}()" for name in ("step", "zero_grad")}
     return {"amp.backward(": f"{backward}(", "amp.step(max_norm=...)": clip, **kept, "amp.": f"{stepper}."}

@@ -63,13 +63,7 @@ def _spaced(tensor: Tensor) -> Tensor:
 class Monitor:
     """Writes what a stepper did to trackers, until it is closed; made by `mezzo.monitor`.
 
-    Args:
-        amp: the stepper.
-        every: steps from one report to the next.
-        writers: where to.
-        own: ends the writers that are this monitor's own.
-
-    Writes: the observers of the stepper.
+    `own` ends the writers that are this monitor's own. Writes: the observers of the stepper.
     """
 
     def __init__(self, amp: Stepper, every: int, writers: Sequence[Writer], own: ExitStack) -> None:
