@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo.diagnose as diagnose
 from mezzo import Policy
-from mezzo.diagnose.compare.compare_report import Agreement
+from mezzo.diagnose.compare_report import Agreement
 from mezzo.errors import ConfigError, PolicyError
 
 

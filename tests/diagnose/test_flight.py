@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.cli.main import main
-from mezzo.diagnose.flight import step_data
+from mezzo.diagnose import step_data
 from mezzo.errors import ConfigError, DataError, StoppedRun
 
 Batch = dict[str, Tensor]

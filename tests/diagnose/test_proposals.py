@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import mezzo
 import mezzo.diagnose as diagnose
 from mezzo import Policy
-from mezzo.diagnose.compare.compare_report import Proposal
-from mezzo.diagnose.compare.proposals import DB_FOR_ALL_WORK, ranked
+from mezzo.diagnose.compare_report import Proposal
+from mezzo.diagnose.proposals import DB_FOR_ALL_WORK, ranked
 
 
 class Cancel(nn.Module):

@@ -25,7 +25,7 @@ from ..errors import ConfigError, DataError, did_you_mean
 from ..policy import PolicyLike
 from ..report import Block, Document, Heading, Report
 from ..trace import Trace, TraceReport
-from .compare import compare
+from .comparison import compare
 from .explain import explain
 from .lint import lint
 from .trial import LossFn

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ...errors import listed
-from ...report import Block, Chart, Document, Heading, Pairs, Report, Series, Table
-from ...trace import Frame, source_line
+from ..errors import listed
+from ..report import Block, Chart, Document, Heading, Pairs, Report, Series, Table
+from ..trace import Frame, source_line
 
 _POINTS = 64
 Cause = Literal["weights", "random", "arguments", "other op", "missing op", "decision", "kernel", "overflow"]

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...errors import ConfigError, shown
-from ...formats import dtype_name, is_count, number_of
-from ...policy import Policy, PolicyLike, as_policy
-from ...trace import check_model, preserve_state, run_eagerly
-from ..trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
+from ..errors import ConfigError, shown
+from ..formats import dtype_name, is_count, number_of
+from ..policy import Policy, PolicyLike, as_policy
+from ..trace import check_model, preserve_state, run_eagerly
 from .compare_report import Agreement, CompareReport, GradientError, ModuleError, OpError, StepFidelity
-from .comparing_mode import ComparingMode, OpKey
-from .fp32_reference import Tally, decibels
+from .comparing_mode import ComparingMode, OpKey, Tally, decibels
 from .proposals import try_edits
+from .trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
 
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...errors import DataError
+from ..errors import DataError
 
 _MARK = b"crc32"
 """Stands before the checksum; files of earlier records end without both."""

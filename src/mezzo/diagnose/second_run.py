@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import random_state
-from ...errors import ConfigError, InvariantError, listed
-from ...kernels import local
-from ...loss_scale import grads_by_id, stamps_of
-from ...random_state import RandomState
-from ...stamp import Stamp
-from ...step import Stepper
-from ..trial import LossFn
+from .. import random_state
+from ..errors import ConfigError, InvariantError, listed
+from ..kernels import local
+from ..loss_scale import grads_by_id, stamps_of
+from ..random_state import RandomState
+from ..stamp import Stamp
+from ..step import Stepper
+from .trial import LossFn
 
 Backward = Callable[[Tensor], None]
 Batches = Sequence[tuple[Any, RandomState]]

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import random_state
-from ...errors import ConfigError, DataError, kind_of, shown
-from ...files import FileImage, as_path, flush_to_disk
-from ...formats import is_count
-from ...random_state import RandomState
-from ...step import Stepper, StepResult
-from ..trial import LossFn, check_trial
+from .. import random_state
+from ..errors import ConfigError, DataError, kind_of, shown
+from ..files import FileImage, as_path, flush_to_disk
+from ..formats import is_count
+from ..random_state import RandomState
+from ..step import Stepper, StepResult
 from . import step_data
 from .second_run import SecondRun
+from .trial import LossFn, check_trial
 
 START, FORMAT = "start.pt", 4
 BATCH, STEP, RESULTS, PARTIAL = ".batch", ".step", ".results", ".partial"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...report import Block, Cell, Chart, Document, Heading, Note, Pairs, Report, Series, Table
-from ...trace import Frame, Phase, short_line
+from ..report import Block, Cell, Chart, Document, Heading, Note, Pairs, Report, Series, Table
+from ..trace import Frame, Phase, short_line
 
 WORTH_DB = 2.0
 """Gains below this come and go with the rounding of other ops: see decision 0066."""

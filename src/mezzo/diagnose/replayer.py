@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ... import random_state
-from ...errors import ConfigError, DataError, StoppedRun, kind_of
-from ...files import as_path
-from ...policy import PolicyLike, as_policy
-from ...random_state import RandomState
-from ...report import Document, Pairs, Report
-from ...step.prepare import prepare
-from ..trial import check_trial
+from .. import random_state
+from ..errors import ConfigError, DataError, StoppedRun, kind_of
+from ..files import as_path
+from ..policy import PolicyLike, as_policy
+from ..random_state import RandomState
+from ..report import Document, Pairs, Report
+from ..step.prepare import prepare
 from . import step_data
 from .recorder import BATCH, FORMAT, RESULTS, START, batch_file, outcome, segments, step_file
+from .trial import check_trial
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]

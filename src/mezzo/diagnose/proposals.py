@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from ...policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
+from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
 from .compare_report import WORTH_DB, ModuleError, OpError, Proposal, StepFidelity
 
 DEAR = 0.5

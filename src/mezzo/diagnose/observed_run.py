@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._torch import OpOverload, tree_leaves
-from ...formats import dtype_name, widened, widest
-from ...trace import (
+from .._torch import OpOverload, tree_leaves
+from ..formats import dtype_name, widened, widest
+from ..trace import (
     Call,
     Frame,
     OpMode,
