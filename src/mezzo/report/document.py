@@ -25,35 +25,21 @@ class Heading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pairs:
-    """Named values, one a line.
-
-    Attributes:
-        pairs: (name, value).
-    """
+    """Named values, one a line."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """A sentence.
-
-    Attributes:
-        text: the sentence.
-    """
+    """A sentence."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows under named columns; numbers are set to the right.
-
-    Attributes:
-        title: above the table.
-        columns: names.
-        rows: cells, as many as columns.
-    """
+    """Rows under named columns; numbers are set to the right."""
 
     title: str
     columns: tuple[str, ...]
