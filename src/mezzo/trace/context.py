@@ -258,10 +258,6 @@ class TraceContext:
         return known
 
 
-HOOKED = ".*when there are global hooks on modules"
-"""What a compiled model warns of while modules are followed."""
-
-
 @contextmanager
 def run_eagerly() -> Iterator[None]:
     """Have compiled code run eagerly, so that its ops are seen one by one; the compiler is not imported for it.
@@ -334,7 +330,9 @@ class OpMode(DispatchMode):
         self.context.modules.install()
         try:
             with warnings.catch_warnings(), run_eagerly(), self.context.names, self:
-                warnings.filterwarnings("ignore", message=HOOKED)
+                warnings.filterwarnings(
+                    "ignore", message=".*when there are global hooks on modules"
+                )  # of compiled models
                 yield
         finally:
             self.context.modules.remove()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -17,7 +16,7 @@ from .._torch import autograd_node, dispatch_modes, function_modes
 from ..errors import RegionError
 from ..formats import dtype_name
 from .collector import Collector
-from .context import HOOKED, TraceContext, run_eagerly
+from .context import TraceContext
 from .evidence import PendingOutputs, leaves_behind
 from .findings import LASTING, find, is_mostly_flushed
 from .idle_steps import IdleSteps
@@ -87,25 +86,19 @@ class Trace:
                 "a trace was entered twice; it records one run. Write `with diagnose.trace(model)` again."
             )
         self._is_spent = True
-        self._context.modules.install()
         self._handles += [
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
         ]
         if self._model is not None:
             self._follow(*self._model.parameters())
-        self._contexts.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=HOOKED)
-        self._contexts.enter_context(run_eagerly())
-        self._contexts.enter_context(self._context.names)
-        self._contexts.enter_context(self._collector)
+        self._contexts.enter_context(self._collector.watching())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._contexts.close()
-        self._context.modules.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
