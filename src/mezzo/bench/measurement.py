@@ -62,12 +62,10 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointRoofline:
-    """The least work of one point.
+    """The least work of one point, which lies at a value of an axis as `Point` says.
 
     Attributes:
-        axis: what is varied along the workload's points; empty where nothing is.
-        value: where the point lies on that axis.
-        phases: the least work of one unit, by format of the large products.
+        phases: of one unit, by format of the large products.
     """
 
     axis: str = ""

@@ -158,11 +158,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def find_variant(name: str, device: torch.device) -> Variant:
-    """Return the variant of a name.
-
-    Raises:
-        BenchError: there is none, or it cannot run on this device.
-    """
+    """Return the variant of a name. Raises: BenchError: there is none, or it cannot run on this device."""
     if name not in VARIANTS:
         raise BenchError(f"unknown variant {name!r}.{did_you_mean(name, VARIANTS)}")
     reason = VARIANTS[name].missing(device)

@@ -69,13 +69,7 @@ def default_device() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Where and in what a variant runs.
-
-    Attributes:
-        device: the device.
-        dtype: the 16-bit dtype of the variants that have one.
-        seed: of weights and data.
-    """
+    """Where and in what a variant runs: its device, the 16-bit dtype of those that have one, the seed of weights and data."""
 
     device: torch.device
     dtype: torch.dtype
@@ -105,11 +99,9 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A workload at one size.
+    """A workload at one size, and what is written beside its figures.
 
     Attributes:
-        label: what is written beside its figures.
-        workload: the workload at this size.
         axis: what is varied along the points; empty where nothing is.
         value: where this point lies on that axis.
     """

@@ -201,11 +201,7 @@ def _docs(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `mezzo bench` with the words after it.
-
-    Returns:
-        0: done; 1: `docs --check` found the page out of date.
-    """
+    """Run `mezzo bench` with the words after it. Returns: 0: done; 1: `docs --check` found the page out of date."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0

@@ -30,13 +30,7 @@ _PROBE = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShare:
-    """Bytes of one kind.
-
-    Attributes:
-        kind: what they hold.
-        bytes: how many.
-        dtypes: short names with their bytes, largest first.
-    """
+    """Bytes of one kind, and of each dtype in it by its short name, largest first."""
 
     kind: Kind
     bytes: int

@@ -124,12 +124,9 @@ def _first_off(observed: Run, output: list[Tensor], is_step: bool) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class CompiledNode:
-    """One op of a compiled graph.
+    """One op of a compiled graph, the module where it stands, and its line.
 
     Attributes:
-        op: the function that was called.
-        module: where it stands, by name.
-        frame: its line.
         local: error over result, as lengths, against eager torch on the values it was given.
         bound: what rounding explains of it.
     """

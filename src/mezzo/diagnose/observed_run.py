@@ -136,9 +136,7 @@ class Run:
     """A run, op by op.
 
     Attributes:
-        ops: in order.
-        outputs: floating tensors it returned, as they are.
-        values: the same in fp64.
+        outputs, values: floating tensors it returned, as they are and in fp64.
         makers: for each of `outputs` the op that made it.
         modules: outputs of modules, by name and call.
         leaves: what was there before the run, by name.

@@ -67,11 +67,7 @@ class Adapter:
 
     @property
     def stepper(self) -> Stepper:
-        """What `mezzo.prepare` made.
-
-        Raises:
-            StepError: no model was given together with its optimizer yet.
-        """
+        """What `mezzo.prepare` made. Raises: StepError: no model was given together with its optimizer yet."""
         if self._stepper is None:
             raise StepError(
                 "backward or step was called, and no model was given together with its optimizer. Give both to one "

@@ -212,13 +212,7 @@ def _counted(call: Call, low: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintWarning:
-    """A lint in words.
-
-    Attributes:
-        lint: what was seen.
-        why: what it costs, with the numbers.
-        advice: what to write instead.
-    """
+    """A lint in words: why it costs what, with the numbers, and what to write instead."""
 
     lint: Lint
     why: str

@@ -69,11 +69,9 @@ def _powers(operands: OpInputs, low: float) -> Iterator[Replacement]:
 
 @dataclass(frozen=True, slots=True)
 class OpInputs:
-    """What an op that failed was given.
+    """What an op that failed was given: tensors, those that want a gradient marked so, and the Python numbers among its arguments.
 
     Attributes:
-        tensors: in the order of its arguments, those that want a gradient marked so.
-        numbers: the Python numbers among its arguments.
         is_count: the last tensor was counted: a sum that no gradient goes through, or whole numbers cast.
         saved: the arguments of a forward op by name, where its gradient failed.
     """

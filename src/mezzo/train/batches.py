@@ -20,13 +20,7 @@ MULTIPLE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Padded token numbers.
-
-    Attributes:
-        ids_BT: int64.
-        mask_BT: int64, 1 for a token, 0 for padding.
-        labels_B: int64, or None where nobody knows them.
-    """
+    """Padded token numbers and their mask, 1 for a token and 0 for padding, int64; and labels, int64, None where nobody knows them."""
 
     ids_BT: Tensor
     mask_BT: Tensor

@@ -220,11 +220,7 @@ class TrainConfig:
         return count
 
     def replace(self, **changes: object) -> TrainConfig:
-        """Return a copy with some fields changed.
-
-        Raises:
-            ConfigError: unknown field, or a value outside its range.
-        """
+        """Return a copy with some fields changed. Raises: ConfigError: unknown field, or a value outside its range."""
         known = [field.name for field in fields(self)]
         for name in changes:
             new = RENAMED.get(name)
@@ -238,20 +234,12 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> TrainConfig:
-        """Return the config that `to_dict` wrote.
-
-        Raises:
-            ConfigError: unknown field, or a value outside its range.
-        """
+        """Return the config that `to_dict` wrote. Raises: ConfigError: unknown field, or a value outside its range."""
         return cls().replace(**saved)
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
-        """Return the config in a JSON file.
-
-        Raises:
-            ConfigError: no such file, or no config in it.
-        """
+        """Return the config in a JSON file. Raises: ConfigError: no such file, or no config in it."""
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:

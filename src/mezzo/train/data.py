@@ -94,11 +94,7 @@ class LabelMap:
     by_label: dict[str, str]
 
     def named(self, rows: Iterable[Row]) -> list[Row]:
-        """Return rows whose labels are names.
-
-        Raises:
-            DataError: a label that the map does not have.
-        """
+        """Return rows whose labels are names. Raises: DataError: a label that the map does not have."""
         found = []
         for row in rows:
             if row.label not in self.by_label:

@@ -38,13 +38,7 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """How a model does on rows.
-
-    Attributes:
-        loss: mean cross-entropy.
-        accuracy: share of the rows whose most likely class is theirs.
-        predicted: most likely class of each row, in the order of the rows.
-    """
+    """How a model does: mean cross-entropy, share of the rows whose most likely class is theirs, and that class of each row in order."""
 
     loss: float
     accuracy: float

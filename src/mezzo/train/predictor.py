@@ -27,12 +27,7 @@ from .train_result import RunFolder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The most likely label of a text.
-
-    Attributes:
-        label: its name.
-        probability: that the model gives it.
-    """
+    """The most likely label of a text, and the probability that the model gives it."""
 
     label: str
     probability: float

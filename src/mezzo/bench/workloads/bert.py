@@ -25,16 +25,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BertSize:
-    """The numbers that make a BERT classifier.
-
-    Attributes:
-        layers: encoder layers.
-        width: hidden size, a multiple of `heads`.
-        heads: attention heads.
-        labels: classes.
-        vocabulary: tokens in the embedding.
-        dropout: probability, in the hidden layers and the attention.
-    """
+    """The numbers that make a BERT classifier: the width is a multiple of the heads, dropout in hidden layers and attention alike."""
 
     layers: int
     width: int
