@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.trace import modules
-from mezzo.trace.modules import OUTSIDE, ModuleStack, Place, tensors_in
+from mezzo.trace.modules import OUTSIDE, ModuleStack, Place
+from mezzo.trace.ops import tensors_in
 
 
 @dataclass

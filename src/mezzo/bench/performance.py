@@ -14,7 +14,17 @@ from typing import NamedTuple
 from ..errors import BenchError, did_you_mean
 from .machine import short_name
 from .measurement import Measurement, Result, load
-from .results_table import MISSING, fastest_rival, footnotes, label, machine_name, markdown_table, points_of, title
+from .results_table import (
+    MISSING,
+    fastest_rival,
+    footnotes,
+    label,
+    machine_name,
+    markdown,
+    markdown_table,
+    points_of,
+    title,
+)
 from .workload import WORKLOADS
 
 RESULTS = Path("benchmarks/results")
@@ -185,7 +195,7 @@ def figures(folder: Path) -> str:
     for name, cells in rows.items():
         told = [cells[place].text if place in cells else MISSING for place in machines]
         table.append((*name, *told, _range([share for cell in cells.values() for share in cell.shares])))
-    return _lines(table) + _gpu_figures(folder)
+    return markdown(table) + _gpu_figures(folder)
 
 
 def _gpu_figures(folder: Path) -> str:
@@ -200,11 +210,7 @@ def _gpu_figures(folder: Path) -> str:
             shares = [share for cell in cells if cell is not None for share in cell.shares]
             told = [MISSING if cell is None else cell.text for cell in cells]
             table.append((*_row_name(result, policy, compiled=False), machine_name(result), *told, _range(shares)))
-    return f"\n\n{_lines(table)}" if table[2:] else ""
-
-
-def _lines(table: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+    return f"\n\n{markdown(table)}" if table[2:] else ""
 
 
 def _range(shares: Sequence[float]) -> str:

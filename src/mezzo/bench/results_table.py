@@ -160,8 +160,12 @@ def markdown_table(result: Result) -> str:
     """Return the table of a result as Markdown, figures flush right."""
     head = header(result)
     rule = tuple(":---" if name in ("point", "variant") else "---:" for name in head)
-    rows = (row(result, measurement) for measurement in result.measurements)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+    return markdown([head, rule, *(row(result, measurement) for measurement in result.measurements)])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of words, of which the second says how columns are set, as a Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def _of_variants(result: Result) -> tuple[Chart, ...]:

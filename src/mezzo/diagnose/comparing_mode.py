@@ -24,11 +24,10 @@ from ..trace import (
     WideValues,
     draws,
     flat,
+    floating,
     flops_of,
     op_facts,
-    plain,
     run_wide,
-    tensors_in,
 )
 
 _MASK = 2.0**127
@@ -300,7 +299,7 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if not self.context.modules.is_outside or autograd_node() is not None:
             return
         with self.aside():
-            for tensor in [v for _, t in tensors_in(output, "") if (v := plain(t)) is not None]:
+            for _, tensor in floating(output):
                 self.outputs.merge(self.fp32.tally(tensor))
                 self.count_result(tensor)
 

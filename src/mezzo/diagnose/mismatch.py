@@ -17,7 +17,7 @@ from .. import random_state
 from .._torch import compile_backend, is_compiled, tree_map
 from ..errors import ConfigError, listed
 from ..formats import widened
-from ..trace import Frame, plain, preserve_state, tensors_in
+from ..trace import Frame, floating, preserve_state
 from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
 from .observed_run import ROUNDINGS, OpRun, Run, jittered, observe, relative_error
 from .parting import part, place_of
@@ -97,7 +97,7 @@ def _observe(run: Any, batch: Any, loss_fn: LossFn | None, other: dict[str, Tens
 
 def _output(run: Any, batch: Any, loss_fn: LossFn | None) -> list[Tensor]:
     with _undisturbed(run):
-        return [v.detach() for _, t in tensors_in(_compared(run, batch, loss_fn)(), "") if (v := plain(t)) is not None]
+        return [v.detach() for _, v in floating(_compared(run, batch, loss_fn)())]
 
 
 def _check_shapes(a: Run, b: Run) -> None:

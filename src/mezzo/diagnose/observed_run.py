@@ -23,10 +23,9 @@ from ..trace import (
     WideValues,
     draws,
     flat,
+    floating,
     op_facts,
-    plain,
     run_wide,
-    tensors_in,
 )
 
 SAME = 5e-7
@@ -288,7 +287,7 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
         with self.aside():
-            found = next((v for _, t in tensors_in(output, "") if (v := plain(t)) is not None), None)
+            found = next((v for _, v in floating(output)), None)
         if found is not None and place.module:
             call = self._calls.get(place.module, 0)
             self._calls[place.module] = call + 1
@@ -296,7 +295,7 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def run_of(self, output: object) -> Run:
         """Return the run, given what it returned. Syncs: yes."""
-        tensors = [v for _, t in tensors_in(output, "") if (v := plain(t)) is not None]
+        tensors = [v for _, v in floating(output)]
         with self.aside():
             wide = [(t, self._wide.get(t)) for t in tensors]
             return Run(

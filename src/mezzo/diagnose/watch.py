@@ -190,7 +190,7 @@ class Watch:
 
     def _put(self, row: int, value: object) -> None:
         """Keep a sample of the first floating tensor in a value."""
-        found = next((v for _, t in tensors_in(value, "") if (v := plain(t)) is not None), None)
+        found = next((v for _, v in floating(value)), None)
         if found is not None and found.numel():
             self._dtypes.add(found.dtype)
             self._rows.put(row, found)

@@ -22,11 +22,11 @@ from .measure import exponent_fields as exponent_fields
 from .measure import spaced as spaced
 from .modules import Place as Place
 from .modules import check_model as check_model
-from .modules import tensors_in as tensors_in
 from .ops import Call as Call
+from .ops import floating as floating
 from .ops import flops_of as flops_of
 from .ops import op_facts as op_facts
-from .ops import plain as plain
+from .ops import tensors_in as tensors_in
 from .records import Frame as Frame
 from .records import Phase as Phase
 from .records import Site as Site

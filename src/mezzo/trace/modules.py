@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import current_thread, get_ident
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import dispatch_modes, storage_id, unwrapped
 from ..binding import innermost, record
 from ..errors import ConfigError, kind_of
+from .ops import tensors_in
 
 
 def check_model(call: str, model: object) -> None:
@@ -30,21 +31,6 @@ def check_model(call: str, model: object) -> None:
             else ""
         )
         raise ConfigError(f"{call} was given {kind_of(model)} for model; give the nn.Module{own}.")
-
-
-def tensors_in(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested mappings, sequences and dataclasses, with a name for each. Syncs: no."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{name}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from tensors_in(item, f"{name}[{i}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
 
 
 def _readable(name: str) -> str:
@@ -62,7 +48,7 @@ def _call_arguments(args: tuple[Any, ...]) -> Any:
     return {**dict(enumerate(args)), **named}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where the program stands among modules.
 

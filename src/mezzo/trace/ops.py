@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -134,15 +134,24 @@ def op_facts(func: OpOverload[Any, Any]) -> OpFacts:
     )
 
 
-def floating(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating tensors in an argument, lists walked, with a name for each. Syncs: no."""
+def tensors_in(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested mappings, sequences and dataclasses, with a name for each. Syncs: no."""
     if isinstance(value, Tensor):
-        values = plain(value)
-        if values is not None:
-            yield name, values
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from floating(item, f"{name}[{i}]")
+            yield from tensors_in(item, f"{name}[{i}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def floating(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating values of the tensors in nested data, with a name for each. Syncs: no."""
+    return ((inner, values) for inner, tensor in tensors_in(value, name) if (values := plain(tensor)) is not None)
 
 
 def plain(tensor: Tensor) -> Tensor | None:
@@ -171,7 +180,7 @@ def results(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     """Return the floating tensors an op produced: what it returned and what it wrote, each once. Syncs: no."""
     written = [a for name, a in zip(facts.arguments, args, strict=False) if name in facts.writes]
     written += [a for name, a in kwargs.items() if name in facts.writes]
-    found = {id(t): t for v in (out, *written) for _, t in floating(v, "")}
+    found = {id(t): t for v in (out, *written) for _, t in floating(v)}
     return list(found.values())
 
 

@@ -21,8 +21,8 @@ from .evidence import PendingOutputs, leaves_behind
 from .findings import LASTING, find, is_mostly_flushed
 from .idle_steps import IdleSteps
 from .measure import amax, is_finite, rms, tensor_facts
-from .modules import Place, check_model, tensors_in
-from .ops import plain
+from .modules import Place, check_model
+from .ops import plain, tensors_in
 from .records import FlushedGradient, Size, TraceRecord
 from .trace_report import TraceReport
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from random import Random
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,9 +60,7 @@ def micro_batches(rows: Sequence[int], count: int) -> list[list[int]]:
     >>> micro_batches([5, 6, 7, 8, 9], 2), micro_batches([5], 2)
     ([[5, 6, 7], [8, 9]], [[5], []])
     """
-    size, more = divmod(len(rows), count)
-    starts = [index * size + min(index, more) for index in range(count + 1)]
-    return [list(rows[start:end]) for start, end in pairwise(starts)]
+    return [part.tolist() for part in np.array_split(np.array(rows, dtype=np.int64), count)]
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
