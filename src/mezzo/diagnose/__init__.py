@@ -17,12 +17,12 @@ from .lint import LintReport as LintReport
 from .lint import lint as lint
 from .memory import MemoryReport as MemoryReport
 from .memory import memory as memory
-from .mismatch import mismatch as mismatch
 from .mismatch_report import MismatchReport as MismatchReport
 from .recorder import Recorder as Recorder
 from .recorder import record as record
 from .replayer import ReplayedStep as ReplayedStep
 from .replayer import replay as replay
+from .two_runs import mismatch as mismatch
 from .watch import Watch as Watch
 from .watch import watch as watch
 from .watch_report import WatchReport as WatchReport
