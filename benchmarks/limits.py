@@ -62,8 +62,7 @@ from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting, Workload
 from mezzo.bench.workloads.bert import BertLogits, Overhead, Text, classification_loss, review_batches
 from mezzo.bench.workloads.inference import Inference
-from mezzo.bench.workloads.recipe import Lora, LoraLinear
-from mezzo.bench.workloads.recipe import Recipe, Scaling, make_model, mean_squared_error
+from mezzo.bench.workloads.recipe import Lora, LoraLinear, Recipe, Scaling, make_model, mean_squared_error
 from mezzo.bench.workloads.step_alone import Step
 from mezzo.bench.workloads.zoo import Gpt2, Llama, Lstm, ModelSteps, Resnet, Vit
 

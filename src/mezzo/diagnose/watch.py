@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name, is_count
 from ..optim import keeps_masters, parameters
 from ..step import Stepper, StepResult
-from ..trace import BINS, Histogram, exponent_fields, plain, spaced, tensors_in
+from ..trace import BINS, Histogram, exponent_fields, floating, spaced
 from .taken_steps import has_rate, is_taken
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
