@@ -52,7 +52,7 @@ class Wrapper:
         return False
 
     def has_averaged(self, params: Iterable[Tensor]) -> bool:
-        """Whether the gradients of some parameters were averaged since the last step, as far as can be seen."""
+        """Whether the gradients of some parameters were averaged since the last step, as far as can be seen. Host only."""
         return True
 
     @property
