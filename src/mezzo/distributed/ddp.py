@@ -77,7 +77,7 @@ class ReplicaWrapper(Wrapper):
         return not self._left_out()
 
     def has_averaged(self, params: Iterable[Tensor]) -> bool:
-        """Whether the gradients of some parameters were averaged since the last step. Host only."""
+        """Whether the gradients of some parameters were averaged since the last step; `why_apart` names those that were not. Host only."""
         if self.reducer is not None:
             self._unknown = set(map(id, params)) - self.reducer.averaged - set(map(id, self._params.values()))
         return not self._unknown

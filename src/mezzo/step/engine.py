@@ -333,8 +333,8 @@ class Engine:
             "the number of clean steps since the loss scale moved": self.loss_scale.growth_tracker,
             "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
         }
-        whole = lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)}  # noqa: E731
-        consensus.audit(numbers, whole, (p for one in grads for p in one.params))
+        stepped = [p for one in grads for p in one.params]
+        consensus.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)}, stepped)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse the step of a stranger on gradients that carry the loss scale. Host only."""

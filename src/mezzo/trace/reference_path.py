@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._torch import tree_map
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
-from .fix import edit_of
 from .measure import amax, is_finite, numbers, rerun_wide
 from .ops import CASTS, FACTORS, Call, is_product
 from .records import Flush, Site, Wide
@@ -224,7 +223,7 @@ class ReferencePath:
         Syncs: yes.
         """
         made = list(self.inside)
-        widening = Widening(made, edit_of) if made and made[-1][1] is call else None
+        widening = Widening(made) if made and made[-1][1] is call else None
         if call.facts.name in FACTORS:
             return (() if widening is None else widening.one_op()), False
         reference, flush = judged

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._torch import tree_map
 from ..formats import LOW_DTYPES
+from .fix import edit_of
 from .measure import is_finite, rerun_wide
 from .ops import CASTS, Call, is_product
 from .records import Site
@@ -66,11 +67,10 @@ class Widening:
 
     Args:
         made: the ops and where they ran, the one that failed last.
-        rule_of: the rule that would cover an op; empty where none does.
     """
 
-    def __init__(self, made: Ops, rule_of: Callable[[Site], str]) -> None:
-        self._made, self._rule_of = made, rule_of
+    def __init__(self, made: Ops) -> None:
+        self._made = made
 
     def one_op(self) -> tuple[Site, ...]:
         """Return the last op whose result, kept in fp32, would have spared the one that failed. Syncs: yes."""
@@ -85,7 +85,7 @@ class Widening:
 
     def some_ops(self) -> tuple[Site, ...]:
         """Return an op for each of the fewest rules under which the one that failed gives what it does with all of them. Syncs: yes."""
-        rules = {rule: site for site, _ in reversed(self._made) if (rule := self._rule_of(site))}
+        rules = {rule: site for site, _ in reversed(self._made) if (rule := edit_of(site))}
         want = self._under(rules)
         if want is None or not all(map(is_finite, want)):
             return ()
@@ -100,7 +100,7 @@ class Widening:
 
         def is_wide(site: Site, call: Call, known: dict[int, Tensor]) -> bool:
             by_hand = call.facts.name == "to" and site.called in CASTS
-            return self._rule_of(site) in rules or (bool(known) and not by_hand and not is_product(call.func))
+            return edit_of(site) in rules or (bool(known) and not by_hand and not is_product(call.func))
 
         return self._run(self._made, is_wide)
 
