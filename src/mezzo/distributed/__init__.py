@@ -16,6 +16,7 @@ from .group import TIMEOUT as TIMEOUT
 from .group import Group as Group
 from .group import is_running as is_running
 from .rank_consistency import RankSetup as RankSetup
+from .rank_consistency import Signals as Signals
 from .rank_consistency import checksum as checksum
 from .reducer import CommStats as CommStats
 from .reducer import is_summed_apart as is_summed_apart

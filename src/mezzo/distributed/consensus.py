@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..kernels import numbers_on, to_host
 from .group import TIMEOUT, Group
-from .rank_consistency import Number, RankSetup, audit, handshake
+from .rank_consistency import Number, RankSetup, Signals, audit, handshake, hear, refuse_setup
 from .wrapper import Wrapper
 
 _ALWAYS = 3
@@ -23,7 +24,7 @@ class RankConsensus:
 
     Every rank takes the same steps; each step sends one short vector. Before the first backward pass the ranks compare what
     they were prepared with. Loss scale, counters and whole parameters are compared in the first three steps, in every
-    `every`-th, and in those whose gradients the wrapper did not average.
+    `every`-th, in those whose gradients the wrapper did not average, and in those before which one rank loaded or wrote something.
 
     Args:
         group: the process group of all ranks that hold any part of the model; None is the default group.
@@ -36,6 +37,7 @@ class RankConsensus:
         every: as given.
         num_steps: taken so far.
         has_parts: whether the ranks hold different parts of a model, as the stages of a pipeline do, and not copies.
+        signals: what this rank tells the others with what it finds next.
 
     Raises:
         DistributedError: torch.distributed is not initialised.
@@ -55,6 +57,9 @@ class RankConsensus:
         self.has_parts = False
         self._wrapper = Wrapper() if wrapper is None else wrapper
         self._is_checked = False
+        self.signals = Signals()
+        self._unread: tuple[Tensor, torch.Event | None, Signals] | None = None
+        self._wants_audit = False
 
     def attach(self, wrapper: Wrapper) -> RankConsensus:
         """Take over the ranks of a wrapper that was found; the limit that was set stays. Returns: this."""
@@ -118,15 +123,34 @@ class RankConsensus:
             Flags, 1.0 where any rank found something, and the sums over all ranks; the same bits on every rank.
 
         Raises:
-            DistributedError: a rank is lost.
+            DistributedError: a rank is lost, or the ranks are told different steps; raised on all of them, on accelerators one step late.
 
         Syncs: on the CPU, with the slowest rank; else no.
         """
         self.check_step()
+        self._read_signals()
         self.num_steps += 1
-        both = self.group.to_device(torch.cat([(flags != 0).to(torch.float32), squares]))
+        sent, self.signals = self.signals, Signals()
+        told = numbers_on(sent.numbers(), flags.device)
+        both = self.group.to_device(torch.cat([(flags != 0).to(torch.float32), squares, told]))
         summed = self.group.sum_(both).to(flags.device)
-        return (summed[: len(flags)] != 0).to(torch.float32), summed[len(flags) :]
+        self._unread = (*to_host(summed[-len(told) :]), sent)
+        if flags.device.type == "cpu":
+            self._read_signals()
+        return (summed[: len(flags)] != 0).to(torch.float32), summed[len(flags) : -len(told)]
+
+    def _read_signals(self) -> None:
+        """Take in what the ranks told each other with the last step, which has arrived by now."""
+        if self._unread is None:
+            return
+        (vector, event, sent), self._unread = self._unread, None
+        if event is not None:
+            event.synchronize()
+        heard = hear(vector.tolist(), self.group.size)
+        self._wants_audit |= heard.wants_audit
+        if heard.differs:
+            hint = "Call amp.step with the same arguments, and give the optimizers the same options, on all ranks."
+            refuse_setup(self.group, f"step {self.num_steps} is", sent.call, hint)
 
     def audit(
         self, numbers: Mapping[str, Number], params: Callable[[], Mapping[str, Tensor]], stepped: Iterable[Tensor] = ()
@@ -144,7 +168,8 @@ class RankConsensus:
         Syncs: yes, in a step that compares.
         """
         is_due = self.num_steps <= _ALWAYS or self.num_steps % max(self.every, 1) == 0 or not self._wrapper.is_averaged
-        is_due = not self._wrapper.has_averaged(stepped) or is_due
+        is_due = not self._wrapper.has_averaged(stepped) or self._wants_audit or is_due
+        self._wants_audit = False
         if self.every and is_due:
             audit(self.group, self.num_steps, numbers, {} if self.has_parts else params(), self._wrapper.why_apart)
         self._wrapper.end_step()

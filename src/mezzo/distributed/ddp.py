@@ -101,9 +101,7 @@ class ReplicaWrapper(Wrapper):
                 "Write ddp = DistributedDataParallel(amp.model) once more behind the change."
             )
         if not left_out:
-            return (
-                "Their gradients were averaged in this step: do not write weights or optimizer state on one rank only."
-            )
+            return "Their gradients were averaged in this step: do not load a checkpoint, or write weights or optimizer state, on one rank only."
         unused = [name for name, p in left_out.items() if p.grad is None]
         if unused and len(unused) < len(self._params):
             return (

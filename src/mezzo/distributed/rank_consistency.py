@@ -1,4 +1,4 @@
-"""Comparing what must be equal on all ranks: when they meet what they were prepared with, later their numbers and weights.
+"""Comparing what must be equal on all ranks: when they meet what they were prepared with, in each step what it is, later their numbers and weights.
 
 Two numbers a quantity in the healthy case, a table when they differ.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ _log = logging.getLogger("mezzo.distributed")
 
 Number = Tensor | float | int
 """A host number or a tensor of shape ()."""
+_BITS = 16
+"""Of a digest, each sent as a number of its own: a sum over ranks that is neither 0 nor their number shows a difference, exactly."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -134,12 +137,12 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper) -> bool:
     values = torch.stack([*(_digest(lines) for lines in texts.values()), torch.tensor(len(masters)), *sums])
     policy, optimizer, model, count, master, moment = group.differing(values)
     if policy:
-        _refuse_setup(group, "the policy is", [f"'{own.policy}'"], "Prepare with one policy on all ranks.")
+        refuse_setup(group, "the policy is", [f"'{own.policy}'"], "Prepare with one policy on all ranks.")
     if wrapper.compares_models:
         if model:
-            _refuse_setup(group, "the model has", own.model, "Build the same model on all ranks.")
+            refuse_setup(group, "the model has", own.model, "Build the same model on all ranks.")
         if optimizer or count:
-            _refuse_setup(group, "the optimizer is", own.optimizers, "Make the same optimizers on all ranks.")
+            refuse_setup(group, "the optimizer is", own.optimizers, "Make the same optimizers on all ranks.")
         if moment:
             raise DistributedError(
                 "ranks cannot train together: what their optimizers know of earlier steps differs. Load the same checkpoint on "
@@ -159,9 +162,46 @@ def _digest(lines: Iterable[str]) -> Tensor:
     return torch.tensor(int.from_bytes(found[:7], "big"))  # one bit of eight is the sign's
 
 
-def _refuse_setup(group: Group, what: str, lines: Sequence[str], hint: str) -> None:
+def refuse_setup(group: Group, what: str, lines: Sequence[str], hint: str) -> None:
     """Raise what tells the ranks apart: the first line that is not the same on all."""
     found = [text.split("\n") for text in group.gather_text("\n".join(lines))]
     apart = next((row for row in zip_longest(*found, fillvalue="nothing more") if len(set(row)) > 1), None)
     if apart is not None:
         raise DistributedError(f"ranks cannot train together: {what} {sides(group, apart)}. {hint}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signals:
+    """What one rank tells the others.
+
+    Attributes:
+        is_loaded: something was loaded into weights or optimizers since the last step.
+        is_written: weights were written since.
+        call: lines that say what the step is told to do.
+    """
+
+    is_loaded: bool = False
+    is_written: bool = False
+    call: tuple[str, ...] = ()
+
+    def numbers(self) -> tuple[float, ...]:
+        """Return it as 0 and 1, as many on all ranks, to be summed. Host only."""
+        digest = zlib.crc32("\n".join(self.call).encode())
+        return (float(self.is_loaded), float(self.is_written), *(float(digest >> bit & 1) for bit in range(_BITS)))
+
+
+class Heard(NamedTuple):
+    """What all ranks hear of it: whether weights must be compared, and whether the ranks are told different steps."""
+
+    wants_audit: bool
+    differs: bool
+
+
+def hear(sums: Sequence[float], num_ranks: int) -> Heard:
+    """Return what sums of `Signals.numbers` over the ranks say.
+
+    What is loaded anywhere is compared; what all have written, as those do who clamp weights behind each step, is not. Host only.
+    """
+    loaded, *shared = sums
+    is_written, *bits = [0 < number < num_ranks for number in shared]
+    return Heard(loaded > 0 or is_written, any(bits))

@@ -7,7 +7,9 @@ from .device_numbers import is_in_foreign_graph as is_in_foreign_graph
 from .device_numbers import kept_on_device as kept_on_device
 from .device_numbers import move as move
 from .device_numbers import num_asked as num_asked
+from .device_numbers import numbers_on as numbers_on
 from .device_numbers import stream_number as stream_number
+from .device_numbers import to_host as to_host
 from .dtensor import PLAIN as PLAIN
 from .dtensor import any_dtensor as any_dtensor
 from .dtensor import global_offset as global_offset

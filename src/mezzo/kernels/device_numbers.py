@@ -65,6 +65,17 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def to_host(vector: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Return a tensor on the host, and what must be waited for before it is read; None: nothing. Syncs: no."""
+    if vector.device.type == "cpu":
+        return vector, None
+    pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    pinned.copy_(vector, non_blocking=True)
+    event = torch.Event(vector.device)
+    event.record(torch.accelerator.current_stream(vector.device))  # left out, it is one of the current device
+    return pinned, event
+
+
 def factor_for(factor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a factor of shape () as torch's kernel takes it that multiplies many tensors of a device and dtype at once. Syncs: as `move`.
 
@@ -106,6 +117,12 @@ def kept_on_device(make: Callable[[T, torch.device], Tensor]) -> Callable[[T, to
         return found
 
     return get
+
+
+@kept_on_device
+def numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return numbers in fp32 on a device, kept there from step to step. Syncs: no."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def num_asked() -> int:

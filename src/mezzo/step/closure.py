@@ -70,6 +70,7 @@ class _Evaluations:
         """Check the gradients that are there and make them true ones. Syncs: once."""
         gradients = self._engine.gradients
         grads = gradients.collect(self._optimizer)
+        self._engine.announce(self._optimizer, self._clip)
         scale = gradients.pending.scale
         flags, result = self._engine.check_grads(grads)
         self.last = (grads, flags, result)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import RankConsensus
-from ..kernels import any_dtensor, is_dtensor, kept_on_device, move, num_shards
+from ..kernels import any_dtensor, is_dtensor, move, num_shards, numbers_on
 from ..loss_scale import Flag
 from .gradients import OptimizerGrads
 
@@ -107,14 +107,8 @@ def _shares(params: Sequence[Tensor], has_parts: bool, num_ranks: int) -> list[f
 def _weighted(squares: Tensor, shares: Sequence[float]) -> Tensor:
     """Return the sum of squares, each times its share, in as many launches for any number of them. Syncs: no."""
     if any(share != 1.0 for share in shares):
-        squares = squares * _on_device(tuple(shares), squares.device)
+        squares = squares * numbers_on(tuple(shares), squares.device)
     return squares.sum()
-
-
-@kept_on_device
-def _on_device(shares: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return shares where the squares lie; from step to step they are the same."""
-    return torch.tensor(shares, dtype=torch.float32, device=device)
 
 
 def _norms(

@@ -15,7 +15,7 @@ from .._torch import is_capturing
 from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
-from ..kernels import any_dtensor, is_dtensor, norm_and_finite
+from ..kernels import any_dtensor, norm_and_finite
 from ..loss_scale import LossScale, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
@@ -23,7 +23,7 @@ from .foreign_scaler import refuse_stranger
 from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
-from .ranks import setup_of, warn_alone, wrapper_around, wrapper_of
+from .ranks import News, setup_of, warn_alone, whole_tensors, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
@@ -44,13 +44,20 @@ class Engine:
         is_stepping: whether an optimizer's step is called from here just now.
         is_captured: whether what is called now goes into a graph, and nothing is done.
         num_steps: calls of `step` so far.
+        news: what the other ranks must hear of.
         result: of the last step.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], binding: Binding, was: Original, skip: Skip
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        binding: Binding,
+        was: Original,
+        skip: Skip,
+        news: News,
     ) -> None:
-        self.model, policy = model, binding.policy
+        self.model, self.news, policy = model, news, binding.policy
         self.optimizers = tuple(optimizers)
         self.names = names = ParameterNames(model, self.optimizers)
         self._loaded = {p: dtype for p, (dtype, _) in was.dtypes.items()}
@@ -64,7 +71,7 @@ class Engine:
         self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay
-        self._stepped = [Stepped(optimizer) for optimizer in self.optimizers]
+        self._stepped = [Stepped(optimizer, index) for index, optimizer in enumerate(self.optimizers)]
         self.callbacks: list[Callback] = []
         self.consensus: RankConsensus | None = None
         self.not_yet: RankConsensus | None = None
@@ -230,6 +237,7 @@ class Engine:
             self.find_ranks()
             self.consensus.check_step()
         grads = self.gradients.collect(optimizer)
+        self.announce(optimizer, clip)
         flags, result = self.check_grads(grads, clip.max_norm)
         is_healthy = flags.is_known and flags.applied and not flags.flushed  # of which nothing is to be said
         by_host = bool(self.callbacks) or not (
@@ -249,6 +257,15 @@ class Engine:
             self.check()
             self._invariants.check(before, grads, result.flags(), self.num_steps, self.report)
         return result
+
+    def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:
+        """Have the other ranks told, with what this step finds, what it is, and whether something was loaded or written since the last. Host only."""
+        if (consensus := self.consensus) is None or consensus.has_parts or not consensus.every:
+            return
+        stepped = [one for one in self._stepped if optimizer is None or one.optimizer is optimizer]
+        which = [f"optimizer={one.index}" for one in stepped if optimizer is not None]
+        call = f"amp.step({', '.join((*which, *clip.spelled()))})"
+        consensus.signals = self.news.signals((call, *(line for one in stepped for line in one.lines())))
 
     def refuse_options(self, optimizer: Optimizer | None, *, has_closure: bool) -> None:
         """Refuse what `Stepped.refuse_options` does, of one optimizer or of all. Host only."""
@@ -334,7 +351,8 @@ class Engine:
             "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
         }
         stepped = [p for one in grads for p in one.params]
-        consensus.audit(numbers, lambda: {name: p for p, name in self.names.items() if not is_dtensor(p)}, stepped)
+        consensus.audit(numbers, lambda: whole_tensors(self.names, self.optimizers), stepped)
+        self.news.close(self.names)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse the step of a stranger on gradients that carry the loss scale. Host only."""

@@ -20,6 +20,7 @@ from ..optim import keeps_masters, local_optimizer, parameters
 from . import state_dict as checkpoint
 from .engine import Engine
 from .guard import Counters
+from .ranks import News
 
 _log = logging.getLogger("mezzo.step")
 
@@ -28,10 +29,13 @@ class MastersFollow:
     """Hooks around a model's `load_state_dict`, also where it is called on a module around the model, by which masters follow.
 
     Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it.
+
+    Attributes:
+        news: where loads are noted, of optimizers too.
     """
 
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        self._optimizers = optimizers
+        self._optimizers, self.news = optimizers, News()
         self._loaded: dict[str, Any] = {}
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
@@ -42,7 +46,8 @@ class MastersFollow:
             for one in map(local_optimizer, optimizers)
             if keeps_masters(one)
         ]
-        self._handles: tuple[RemovableHandle, ...] = before, after, *restored
+        noted = [one.register_load_state_dict_post_hook(_Inert(self.news.note_load)) for one in optimizers]
+        self._handles: tuple[RemovableHandle, ...] = before, after, *restored, *noted
 
     def remove(self) -> None:
         """Take the hooks off again."""
@@ -68,6 +73,7 @@ class MastersFollow:
     @torch.no_grad()
     def _after(self, module: nn.Module, _: object) -> None:
         loaded, self._loaded = self._loaded, {}
+        self.news.note_load()
         restored = {*self._restored}
         self._restored.clear()
         if self._is_off:
@@ -113,6 +119,7 @@ def load_run_(engine: Engine, follow: MastersFollow, state: Mapping[str, Any]) -
     complete = checkpoint.check(state, len(engine.optimizers))
     with follow.paused():
         loaded = checkpoint.load_(engine.model, engine.optimizers, complete, engine.policy)
+    follow.news.note_load()
     counters = Counters(**(complete["counters"] or {}))
     engine.recovery.forget()
     engine.drop(set_to_none=True)

@@ -45,7 +45,7 @@ class PreparedRun:
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
-        self._engine = Engine(model, self.optimizers, binding, was, skip)
+        self._engine = Engine(model, self.optimizers, binding, was, skip, follow.news)
         self._was = was
         self._masters_follow = follow
         self._forward_hook = ForwardHook(self._engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..distributed import (
     RankSetup,
     ShardWrapper,
+    Signals,
     Wrapper,
     around,
     check_sharded,
@@ -26,6 +27,7 @@ from ..formats import describe
 from ..kernels import AUX_STATE, any_dtensor, is_dtensor
 from ..optim import MasterOptimizer, keeps_masters, parameters
 from ..policy import Policy
+from ..stamp import versions_of
 
 _log = logging.getLogger("mezzo.step")
 
@@ -67,22 +69,60 @@ def warn_alone(model: nn.Module) -> None:
 
 def setup_of(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -> RankSetup:
     """Return what this rank was prepared with. Syncs: no."""
-    masters = ((p, o.aux_state(p)[1]) for o in optimizers if keeps_masters(o) for p in parameters(o))
     return RankSetup(
         policy=str(policy),
         model=[f"'{name}' {describe(value)}" for name, value in (*model.named_parameters(), *model.named_buffers())],
         optimizers=[line for optimizer in optimizers for line in _lines(optimizer)],
-        masters={p: beside for p, beside in masters if beside is not None and not is_dtensor(p)},
+        masters=_masters(optimizers),
         moments=[tensor for optimizer in optimizers for tensor in _moments(optimizer)],
     )
 
 
 def _lines(optimizer: Optimizer) -> Iterator[str]:
-    name = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
-        yield f"{name}, group {index}: {len(group['params'])} parameters"
+        yield f"{type(optimizer).__name__}, group {index}: {len(group['params'])} parameters"
+    yield from option_lines(optimizer)
+
+
+def option_lines(optimizer: Optimizer) -> Iterator[str]:
+    """Yield a line for each option of an optimizer's groups that is no tensor. Host only."""
+    for index, group in enumerate(optimizer.param_groups):
         plain = {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple | None)}
-        yield from (f"{name}, group {index}: {key}={value}" for key, value in sorted(plain.items()))
+        yield from (f"{type(optimizer).__name__}, group {index}: {key}={value}" for key, value in sorted(plain.items()))
+
+
+def _masters(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
+    """Return what lies beside 16-bit parameters that are whole on this rank."""
+    masters = ((p, o.aux_state(p)[1]) for o in optimizers if keeps_masters(o) for p in parameters(o))
+    return {p: beside for p, beside in masters if beside is not None and not is_dtensor(p)}
+
+
+def whole_tensors(names: Mapping[Tensor, str], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return what each rank has a whole copy of, by name: parameters, and what lies beside 16-bit ones. Host only."""
+    whole = {name: p for p, name in names.items() if not is_dtensor(p)}
+    return {**whole, **{f"{names[p]} (master)": beside for p, beside in _masters(optimizers).items()}}
+
+
+class News:
+    """What came into a run from outside since its last step, of which the other ranks must hear."""
+
+    def __init__(self) -> None:
+        self._is_loaded = False
+        self._params: Mapping[Tensor, str] = {}
+        self._versions: list[int | None] = []
+
+    def note_load(self, *_: object) -> None:
+        """Take note that something was loaded, into weights, optimizers or the run. Host only."""
+        self._is_loaded = True
+
+    def close(self, params: Mapping[Tensor, str]) -> None:
+        """Take parameters as a step left them for known. Host only."""
+        self._is_loaded, self._params, self._versions = False, params, versions_of(params)
+
+    def signals(self, call: tuple[str, ...]) -> Signals:
+        """Return what the others are told with a step of these lines. Host only."""
+        is_written = versions_of(self._params) != self._versions
+        return Signals(is_loaded=self._is_loaded, is_written=is_written, call=call)
 
 
 def _moments(optimizer: Optimizer) -> Iterator[Tensor]:

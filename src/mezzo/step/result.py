@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed import RankConsensus
 from ..errors import StepError
-from ..kernels import choose, constant, decision_slots, move, norm_and_finite, num_decided, pack_decision
+from ..kernels import choose, constant, decision_slots, move, norm_and_finite, num_decided, pack_decision, to_host
 from ..loss_scale import AccumulationState, Flag, either, host_decides, is_bad, without
 from ..read_only import read_only
 from .combine import Findings, combine
@@ -239,7 +239,7 @@ class StepResult:
             self._take(flags)
         elif not is_captured:
             assert flags.vector is not None
-            self._vector, self._event = _to_host(flags.vector)
+            self._vector, self._event = to_host(flags.vector)
 
     def _take(self, flags: StepFlags[float]) -> StepFlags[float]:
         self._flags, before, self._before = flags, self._before, 0
@@ -339,13 +339,3 @@ class StepResult:
         what = "applied" if flags.applied else f"skipped: {flags.reason} not finite"
         lost = f", {flags.flushed:.0%} of the gradients flushed to zero" if flags.flushed else ""
         return f"StepResult({what}, scale={flags.scale:g}, grad_norm={self.grad_norm:.6g}{lost})"
-
-
-def _to_host(vector: Tensor) -> tuple[Tensor, torch.Event | None]:
-    if vector.device.type == "cpu":
-        return vector, None
-    pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-    pinned.copy_(vector, non_blocking=True)
-    event = torch.Event(vector.device)
-    event.record(torch.accelerator.current_stream(vector.device))  # left out, it is one of the current device
-    return pinned, event

@@ -37,6 +37,7 @@ from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
 from .grad_passes import clamp_, multiply_
 from .gradients import OptimizerGrads
+from .ranks import option_lines
 from .result import Skip, StepFlags
 
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
@@ -92,11 +93,12 @@ def allow_direct_steps(optimizer: Optimizer) -> None:
 class Stepped:
     """One optimizer, and what of it stays the same from step to step. Made once it is prepared."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self._inner = optimizer, wrapped_optimizer(optimizer)
+    def __init__(self, optimizer: Optimizer, index: int = 0) -> None:
+        self.optimizer, self.index, self._inner = optimizer, index, wrapped_optimizer(optimizer)
         self._parts = {optimizer, self._inner}
         self._is_fused = is_fused(self._inner)
         self._options: list[object] = []
+        self._lines: tuple[str, ...] = ()
 
     def decides_on_device(self) -> bool:
         """Whether a step can be left out, or undone, on the device, so that the host need not know. Host only.
@@ -135,7 +137,12 @@ class Stepped:
         if len(options) != len(self._options) or not all(map(is_, options, self._options)):
             for group in self.optimizer.param_groups:
                 check_finite(self.optimizer, group)
-            self._options = options
+            self._options, self._lines = options, ()
+
+    def lines(self) -> tuple[str, ...]:
+        """Return what the optimizer's options were when `refuse_options` last looked, as the ranks compare them. Host only."""
+        self._lines = self._lines or tuple(option_lines(self.optimizer))
+        return self._lines
 
 
 @functools.cache
@@ -170,6 +177,14 @@ class Clip:
         for name, top in (("max_norm", self.max_norm), ("clip_value", self.value)):
             if top is not None and not is_number(top if isinstance(top, float) else number_of(top), SMALLEST, math.inf):
                 raise StepError(f"step({name}={shown(top)}) would leave no gradient; write a positive number, or None.")
+
+    def spelled(self) -> list[str]:
+        """Return what was asked for, as arguments. Host only."""
+        return [
+            f"{name}={top!r}"
+            for name, top in (("max_norm", self.max_norm), ("clip_value", self.value))
+            if top is not None
+        ]
 
     def coefficient(self, norm: Tensor | float) -> Tensor | None:
         """Return what brings gradients of a true norm down to `max_norm`: shape (), fp32, at most 1. Syncs: no."""

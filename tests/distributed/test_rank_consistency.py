@@ -1,0 +1,34 @@
+"""What ranks tell each other with a step: heard alike by all, whatever number of them there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from mezzo.distributed.rank_consistency import Heard, Signals, hear
+
+QUIET = Signals(call=("amp.step()", "SGD, group 0: lr=0.1"))
+LOADED = Signals(is_loaded=True, call=QUIET.call)
+WRITTEN = Signals(is_written=True, call=QUIET.call)
+OTHER = Signals(call=("amp.step()", "SGD, group 0: lr=0.2"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        ([QUIET] * 3, Heard(wants_audit=False, differs=False)),
+        ([QUIET, LOADED, QUIET], Heard(wants_audit=True, differs=False)),
+        ([LOADED] * 3, Heard(wants_audit=True, differs=False)),
+        ([WRITTEN, QUIET, QUIET], Heard(wants_audit=True, differs=False)),
+        ([WRITTEN] * 3, Heard(wants_audit=False, differs=False)),
+        ([OTHER, QUIET, OTHER], Heard(wants_audit=False, differs=True)),
+        ([QUIET] * 4095 + [OTHER], Heard(wants_audit=False, differs=True)),
+    ],
+)
+def test_sums_say_who_differs(ranks: list[Signals], wanted: Heard) -> None:
+    sums = [sum(column) for column in zip(*(one.numbers() for one in ranks), strict=True)]
+    assert hear(sums, len(ranks)) == wanted
+
+
+def test_a_call_is_told_in_as_many_numbers_whatever_it_says() -> None:
+    assert {len(one.numbers()) for one in (QUIET, LOADED, OTHER, Signals())} == {18}
+    assert all(set(one.numbers()) <= {0.0, 1.0} for one in (QUIET, LOADED, OTHER, Signals()))
