@@ -35,9 +35,10 @@ class Net(nn.Module):
         return found + self.spare(x) if is_spare_used else found
 
 
-def _prepared(net: nn.Module, policy: str, lr: float = 0.05) -> mezzo.Stepper:
-    master = mezzo.Policy.parse(policy).master
-    return mezzo.prepare(net, mezzo.optim.AdamW(net.parameters(), lr=lr, master=master), policy)
+def _prepared(net: nn.Module, policy: str, lr: float = 0.05, *, is_reversed: bool = False) -> mezzo.Stepper:
+    master, params = mezzo.Policy.parse(policy).master, list(net.parameters())
+    params = params[::-1] if is_reversed else params
+    return mezzo.prepare(net, mezzo.optim.AdamW(params, lr=lr, master=master), policy)
 
 
 def _train(amp: mezzo.Stepper, call: nn.Module, rank: int, steps: int, **options: bool) -> list[Tensor]:
@@ -87,7 +88,9 @@ def _other_setup(rank: int, world: int, what: str) -> str:
         net.other = net.spare
         net.forward = lambda x: net.last(net.first(x).relu()) + net.other(x)  # type: ignore[method-assign]
         del net.spare
-    amp = _prepared(net, "fp32", lr=0.1 if what == "lr" and rank == 1 else 0.05)
+    amp = _prepared(
+        net, "fp32", lr=0.1 if what == "lr" and rank == 1 else 0.05, is_reversed=what == "order" and rank == 1
+    )
     if what == "moments" and rank == 0:
         state = _steps_alone(Net(0))
         amp.load_state_dict(state)
@@ -106,6 +109,10 @@ def _steps_alone(net: Net) -> dict[str, object]:
     [
         ("name", "the model has 'spare.weight' fp32[1,6] cpu on rank 0; 'other.weight' fp32[1,6] cpu on rank 1."),
         ("lr", "the optimizer is AdamW, group 0: lr=0.05 on rank 0; AdamW, group 0: lr=0.1 on rank 1."),
+        (
+            "order",
+            "the optimizer is AdamW, group 0: parameter 0 is first.weight on rank 0; AdamW, group 0: parameter 0 is spare.bias on rank 1.",
+        ),
         ("moments", "what their optimizers know of earlier steps differs. Load the same checkpoint on all ranks"),
     ],
 )

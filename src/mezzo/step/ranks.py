@@ -69,18 +69,21 @@ def warn_alone(model: nn.Module) -> None:
 
 def setup_of(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -> RankSetup:
     """Return what this rank was prepared with. Syncs: no."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return RankSetup(
         policy=str(policy),
         model=[f"'{name}' {describe(value)}" for name, value in (*model.named_parameters(), *model.named_buffers())],
-        optimizers=[line for optimizer in optimizers for line in _lines(optimizer)],
+        optimizers=[line for optimizer in optimizers for line in _lines(optimizer, names)],
         masters=_masters(optimizers),
         moments=[tensor for optimizer in optimizers for tensor in _moments(optimizer)],
     )
 
 
-def _lines(optimizer: Optimizer) -> Iterator[str]:
+def _lines(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[str]:
     for index, group in enumerate(optimizer.param_groups):
-        yield f"{type(optimizer).__name__}, group {index}: {len(group['params'])} parameters"
+        own, params = f"{type(optimizer).__name__}, group {index}", group["params"]
+        yield f"{own}: {len(params)} parameters"
+        yield from (f"{own}: parameter {k} is {names.get(p, 'none of the model')}" for k, p in enumerate(params))
     yield from option_lines(optimizer)
 
 
