@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Mapping
 
@@ -164,12 +163,6 @@ def around(model: nn.Module) -> DistributedDataParallel | None:
     """Return the DistributedDataParallel wrapper whose forward is calling a model just now; None if none does."""
     ddp: DistributedDataParallel | None = active_ddp()
     return ddp if ddp is not None and ddp.module is model else None
-
-
-def holding(model: nn.Module) -> DistributedDataParallel | None:
-    """Return a DistributedDataParallel wrapper that holds a model, called or not; None if none does. Takes a while."""
-    wrappers = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    return next((ddp for ddp in wrappers if any(module is model for module in ddp.module.modules())), None)
 
 
 def comm_stats_around(model: nn.Module) -> CommStats | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ from ..errors import DistributedError, PolicyError
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..policy import Policy, PolicyLike, as_policy
+from .group import is_running
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import WideReduceScatter, WideReplicas
-from .wrapper import Wrapper
+from .wrapper import Wrapper, holding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,12 +97,23 @@ def _mixed_precision(param_dtypes: ParamDtypes, reduce: torch.dtype) -> MixedPre
 
 def sharded_modules(model: nn.Module) -> dict[str, FSDPModule]:
     """Return the modules that torch's `fully_shard` was applied to, by name; none if it was not."""
-    import sys
-
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return {}
     return {name: module for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)}
+
+
+def refuse_flat(model: nn.Module, *, looks_around: bool = False) -> None:
+    """Refuse, by a PolicyError, to train what torch's FullyShardedDataParallel divides among ranks; looked for around a model too, it takes a while."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not is_running() or dist.get_world_size() == 1:
+        return
+    flat = fsdp.FullyShardedDataParallel
+    if any(isinstance(module, flat) for module in model.modules()) or (looks_around and holding(model, flat)):
+        raise PolicyError(
+            "the model is divided by FullyShardedDataParallel, and each rank would check and clip the gradients of its own part alone. "
+            "Write mezzo.distributed.fully_shard(model, policy, units=...) in its place, then make the optimizer, then prepare."
+        )
 
 
 def check_sharded(model: nn.Module, policy: Policy) -> None:

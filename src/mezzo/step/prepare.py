@@ -28,6 +28,7 @@ from ..binding import (
     with_missing_kernels,
 )
 from ..binding.bind import bind
+from ..distributed import refuse_flat
 from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of
 from ..optim import adopt, parameters, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
@@ -135,6 +136,8 @@ def prepare(
     _check_word("cache", cache, get_args(CacheName))
     inner, given = innermost(model), [_inner_optimizer(one) for one in wrapped]
     _refuse_prepared(inner, given)
+    if given:
+        refuse_flat(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     resolved = with_missing_kernels(as_policy(policy).resolve(device), inner, device.type)
     check_demotion(resolved, None)

@@ -21,6 +21,7 @@ from ..distributed import (
     connect,
     holding,
     is_running,
+    refuse_flat,
     sharded_modules,
 )
 from ..formats import describe
@@ -49,10 +50,15 @@ def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
 
 
 def wrapper_around(model: nn.Module, policy: Policy, *, is_calling: bool) -> Wrapper | None:
-    """Return the DistributedDataParallel wrapper that is calling a model, or that holds it; None if none does. Writes: its communication hook."""
+    """Return the DistributedDataParallel wrapper that is calling a model, or that holds it; None if none does. Writes: its communication hook.
+
+    Raises: as `wrapper_of`.
+    """
     if not is_running():
         return None
-    ddp = around(model) if is_calling else holding(model)
+    if not is_calling:
+        refuse_flat(model, looks_around=True)
+    ddp = around(model) if is_calling else holding(model, DistributedDataParallel)
     return None if ddp is None else connect(ddp, policy)
 
 
