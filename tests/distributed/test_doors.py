@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.distributed.ranks import run
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import mezzo
 from mezzo.errors import MezzoError
@@ -86,3 +87,35 @@ def test_flat_shards_that_are_not_trained_run() -> None:
 
 def test_one_rank_has_all_of_its_flat_shard() -> None:
     assert run(1, _fsdp1, "around") == ["trained"]
+
+
+# --- torch's own fully_shard ------------------------------------------------------------------------------------------
+
+
+def _sharded(rank: int, world: int, policy: str, has_units: bool) -> str | list[float]:
+    net = _net()
+    mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for module in [*net, net] if has_units else [net]:
+        torch_fully_shard(module, mp_policy=mixed)
+    before = [p.dtype for p in net.parameters()]
+    master = mezzo.Policy.parse(policy).master
+    try:
+        amp = mezzo.prepare(net, mezzo.optim.AdamW(net.parameters(), lr=0.1, master=master), policy)
+    except MezzoError as error:
+        return f"{type(error).__name__}: {error}" if [p.dtype for p in net.parameters()] == before else "was changed"
+    return _steps(amp, net, rank)
+
+
+def test_a_group_that_would_be_stored_in_two_dtypes_is_refused() -> None:
+    wanted = (
+        "PolicyError: the sharding gathers '0.weight' in bf16 and '1.weight' in fp32 together, and torch wants one dtype for all that is "
+        "trained in a group. Write mezzo.distributed.fully_shard(model, policy, units=...), which makes a group of its own where "
+        "dtypes differ."
+    )
+    assert run(2, _sharded, "bf16-master", False) == [wanted, wanted]
+
+
+@pytest.mark.parametrize(("policy", "has_units"), [("bf16-master", True), ("bf16", False), ("fp32", True)])
+def test_groups_of_one_dtype_train(policy: str, has_units: bool) -> None:
+    first, second = run(2, _sharded, policy, has_units)
+    assert first == second and len(first) == 3

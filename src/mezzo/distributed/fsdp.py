@@ -124,7 +124,7 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
         policy: with its compute dtype decided.
 
     Raises:
-        PolicyError: the sharding's own mixed precision gathers, reduces or casts outputs in another dtype.
+        PolicyError: the sharding's own mixed precision gathers, reduces or casts outputs in another dtype, or a group has two.
     """
     modules = dict(model.named_modules())
     sharded = sharded_modules(model)
@@ -143,6 +143,7 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
                     reduced.append((fqn or "the root", given.reduce_dtype or unsharded))
         _check_output(policy, given, name)
     _check_reduction(policy, reduced)
+    _check_uniform(model, sharded)
 
 
 def reduced_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -184,6 +185,21 @@ def _check_reduction(policy: Policy, reduced: Sequence[tuple[str, torch.dtype]])
                 f"the policy declares reduce={dtype_name(policy.reduce)}, and the sharding reduces the gradients of '{place}' in {found}. "
                 f"Write MixedPrecisionPolicy(reduce_dtype={policy.reduce})"
                 f"{f', or reduce={found} in the policy' if agree else ' for each unit'}."
+            )
+
+
+def _check_uniform(model: nn.Module, sharded: dict[str, FSDPModule]) -> None:
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    for group in (group for module in sharded.values() for group in fsdp_param_groups(module)):
+        params = [param.sharded_param for param in group.fsdp_params if param.sharded_param.requires_grad]
+        by_dtype: dict[torch.dtype, str] = {}
+        for p in params:
+            by_dtype.setdefault(p.dtype, names.get(p, "a parameter"))
+        if len(by_dtype) > 1:
+            found = " and ".join(f"'{name}' in {dtype_name(dtype)}" for dtype, name in by_dtype.items())
+            raise PolicyError(
+                f"the sharding gathers {found} together, and torch wants one dtype for all that is trained in a group. Write "
+                "mezzo.distributed.fully_shard(model, policy, units=...), which makes a group of its own where dtypes differ."
             )
 
 
