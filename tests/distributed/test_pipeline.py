@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.distributed import RankConsensus
-from mezzo.errors import StepError
+from mezzo.errors import DistributedError, StepError
 
 pytestmark = pytest.mark.distributed
 
@@ -82,6 +82,57 @@ def test_two_stages_go_the_way_of_one_rank(policy: str, max_norm: float | None, 
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.allclose(found[name].float(), value.float(), rtol=0.0, atol=relative(torch.bfloat16, 4) * 1.0)
+
+
+def _alike(rank: int, world: int, seed: int, is_written: bool) -> tuple[list[float], float | str]:
+    """Train stages of one shape, by a schedule or by hand; the norms, and that of the last step's true gradients over all ranks."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(seed * rank)
+    part = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    amp = mezzo.prepare(part, torch.optim.SGD(part.parameters(), lr=0.05), "fp32")
+    amp.consensus = RankConsensus(has_parts=is_written)
+    stage = None if is_written else PipelineStage(part, rank, world, torch.device("cpu"))
+    schedule = stage and ScheduleGPipe(stage, 2, loss_fn=lambda found, wanted: amp.scaled(_loss(found, wanted)))
+    norms = []
+    for step in range(5):
+        amp.zero_grad()
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        if schedule is None:
+            amp.backward(_loss(part(x), x.flip(rank)))
+        else:
+            with amp.external_backward():
+                schedule.step(x) if rank == 0 else schedule.step(target=x.flip(1))
+        norms.append(amp.step().grad_norm)
+    square = torch.stack([p.grad.double().square().sum() for p in part.parameters()]).sum()
+    torch.distributed.all_reduce(square)
+    return norms, float(square.sqrt())
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_stages_of_one_shape_are_no_copies(seed: int, is_written: bool) -> None:
+    (first, norm), (second, _) = run(2, _alike, seed, is_written)
+    assert first == second and len(first) == 5
+    assert first[-1] == pytest.approx(norm, rel=relative(torch.float32, 72))
+
+
+def _not_said(rank: int, world: int) -> str:
+    torch.manual_seed(rank)
+    part = nn.Linear(6, 6)
+    amp = mezzo.prepare(part, torch.optim.SGD(part.parameters(), lr=0.05), "fp32")
+    amp.consensus = RankConsensus()
+    amp.backward(_loss(part(torch.ones(2, 6)), torch.ones(2, 6)))
+    with pytest.raises(DistributedError) as caught:
+        amp.step()
+    return str(caught.value)
+
+
+def test_parts_that_look_like_copies_are_told_what_to_write() -> None:
+    for sentence in run(2, _not_said):
+        assert sentence.endswith(
+            "Where ranks hold different parts of one model, write RankConsensus(group, has_parts=True)."
+        )
 
 
 def test_a_step_behind_a_schedule_says_how() -> None:

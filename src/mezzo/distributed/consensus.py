@@ -19,6 +19,9 @@ _ALWAYS = 3
 """The first steps are all compared: a wrong start shows there."""
 
 
+_PARTS = "Where ranks hold different parts of one model, write RankConsensus(group, has_parts=True)."
+
+
 class RankConsensus:
     """Makes a training step decide the same on every rank of a group.
 
@@ -31,6 +34,8 @@ class RankConsensus:
         timeout: how long to wait for the others before saying who is missing.
         every: steps from one comparison to the next; 0 compares nothing.
         wrapper: what spreads the model; left out, nothing does, or nothing yet.
+        has_parts: the ranks hold different parts of a model. Where the parts differ in shape, or are stages of
+            torch.distributed.pipelining, they are known without it.
 
     Attributes:
         group: of ranks; its `timeout` may be written.
@@ -50,11 +55,12 @@ class RankConsensus:
         timeout: timedelta = TIMEOUT,
         every: int = 100,
         wrapper: Wrapper | None = None,
+        has_parts: bool = False,
     ) -> None:
         self.group = Group(group, timeout=timeout)
         self.every = every
         self.num_steps = 0
-        self.has_parts = False
+        self.has_parts = has_parts
         self._wrapper = Wrapper() if wrapper is None else wrapper
         self._is_checked = False
         self.signals = Signals()
@@ -93,7 +99,7 @@ class RankConsensus:
         Syncs: the first time.
         """
         if not self._is_checked:
-            self.has_parts = handshake(self.group, describe_setup(), self._wrapper)
+            self.has_parts = handshake(self.group, describe_setup(), self._wrapper, has_parts=self.has_parts)
             self._is_checked = True
 
     def note_forward(self) -> None:
@@ -171,8 +177,12 @@ class RankConsensus:
         is_due = not self._wrapper.has_averaged(stepped) or self._wants_audit or is_due
         self._wants_audit = False
         if self.every and is_due:
-            audit(self.group, self.num_steps, numbers, {} if self.has_parts else params(), self._wrapper.why_apart)
+            audit(self.group, self.num_steps, numbers, {} if self.has_parts else params(), self._why_apart)
         self._wrapper.end_step()
+
+    def _why_apart(self) -> str:
+        why = self._wrapper.why_apart()
+        return f"{why} {_PARTS}" if self._is_checked and not self._wrapper.compares_models else why
 
     def any(self, is_found: bool) -> bool:
         """Return whether any rank found something; called on all of them. Raises: DistributedError. Syncs: yes."""

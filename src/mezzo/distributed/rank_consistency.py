@@ -111,6 +111,7 @@ class RankSetup:
         optimizers: a line for each optimizer.
         masters: of 16-bit parameters, what lies beside them.
         moments: tensors in the optimizers' state that are equal on all ranks, in one order.
+        is_stage: whether the model is a stage of a pipeline.
     """
 
     policy: str
@@ -118,13 +119,14 @@ class RankSetup:
     optimizers: Sequence[str]
     masters: Mapping[Tensor, Tensor]
     moments: Sequence[Tensor]
+    is_stage: bool
 
 
-def handshake(group: Group, own: RankSetup, wrapper: Wrapper) -> bool:
+def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool) -> bool:
     """Compare declarations, and write the first rank's masters over those of the others where its weights were.
 
     Returns:
-        Whether the ranks hold different models.
+        Whether the ranks hold different models: they differ, or are parts, as one of them knows (`has_parts`) or as stages are.
 
     Raises:
         DistributedError: ranks were prepared differently. Raised on all of them.
@@ -134,8 +136,10 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper) -> bool:
     masters = wrapper.copied(own.masters)
     texts = {"policy": [own.policy], "optimizer": own.optimizers, "model": own.model}
     sums = [_total(_checksums(each)) for each in (masters, own.moments if wrapper.compares_models else ())]
-    values = torch.stack([*(_digest(lines) for lines in texts.values()), torch.tensor(len(masters)), *sums])
-    policy, optimizer, model, count, master, moment = group.differing(values)
+    has_parts = (has_parts or own.is_stage) and not wrapper.compares_models
+    counts = [torch.tensor(number) for number in (len(masters), has_parts)]
+    values = torch.stack([*(_digest(lines) for lines in texts.values()), *counts, *sums])
+    policy, optimizer, model, count, some_have_parts, master, moment = group.differing(values)
     if policy:
         refuse_setup(group, "the policy is", [f"'{own.policy}'"], "Prepare with one policy on all ranks.")
     if wrapper.compares_models:
@@ -154,7 +158,7 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper) -> bool:
             _log.info(
                 "the ranks started with different masters; all have the first rank's now, as they have its weights"
             )
-    return bool(model)
+    return model or some_have_parts or has_parts
 
 
 def _digest(lines: Iterable[str]) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
@@ -82,6 +84,7 @@ def setup_of(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) 
         optimizers=[line for optimizer in optimizers for line in _lines(optimizer, names)],
         masters=_masters(optimizers),
         moments=[tensor for optimizer in optimizers for tensor in _moments(optimizer)],
+        is_stage=_is_stage(model),
     )
 
 
@@ -91,6 +94,13 @@ def _lines(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[str]:
         yield f"{own}: {len(params)} parameters"
         yield from (f"{own}: parameter {k} is {names.get(p, 'none of the model')}" for k, p in enumerate(params))
     yield from option_lines(optimizer)
+
+
+def _is_stage(model: nn.Module) -> bool:
+    """Whether a stage of torch's pipelines holds a model, or a part of it. Takes a while where there are any."""
+    home, own = "torch.distributed.pipelining.stage", set(model.modules())
+    stages = [found for found in gc.get_objects() if type(found).__module__ == home] if home in sys.modules else []
+    return any(not own.isdisjoint(stage.submod.modules()) for stage in stages if hasattr(stage, "submod"))
 
 
 def option_lines(optimizer: Optimizer) -> Iterator[str]:
