@@ -14,7 +14,7 @@ from ..errors import ConfigError, DistributedError, PolicyError, listed
 from ..formats import dtype_name
 from ..policy import Policy
 from .group import Group
-from .reducer import Accumulator, CommStats, GradientReducer, hook
+from .reducer import Accumulator, CommStats, GradientReducer
 from .wrapper import UNKNOWN, Wrapper
 
 _connected: weakref.WeakKeyDictionary[DistributedDataParallel, ReplicaWrapper] = weakref.WeakKeyDictionary()
@@ -23,17 +23,42 @@ _COMPRESSING = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch
 
 
 class ReplicaWrapper(Wrapper):
-    """Whole copies of a model on all ranks, held equal by averaging their gradients; no reducer where they have another hook."""
+    """Whole copies of a model on all ranks, held equal by averaging their gradients.
+
+    Attributes:
+        reducer: of gradients; None where the wrapper has another hook, or its traffic is torch's again.
+    """
 
     compares_models = True
 
-    def __init__(self, ddp: DistributedDataParallel, reducer: GradientReducer | None) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         self.process_group, self.device = ddp.process_group, ddp.device
-        self.reducer = reducer
+        self.reducer: GradientReducer | None = None
         self._ddp = weakref.ref(ddp)
         self._params = {n: p for n, p in _replicated(ddp).items() if p.requires_grad}
         self._was_called = self._is_spent = False
         self._unknown: set[int] = set()
+
+    def reduce_as(self, policy: Policy) -> None:
+        """Have gradients reduced as a policy says from now on, and begin anew if another one did before. Writes: hooks of parameters."""
+        sums_apart, before = policy.grads is torch.float32, self.reducer
+        if before is not None and before.dtype is policy.reduce and (before.accumulator is not None) is sums_apart:
+            return
+        self.let_go()
+        accumulator = None
+        if sums_apart:
+            accumulator = Accumulator(self._params.values(), lambda: self._has("require_backward_grad_sync"))
+        group, is_static = Group(self.process_group), lambda: self._has("static_graph")
+        self.reducer = GradientReducer(group, policy.reduce, accumulator, is_static)
+
+    def let_go(self) -> None:
+        """Leave the traffic to torch. Writes: hooks of parameters."""
+        if self.reducer is not None and self.reducer.accumulator is not None:
+            self.reducer.accumulator.end()
+        self.reducer = None
+
+    def _has(self, attribute: str) -> bool:
+        return bool(getattr(self._ddp(), attribute, False))
 
     def is_another(self, module: nn.Module) -> bool:
         """Whether a module that calls the model is another wrapper than this. Host only."""
@@ -132,19 +157,34 @@ def connect(ddp: DistributedDataParallel, policy: Policy) -> ReplicaWrapper:
 
     Writes: the wrapper's communication hook. Syncs: no.
     """
-    before = _connected.get(ddp)
-    if before is not None and before.reducer is not None:
-        before.reducer.dtype = policy.reduce
-        return before
-    if _has_own_hook(ddp, policy):
-        return ReplicaWrapper(ddp, None)
-    accumulator = None
-    if policy.grads is torch.float32:
-        accumulator = Accumulator(ddp.module.parameters(), lambda: bool(ddp.require_backward_grad_sync))
-    reducer = GradientReducer(Group(ddp.process_group), policy.reduce, accumulator, lambda: bool(ddp.static_graph))
-    ddp.register_comm_hook(reducer, hook)
-    _connected[ddp] = ReplicaWrapper(ddp, reducer)
-    return _connected[ddp]
+    wrapper = _connected.get(ddp)
+    if wrapper is None:
+        wrapper = ReplicaWrapper(ddp)
+        if _has_own_hook(ddp, policy):
+            return wrapper
+        ddp.register_comm_hook(wrapper, _hook)
+        _connected[ddp] = wrapper
+    wrapper.reduce_as(policy)
+    return wrapper
+
+
+def _hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with classes; ours are strings
+    """Reduce a bucket, as DistributedDataParallel calls its hooks: with the wrapper's reducer, or as torch does."""
+    if state.reducer is not None:
+        return state.reducer.reduce(bucket)
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    return allreduce_hook(state.process_group, bucket)
+
+
+def disconnect(model: nn.Module) -> None:
+    """Have the connected wrapper of a model, if there is one, send gradients as torch does. Writes: hooks of parameters."""
+    for wrapper in _around(model):
+        wrapper.let_go()
+
+
+def _around(model: nn.Module) -> list[ReplicaWrapper]:
+    return [wrapper for ddp, wrapper in _connected.items() if model in ddp.module.modules()]
 
 
 def _has_own_hook(ddp: DistributedDataParallel, policy: Policy) -> bool:
@@ -167,8 +207,7 @@ def around(model: nn.Module) -> DistributedDataParallel | None:
 
 def comm_stats_around(model: nn.Module) -> CommStats | None:
     """Return what the connected wrapper of a model has sent so far on this rank; None if nothing connected wraps it."""
-    connected = (w.reducer.comm_stats for ddp, w in _connected.items() if w.reducer and model in ddp.module.modules())
-    return next(connected, None)
+    return next((wrapper.reducer.comm_stats for wrapper in _around(model) if wrapper.reducer is not None), None)
 
 
 def comm_stats(ddp: nn.Module) -> CommStats:

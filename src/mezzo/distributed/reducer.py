@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import view_base
@@ -59,11 +60,19 @@ class Accumulator:
     def __init__(self, params: Iterable[Tensor], is_averaging: Callable[[], bool]) -> None:
         self._is_averaging = is_averaging
         self._sums: dict[Tensor, _Sum] = {}
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         for p in params:
             if p.requires_grad and p.dtype in LOW_DTYPES:
                 p.grad_dtype = p.dtype
                 _summed_apart[p] = True
-                p.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]  # torch's own
+                self._hooks[p] = p.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]  # torch's own
+
+    def end(self) -> None:
+        """Leave gradients alone from now on, and drop sums. Writes: the hooks of parameters."""
+        for p, handle in self._hooks.items():
+            handle.remove()
+            _summed_apart.pop(p, None)  # type: ignore[no-untyped-call]  # torch's own
+        self._sums.clear()
 
     @torch.no_grad()
     def _collect(self, param: Tensor) -> None:
@@ -221,8 +230,3 @@ class GradientReducer:
                     index = grad.storage_offset() - buffer.storage_offset()
                     wide.as_strided(grad.size(), grad.stride(), index).add_(earlier)
         return wide
-
-
-def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with classes; ours are strings
-    """Call a reducer, as DistributedDataParallel calls its hooks."""
-    return state.reduce(bucket)

@@ -28,7 +28,7 @@ from ..binding import (
     with_missing_kernels,
 )
 from ..binding.bind import bind
-from ..distributed import refuse_flat
+from ..distributed import disconnect, refuse_flat
 from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of
 from ..optim import adopt, parameters, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
@@ -159,6 +159,7 @@ def prepare(
         set_grad_dtype_(optimizers, resolved)
         follow = MastersFollow(inner, tuple(optimizers))
         undo.callback(follow.remove)
+        undo.callback(disconnect, inner)
         stepper = Stepper(model, optimizers, binding, was, follow, skip=skip)
         undo.pop_all()
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))

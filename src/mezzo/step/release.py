@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import innermost, store_, unbind
+from ..distributed import disconnect
 from ..errors import StepError
 from ..formats import LOW_DTYPES
 from ..optim import MasterWeights, keeps_masters, parameters, release
@@ -71,9 +72,9 @@ def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -
     """Make a prepared model and its optimizers plain again.
 
     Parameters with masters become fp32 and take the masters' values; others go back to the dtype they were loaded in.
-    Gradients are dropped. Moments stay.
+    Gradients are dropped, and travel as torch sends them from now on. Moments stay.
 
-    Writes: classes and storage of the model; state and hooks of the optimizers. Syncs: no.
+    Writes: classes and storage of the model; state and hooks of the optimizers and of a wrapper. Syncs: no.
     """
     owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
     values: dict[Tensor, Tensor] = {}
@@ -87,6 +88,7 @@ def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -
             values[p] = p.detach().to(dtype)
         grad_dtypes[p] = values[p].dtype if p in values else grad_dtype
     inner = innermost(model)
+    disconnect(inner)
     store_(inner, values)
     _give_grad_dtypes_back(grad_dtypes)
     for optimizer, given in zip(optimizers, was.optimizers, strict=True):

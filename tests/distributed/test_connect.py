@@ -1,0 +1,98 @@
+"""A wrapper that is connected again goes the way of a new one; one that is released goes torch's way."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tests.distributed.models import Bare, dyadic
+from tests.distributed.ranks import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mezzo
+from mezzo import Policy
+from mezzo.distributed import comm_stats, is_summed_apart
+from mezzo.distributed.ddp import connect
+from mezzo.errors import PolicyError
+
+pytestmark = pytest.mark.distributed
+
+
+def _prepare(ddp: nn.Module, policy: str) -> mezzo.Stepper:
+    return mezzo.prepare(ddp, mezzo.optim.SGD(ddp.parameters(), lr=0.125), policy)
+
+
+def _step(amp: mezzo.Stepper, ddp: nn.Module, rank: int) -> None:
+    amp.zero_grad()
+    amp.backward((ddp(dyadic(4, 6, seed=rank)).float() + 0.3).square().mean())
+    amp.step()
+
+
+def _wrapped() -> DistributedDataParallel:
+    return DistributedDataParallel(Bare(), find_unused_parameters=True)
+
+
+def _prepared_again(rank: int, world: int, policies: list[str]) -> tuple[list[Tensor], dict[torch.dtype, int]]:
+    ddp = _wrapped()
+    for policy in policies[:-1]:
+        amp = _prepare(ddp, policy)
+        _step(amp, ddp, rank)
+        amp.release()
+    ddp.module.load_state_dict(Bare().state_dict())
+    amp = _prepare(ddp, policies[-1])
+    for _ in range(4):
+        _step(amp, ddp, rank)
+    amp.report(strict=True)
+    return [p.detach().clone() for p in ddp.parameters()], dict(comm_stats(ddp).num_by_dtype)
+
+
+@pytest.mark.parametrize("before", ["fp32", "fp32, reduce=bf16", "fp32, reduce=fp8"])
+@pytest.mark.parametrize("policy", ["fp32", "fp32, reduce=bf16", "fp32, reduce=fp8"])
+def test_a_wrapper_prepared_again_goes_the_way_of_a_new_one(before: str, policy: str) -> None:
+    (wanted, sent), _ = run(2, _prepared_again, [policy])
+    for found, again in run(2, _prepared_again, [before, policy]):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert before == policy or again == sent
+
+
+def _released(rank: int, world: int, policy: str | None) -> list[Tensor]:
+    ddp = _wrapped()
+    if policy == "refused":
+        with pytest.raises(PolicyError, match="demote"):
+            _prepare(ddp, "bf16, reduce=bf16, guard.on_overflow=demote")
+    elif policy is not None:
+        amp = _prepare(ddp, policy)
+        _step(amp, ddp, rank)
+        amp.release()
+        ddp.zero_grad()
+    ddp.module.load_state_dict(Bare().state_dict())
+    ((ddp(dyadic(4, 6, seed=rank)) + 0.3).square().mean()).backward()
+    return [p.grad for p in ddp.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("policy", ["fp32, reduce=bf16", "fp32, reduce=fp8", "fp32", "refused"])
+def test_a_released_wrapper_sends_what_torch_sends(policy: str) -> None:
+    for found, wanted in zip(run(2, _released, policy), run(2, _released, None), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def _micro_batches(rank: int, world: int, grads: list[str]) -> tuple[list[Tensor], bool]:
+    model = Bare(torch.bfloat16)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    for one in grads:
+        connect(ddp, Policy.parse(f"bf16-master{one}"))
+    for part in range(40):
+        with ddp.no_sync() if part < 39 else nullcontext():
+            ddp(dyadic(2, 6, seed=part).bfloat16()).float().mean().backward()
+    return [p.grad for p in ddp.parameters() if p.grad is not None], any(map(is_summed_apart, ddp.parameters()))
+
+
+@pytest.mark.parametrize("grads", ["", ", grads=fp32"])
+def test_micro_batches_are_summed_as_the_last_policy_says(grads: str) -> None:
+    (wanted, is_apart), _ = run(2, _micro_batches, [grads])
+    other = ", grads=fp32" if grads == "" else ""
+    for found, again in run(2, _micro_batches, [other, grads]):
+        assert again is is_apart is bool(grads)
+        assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
