@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from tests.distributed.models import Language
@@ -304,3 +306,29 @@ def test_what_torch_would_sum_or_step_otherwise_is_refused(
 ) -> None:
     for found in run(2, _asks_for_what_cannot_be, policy, optimizer, waits):
         assert sentence in found
+
+
+def _still(rank: int, world: int, is_empty: bool) -> tuple[str, list[str]]:
+    """Train for more steps than weights may stay what they are, where the second rank's shard is empty, or in rows that no batch has."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mezzo").addHandler(handler)
+    net = nn.Linear(6, 1, bias=False) if is_empty else nn.Embedding(8, 1)
+    fully_shard(net, "fp32")
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01), "fp32, guard.check_every=1")
+    try:
+        for _ in range(102):
+            amp.zero_grad()
+            amp.backward((net(torch.randn(4, 6) if is_empty else torch.arange(4)) - 1).square().mean())
+            amp.step()
+    except mezzo.errors.MezzoError as error:
+        return str(error), said
+    finally:
+        logging.getLogger("mezzo").removeHandler(handler)
+    return "trained", said
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_shard_without_gradients_has_nothing_to_move(is_empty: bool) -> None:
+    assert run(2, _still, is_empty) == [("trained", [])] * 2

@@ -56,6 +56,22 @@ class TestPlantedFaults:
             for _ in range(99):
                 run(amp)
 
+    def test_2_an_optimizer_whose_gradients_are_zero_has_nothing_to_move(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = Net()
+        first, *others = model.parameters()
+        optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+        amp = mezzo.prepare(model, optimizers, "fp32, guard.check_every=1")
+        x, y = batch()
+        for _ in range(101):
+            amp.zero_grad()
+            amp.backward(mse(model(x), y) + 0 * first.sum())
+            with amp.unscaled_grads() as grads:
+                next(iter(grads.values())).zero_()
+            amp.step()
+        assert "changed none" not in caplog.text
+
     def test_2_a_learning_rate_of_zero_is_meant(self) -> None:
         model = Net()
         amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), "fp32")

@@ -102,9 +102,12 @@ class Invariants:
         skipped = [share for share in shares if share not in stepped]
         now = {**_sums(skipped), **_sums(stepped, beside_weights=True)}
         square = {} if before.raw_square is None else {"": before.raw_square}
-        is_moving = float(facts.grad_norm) != 0 and any(before.rates)  # a warm-up begins at a rate of 0
-        # A scheduler that on_applied called has moved the rates since.
-        moving = [share for share in stepped if is_moving and any(_rates([share], share.params))]
+        # A warm-up begins at a rate of 0; a scheduler that on_applied called has moved the rates since.
+        moving = [
+            share
+            for share in stepped
+            if any(before.rates) and any(_rates([share], share.params)) and share.check.norm != 0
+        ]
         lost = {p: counts for share in moving for p, counts in _lost_counts(before, share).items()}
         written = _written(shares)
         old, new, squares, kept, wanted, ruined, buffers = read_together(
