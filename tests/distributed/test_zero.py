@@ -52,6 +52,46 @@ def test_ranks_that_were_seeded_differently_stay_together() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+def _prepared(rank: int, world: int, kind: str, policy: str, options: dict[str, str]) -> str:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 1)
+    home = mezzo.optim if kind.startswith("mezzo.") else torch.optim
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), optimizer_class=getattr(home, kind.rpartition(".")[2]), lr=0.05, **options
+    )
+    before = [dict(group) for group in optimizer.param_groups]
+    try:
+        amp = mezzo.prepare(net, optimizer, policy)
+        _step_once(amp, DistributedDataParallel(net), rank)
+    except mezzo.errors.MezzoError as error:
+        return str(error)
+    amp.release()
+    is_back = all(group.items() >= one.items() for group, one in zip(optimizer.param_groups, before, strict=True))
+    return "trained" if is_back else f"{before} became {optimizer.param_groups}"
+
+
+def _step_once(amp: mezzo.Stepper, ddp: nn.Module, rank: int) -> None:
+    amp.backward((ddp(torch.full((4, 6), rank + 1.0)).float() - 1).square().mean())
+    amp.step()
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling.init_scale=256", "bf16-master, master=kahan"])
+@pytest.mark.parametrize(("kind", "meant"), [("AdamW", "AdamW"), ("Adam", "Adam"), ("SGD", "SGD"), ("NAdam", "AdamW")])
+def test_what_keeps_no_masters_is_refused_with_what_does(kind: str, meant: str, policy: str) -> None:
+    master, stored = mezzo.Policy.parse(policy).master, policy.partition("-")[0]
+    wanted = (
+        f"the policy stores weights in {stored} with master={master}, and ZeroRedundancyOptimizer divides {kind}, which keeps no "
+        f"masters. Write ZeroRedundancyOptimizer(..., optimizer_class=mezzo.optim.{meant}, master='{master}'), or keep weights in fp32 "
+        "(params=fp32)."
+    )
+    assert run(2, _prepared, kind, policy, {}) == [wanted, wanted]
+    assert run(2, _prepared, f"mezzo.{meant}", policy, {"master": master}) == ["trained", "trained"]
+
+
+def test_masters_are_those_of_the_policy_where_none_were_asked_for() -> None:
+    assert run(2, _prepared, "mezzo.AdamW", "bf16-master", {}) == ["trained", "trained"]
+
+
 def _save(rank: int, world: int) -> tuple[str, bool]:
     torch.manual_seed(0)
     net = nn.Linear(6, 1)

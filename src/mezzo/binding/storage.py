@@ -81,9 +81,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Map
                 f"Write policy='{masters}', or model.float() before prepare, to keep trainable weights in fp32."
             )
         elif policy.params in LOW_DTYPES:
+            kind = type(
+                optimizer
+            ).__name__  # of a part: `adopt` gives masters to all but what a ZeroRedundancyOptimizer divides
             raise MasterError(
-                f"the policy stores weights in {dtype_name(policy.params)} with master={policy.master}, and "
-                f"{type(optimizer).__name__} keeps no masters. {_choices(optimizer)}"
+                f"the policy stores weights in {dtype_name(policy.params)} with master={policy.master}, and ZeroRedundancyOptimizer "
+                f"divides {kind}, which keeps no masters. Write ZeroRedundancyOptimizer(..., optimizer_class=mezzo.optim."
+                f"{kind if kind in ('Adam', 'SGD') else 'AdamW'}, master='{policy.master}'), or keep weights in fp32 (params=fp32)."
             )
         if policy.state is not torch.float32 and not keeps_masters(optimizer):
             raise PolicyError(
@@ -91,15 +95,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Map
                 f"the dtype of the weights. Write mezzo.optim.AdamW(..., state_dtype={policy.state}), or state=fp32 in "
                 "the policy."
             )
-
-
-def _choices(optimizer: Optimizer) -> str:
-    name = type(optimizer).__name__
-    own = name if name in ("AdamW", "SGD") else "AdamW"
-    return (
-        f"Write mezzo.optim.{own}(..., master='split'), or mezzo.optim.MasterWeights({name}(...), mode='kahan'), "
-        "or keep trainable weights in fp32: policy params=fp32 and p.data = p.data.float() for each."
-    )
 
 
 def _check_masters(optimizer: Optimizer, policy: Policy) -> None:

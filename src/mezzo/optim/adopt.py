@@ -101,8 +101,10 @@ def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = 
         return optimizer
     inner = local_optimizer(optimizer)
     if inner is not optimizer:  # a ZeroRedundancyOptimizer sends whole weights after the step of each rank's part
-        if isinstance(inner, MasterOptimizer):
-            adopt(inner, policy)
+        if isinstance(inner, MasterOptimizer) and policy.params in LOW_DTYPES:
+            _choose_master(
+                inner, policy, *optimizer.param_groups
+            )  # whose options become those of its part in each step
         return optimizer
     if is_dense and type(optimizer) in _ADOPTED and follow_class_step(optimizer):
         _take_over(optimizer, policy)
@@ -120,27 +122,28 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """
     if isinstance(optimizer, MasterWeights):
         return optimizer.unwrap()
-    if not isinstance(optimizer, MasterOptimizer):
+    inner = local_optimizer(optimizer)
+    if not isinstance(inner, MasterOptimizer):
         return optimizer
-    for entry in optimizer.state.values():
-        for name in (*AUX_STATE.values(), *(["step"] if isinstance(optimizer, AdoptedSGD) else [])):
+    for entry in inner.state.values():
+        for name in (*AUX_STATE.values(), *(["step"] if isinstance(inner, AdoptedSGD) else [])):
             entry.pop(name, None)
         entry.update({name: held.clone() for name, held in entry.items() if name == "step"})
-    plain = _PLAIN.get(type(optimizer))
-    for options in (optimizer.defaults, *optimizer.param_groups):
+    plain = _PLAIN.get(type(inner))
+    for options in (inner.defaults, *inner.param_groups, *optimizer.param_groups):
         if plain is not None:
             for name in OWN_OPTIONS:
                 options.pop(name, None)
         elif options.pop(_FROM_POLICY, False):
             options["master"] = None
     if plain is not None:
-        optimizer.__class__ = plain  # type: ignore[assignment]  # what it was
-        follow_class_step(optimizer)
+        inner.__class__ = plain  # type: ignore[assignment]  # what it was
+        follow_class_step(inner)
     return optimizer
 
 
-def _choose_master(optimizer: MasterOptimizer, policy: Policy) -> None:
-    for options in (optimizer.defaults, *optimizer.param_groups):
+def _choose_master(optimizer: MasterOptimizer, policy: Policy, *around: dict[str, Any]) -> None:
+    for options in (optimizer.defaults, *optimizer.param_groups, *around):
         if options["master"] is None:
             options.update({"master": policy.master, _FROM_POLICY: True})
 
