@@ -9,6 +9,7 @@ import torch
 from tests.distributed.ranks import run
 from tests.tolerance import relative
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 
@@ -105,6 +106,34 @@ def test_parallel_tensors_with_shards_across_go_the_way_of_one_rank() -> None:
     (wanted,) = run(1, _whole, "fp32")
     for found in run(4, _sharded_across):
         _compare(found, wanted, "fp32")
+
+
+def _in_ddp(rank: int, world: int, is_wrapped_first: bool) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    mesh, net = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), _net()
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    _pre_dp_module_transform(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = DistributedDataParallel(net, process_group=mesh["dp"].get_group()) if is_wrapped_first else net
+    try:
+        mezzo.prepare(model, optimizer, "fp32")
+    except mezzo.errors.PolicyError as error:
+        return str(error)
+    return "prepared"
+
+
+@pytest.mark.parametrize("is_wrapped_first", [True, False])
+def test_parallel_tensors_inside_copies_are_refused_with_what_to_write(is_wrapped_first: bool) -> None:
+    """Torch's transform hides which weights are parts: each rank clipped by the norm of its own, and whole weights drifted apart."""
+    wanted = (
+        "the model is parallel by tensors, and was made ready for DistributedDataParallel, which takes their parts for whole weights: "
+        "each rank would check and clip the gradients of its own part alone. Write mezzo.distributed.fully_shard(model, policy, "
+        "mesh=mesh['dp']) around the parallel model in its place, then make the optimizer, then prepare."
+    )
+    assert run(4, _in_ddp, is_wrapped_first) == [wanted] * 4
 
 
 def _two_models(rank: int, world: int) -> Result:

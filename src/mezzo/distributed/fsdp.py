@@ -103,15 +103,24 @@ def sharded_modules(model: nn.Module) -> dict[str, FSDPModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)}
 
 
+_OWN_ALONE = "would check and clip the gradients of its own part alone."
+
+
 def refuse_flat(model: nn.Module, *, looks_around: bool = False) -> None:
-    """Refuse, by a PolicyError, to train what torch's FullyShardedDataParallel divides among ranks; looked for around a model too, it takes a while."""
+    """Refuse, by a PolicyError, to train weights that torch divides among ranks and shows as plain tensors; looked for around a model too, it takes a while."""
+    if any(hasattr(p, "_st_info") for p in model.parameters()):  # of torch.distributed.tensor.parallel.ddp
+        raise PolicyError(
+            "the model is parallel by tensors, and was made ready for DistributedDataParallel, which takes their parts for whole weights: "
+            f"each rank {_OWN_ALONE} Write mezzo.distributed.fully_shard(model, policy, "
+            "mesh=mesh['dp']) around the parallel model in its place, then make the optimizer, then prepare."
+        )
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not is_running() or dist.get_world_size() == 1:
         return
     flat = fsdp.FullyShardedDataParallel
     if any(isinstance(module, flat) for module in model.modules()) or (looks_around and holding(model, flat)):
         raise PolicyError(
-            "the model is divided by FullyShardedDataParallel, and each rank would check and clip the gradients of its own part alone. "
+            f"the model is divided by FullyShardedDataParallel, and each rank {_OWN_ALONE} "
             "Write mezzo.distributed.fully_shard(model, policy, units=...) in its place, then make the optimizer, then prepare."
         )
 
