@@ -41,7 +41,7 @@ def test_more_parameters_take_no_more_launches() -> None:
         some = params(number)
         found = grads(some)
         with Count() as count:
-            squares = _squares(found, CPU, 1, True)
+            squares = _squares(found, CPU, 1, True, 1)
         torch.testing.assert_close(squares, exact(some).expand(2))
         counts.append(count.ops)
     assert counts[0] == counts[1], counts
@@ -49,9 +49,9 @@ def test_more_parameters_take_no_more_launches() -> None:
 
 def test_a_parameter_of_two_optimizers_counts_once_in_the_sum_of_all() -> None:
     a, b = params(2), params(3)
-    squares = _squares(grads(a, [*b, a[0]]), CPU, 2, True)
+    squares = _squares(grads(a, [*b, a[0]]), CPU, 2, True, 1)
     torch.testing.assert_close(squares, torch.stack([exact(a), exact([*b, a[0]]), exact([*a, *b])]))
 
 
 def test_whole_parameters_are_nobodys_part() -> None:
-    assert _squares(grads(params(3)), CPU, 1, False).tolist() == [0.0, 0.0]
+    assert _squares(grads(params(3)), CPU, 1, False, 1).tolist() == [0.0, 0.0]

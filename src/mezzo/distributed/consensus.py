@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -159,7 +160,10 @@ class RankConsensus:
             refuse_setup(self.group, f"step {self.num_steps} is", sent.call, hint)
 
     def audit(
-        self, numbers: Mapping[str, Number], params: Callable[[], Mapping[str, Tensor]], stepped: Iterable[Tensor] = ()
+        self,
+        numbers: Mapping[str, Number],
+        params: Callable[[], Mapping[str, Tensor]],
+        stepped: Collection[Tensor] = (),
     ) -> None:
         """Compare what must be equal on all ranks, if this step is one to do so.
 
@@ -173,15 +177,16 @@ class RankConsensus:
 
         Syncs: yes, in a step that compares.
         """
-        is_due = self.num_steps <= _ALWAYS or self.num_steps % max(self.every, 1) == 0 or not self._wrapper.is_averaged
-        is_due = not self._wrapper.has_averaged(stepped) or self._wants_audit or is_due
+        is_due = self.num_steps <= _ALWAYS or self.num_steps % max(self.every, 1) == 0
+        is_due = is_due or self._wants_audit or not self._wrapper.has_averaged(stepped)
         self._wants_audit = False
         if self.every and is_due:
-            audit(self.group, self.num_steps, numbers, {} if self.has_parts else params(), self._why_apart)
+            why = partial(self._why_apart, stepped)
+            audit(self.group, self.num_steps, numbers, {} if self.has_parts else params(), why)
         self._wrapper.end_step()
 
-    def _why_apart(self) -> str:
-        why = self._wrapper.why_apart()
+    def _why_apart(self, stepped: Collection[Tensor]) -> str:
+        why = self._wrapper.why_apart(stepped)
         return f"{why} {_PARTS}" if self._is_checked and not self._wrapper.compares_models else why
 
     def any(self, is_found: bool) -> bool:

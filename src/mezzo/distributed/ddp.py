@@ -37,7 +37,6 @@ class ReplicaWrapper(Wrapper):
         self._ddp = weakref.ref(ddp)
         self._params = {n: p for n, p in _replicated(ddp).items() if p.requires_grad}
         self._was_called = self._is_spent = False
-        self._unknown: set[int] = set()
 
     def reduce_as(self, policy: Policy) -> None:
         """Have gradients reduced as a policy says from now on, and begin anew if another one did before. Writes: hooks of parameters."""
@@ -95,16 +94,14 @@ class ReplicaWrapper(Wrapper):
         """Take note that the gradients so far are spent."""
         self._is_spent, self._was_called = True, False
 
-    @property
-    def is_averaged(self) -> bool:
-        """Whether the gradients of all trainable parameters were averaged since the last step."""
-        return not self._left_out()
+    def has_averaged(self, stepped: Iterable[Tensor]) -> bool:
+        """Whether the gradients of all trainable parameters, and of those stepped, were averaged since the last step. Host only."""
+        return not self._left_out() and not self._late(stepped)
 
-    def has_averaged(self, params: Iterable[Tensor]) -> bool:
-        """Whether the gradients of some parameters were averaged since the last step; `why_apart` names those that were not. Host only."""
-        if self.reducer is not None:
-            self._unknown = set(map(id, params)) - self.reducer.averaged - set(map(id, self._params.values()))
-        return not self._unknown
+    def _late(self, stepped: Iterable[Tensor]) -> set[int]:
+        """Return the ids of parameters stepped that came after the wrapper took the model, and were not averaged."""
+        known = set(map(id, self._params.values()))
+        return set() if self.reducer is None else set(map(id, stepped)) - self.reducer.averaged - known
 
     def _left_out(self) -> dict[str, Tensor]:
         reducer = self.reducer
@@ -114,12 +111,12 @@ class ReplicaWrapper(Wrapper):
         """Return those tensors whose keys are parameters of the model, in its order. Host only."""
         return [tensors[p] for p in self._params.values() if p in tensors]
 
-    def why_apart(self) -> str:
-        """Say why weights may differ after a step, and what to do."""
-        left_out, ddp = self._left_out(), self._ddp()
+    def why_apart(self, stepped: Iterable[Tensor]) -> str:
+        """Say why weights may differ after a step of some parameters, and what to do."""
+        left_out, ddp, came_late = self._left_out(), self._ddp(), self._late(stepped)
         if self.reducer is None:
             return UNKNOWN
-        if late := [name for name, p in _replicated(ddp).items() if id(p) in self._unknown] if ddp is not None else []:
+        if late := [name for name, p in _replicated(ddp).items() if id(p) in came_late] if ddp is not None else []:
             return (
                 f"DistributedDataParallel averages nothing of {listed(late)}, which came or were unfrozen after it took the model. "
                 "Write ddp = DistributedDataParallel(amp.model) once more behind the change."

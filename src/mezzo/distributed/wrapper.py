@@ -54,21 +54,16 @@ class Wrapper:
         """Whether a module that calls the model is another wrapper than this. Host only."""
         return False
 
-    def has_averaged(self, params: Iterable[Tensor]) -> bool:
-        """Whether the gradients of some parameters were averaged since the last step, as far as can be seen. Host only."""
-        return True
-
-    @property
-    def is_averaged(self) -> bool:
-        """Whether all gradients of this step were averaged, as far as can be seen."""
+    def has_averaged(self, stepped: Iterable[Tensor]) -> bool:
+        """Whether the gradients of all parameters, and of those stepped, were averaged since the last step, as far as can be seen. Host only."""
         return True
 
     def copied(self, tensors: Mapping[Tensor, Tensor]) -> list[Tensor]:
         """Return those tensors whose keys are parameters that the first rank's were written over, in one order on all. Host only."""
         return []
 
-    def why_apart(self) -> str:
-        """Say why weights may differ after a step, and what to do."""
+    def why_apart(self, stepped: Iterable[Tensor]) -> str:
+        """Say why weights may differ after a step of some parameters, and what to do."""
         return UNKNOWN
 
 

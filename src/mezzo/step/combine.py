@@ -69,7 +69,7 @@ def _num_ranks(grads: Sequence[OptimizerGrads], consensus: RankConsensus | None)
 
 
 def _squares(
-    grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int, has_parts: bool, num_ranks: int = 1
+    grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int, has_parts: bool, num_ranks: int
 ) -> Tensor:
     """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
 
