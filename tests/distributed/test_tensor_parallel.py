@@ -136,6 +136,24 @@ def test_parallel_tensors_inside_copies_are_refused_with_what_to_write(is_wrappe
     assert run(4, _in_ddp, is_wrapped_first) == [wanted] * 4
 
 
+def _prepared_again(rank: int, world: int) -> tuple[int, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("model", "replica", "shard"))
+    net, groups = _net(rank // 2), []
+    mezzo.distributed.fully_shard(net, "fp32", mesh=mesh["replica", "shard"])
+    for _ in range(3):
+        amp = mezzo.prepare(net, mezzo.optim.SGD(net.parameters(), lr=0.1), "fp32")
+        assert amp.consensus is not None
+        groups.append(amp.consensus.group)
+        amp.release()
+    return len({group.handle for group in groups}), groups[0].ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+
+
+def test_a_model_on_a_part_of_a_mesh_makes_its_group_of_ranks_once() -> None:
+    assert run(4, _prepared_again) == [(1, True)] * 4
+
+
 def _two_models(rank: int, world: int) -> Result:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import drop_unreduced_grad_, fsdp_param_groups, fsdp_precision, holds_unreduced_grad, wrap_replicas
+from .._torch import (
+    default_group,
+    drop_unreduced_grad_,
+    fsdp_param_groups,
+    fsdp_precision,
+    holds_unreduced_grad,
+    wrap_replicas,
+)
 from ..errors import DistributedError, PolicyError
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
@@ -221,12 +229,23 @@ def _check_output(policy: Policy, given: MixedPrecisionPolicy, fqn: str) -> None
         )
 
 
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Made for parts of meshes with several dimensions, which have none, by the group of all ranks."""
+
+
 def _group_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
     """Return the ranks of the widest mesh that weights lie on; None are all. Syncs: with them, if no group is theirs yet."""
     mesh = max((p.device_mesh for p in params if is_dtensor(p)), key=lambda mesh: mesh.size())
     if mesh.size() == dist.get_world_size():
         return None
-    return mesh.get_group() if mesh.ndim == 1 else dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)  # fmt: skip
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    known, ranks = _groups.setdefault(default_group(), {}), tuple(mesh.mesh.flatten().tolist())
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known[ranks]
 
 
 class ShardWrapper(Wrapper):
