@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -50,6 +52,20 @@ def _write(amp: mezzo.Stepper, ddp: nn.Module, what: str, rank: int, before: dic
     elif what == "write":
         with torch.no_grad():
             weight.add_(0.125)
+
+
+def _late(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call a function as on an accelerator, whose answers the host reads when the next step begins."""
+    with mock.patch.object(consensus, "host_decides", lambda device: False):
+        return fn(*args)
+
+
+def _alone_late(*args: Any) -> tuple[int, str]:
+    return _late(_alone, *args)
+
+
+def _called_late(*args: Any) -> tuple[int, str, bool]:
+    return _late(_called, *args)
 
 
 def _alone(rank: int, world: int, policy: str, what: str, who: int | None) -> tuple[int, str]:
@@ -101,11 +117,14 @@ def _called(rank: int, world: int, case: str) -> tuple[int, str, bool]:
     optimizers = [torch.optim.SGD(own, lr=0.05) for own in params]
     amp = mezzo.prepare(both, optimizers, "fp32", skip="independent")
     ddp = DistributedDataParallel(amp.model)
+    _step(amp, ddp, rank, -1)  # in which the ranks meet
+    amp.consensus.num_steps = 0  # type: ignore[union-attr]
     for number in range(SEEN + 2):
         is_other = number == SEEN and rank == 1
         amp.zero_grad()
         if case == "lr" and is_other:
             optimizers[0].param_groups[0]["lr"] = 0.04
+        optimizers[0].param_groups[0]["found"] = float(rank)  # as Prodigy keeps what it found out of its own shards
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
         amp.backward((ddp(x) - x.sum(1, keepdim=True)).square().mean())
         before = [p.detach().clone() for p in both.parameters()]
@@ -136,6 +155,16 @@ def test_a_step_that_is_told_otherwise_on_one_rank_is_refused_before_it_is_taken
         "optimizers the same options, on all ranks."
     )
     assert run(2, _called, case) == [(SEEN, wanted, True)] * 2
+
+
+def test_where_the_host_reads_late_all_ranks_hear_of_it_one_step_later() -> None:
+    for step, said in run(2, _alone_late, "fp32", "write", 0):
+        assert step == SEEN + 2 and said.startswith(f"ranks disagree after step {SEEN + 2}: ")
+    for number, said, _ in run(2, _called_late, "lr"):
+        assert number == SEEN + 1 and said.startswith(
+            f"ranks cannot train together: step {SEEN + 1} is SGD, group 0: lr="
+        )
+    assert run(2, _alone_late, "fp32", "load", None) == [(0, "trained")] * 2
 
 
 def test_the_same_calls_on_all_ranks_train() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels import numbers_on, to_host
+from ..loss_scale import host_decides
 from .group import TIMEOUT, Group
 from .rank_consistency import Number, RankSetup, Signals, audit, handshake, hear, refuse_setup
 from .wrapper import Wrapper
@@ -142,7 +143,7 @@ class RankConsensus:
         both = self.group.to_device(torch.cat([(flags != 0).to(torch.float32), squares, told]))
         summed = self.group.sum_(both).to(flags.device)
         self._unread = (*to_host(summed[-len(told) :]), sent)
-        if flags.device.type == "cpu":
+        if host_decides(flags.device):
             self._read_signals()
         return (summed[: len(flags)] != 0).to(torch.float32), summed[len(flags) : -len(told)]
 

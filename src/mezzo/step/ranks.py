@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -103,11 +103,12 @@ def _is_stage(model: nn.Module) -> bool:
     return any(not own.isdisjoint(stage.submod.modules()) for stage in stages if hasattr(stage, "submod"))
 
 
-def option_lines(optimizer: Optimizer) -> Iterator[str]:
-    """Yield a line for each option of an optimizer's groups that is no tensor. Host only."""
+def option_lines(optimizer: Optimizer, among: Container[str] | None = None) -> Iterator[str]:
+    """Yield a line for each option of an optimizer's groups that is no tensor, or for some by name. Host only."""
     for index, group in enumerate(optimizer.param_groups):
         plain = {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple | None)}
-        yield from (f"{type(optimizer).__name__}, group {index}: {key}={value}" for key, value in sorted(plain.items()))
+        own = f"{type(optimizer).__name__}, group {index}"
+        yield from (f"{own}: {key}={value}" for key, value in sorted(plain.items()) if among is None or key in among)
 
 
 def _masters(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:

@@ -43,6 +43,10 @@ from .result import Skip, StepFlags
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+"""Options that schedules move, alike on all ranks; others may be what an optimizer found out of its own shards."""
+
+
 class _Steps(Protocol):
     is_stepping: bool
 
@@ -141,7 +145,7 @@ class Stepped:
 
     def lines(self) -> tuple[str, ...]:
         """Return what the optimizer's options were when `refuse_options` last looked, as the ranks compare them. Host only."""
-        self._lines = self._lines or tuple(option_lines(self.optimizer))
+        self._lines = self._lines or tuple(option_lines(self.optimizer, _SCHEDULED))
         return self._lines
 
 
