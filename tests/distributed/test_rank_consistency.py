@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.distributed.rank_consistency import Heard, Signals, hear
+from mezzo.distributed.rank_consistency import Signals, hear
 
 QUIET = Signals(call=("amp.step()", "SGD, group 0: lr=0.1"))
 LOADED = Signals(is_loaded=True, call=QUIET.call)
@@ -13,20 +13,20 @@ OTHER = Signals(call=("amp.step()", "SGD, group 0: lr=0.2"))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "wanted"),
+    ("ranks", "wants", "differs"),
     [
-        ([QUIET] * 3, Heard(wants_audit=False, differs=False)),
-        ([QUIET, LOADED, QUIET], Heard(wants_audit=True, differs=False)),
-        ([LOADED] * 3, Heard(wants_audit=True, differs=False)),
-        ([WRITTEN, QUIET, QUIET], Heard(wants_audit=True, differs=False)),
-        ([WRITTEN] * 3, Heard(wants_audit=False, differs=False)),
-        ([OTHER, QUIET, OTHER], Heard(wants_audit=False, differs=True)),
-        ([QUIET] * 4095 + [OTHER], Heard(wants_audit=False, differs=True)),
+        ([QUIET] * 3, False, False),
+        ([QUIET, LOADED, QUIET], True, False),
+        ([LOADED] * 3, True, False),
+        ([WRITTEN, QUIET, QUIET], True, False),
+        ([WRITTEN] * 3, False, False),
+        ([OTHER, QUIET, OTHER], False, True),
+        ([QUIET] * 4095 + [OTHER], False, True),
     ],
 )
-def test_sums_say_who_differs(ranks: list[Signals], wanted: Heard) -> None:
+def test_sums_say_who_differs(ranks: list[Signals], wants: bool, differs: bool) -> None:
     sums = [sum(column) for column in zip(*(one.numbers() for one in ranks), strict=True)]
-    assert hear(sums, len(ranks)) == wanted
+    assert hear(sums, len(ranks)) == (wants, differs)
 
 
 def test_a_call_is_told_in_as_many_numbers_whatever_it_says() -> None:

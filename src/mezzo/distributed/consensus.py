@@ -19,8 +19,6 @@ from .wrapper import Wrapper
 
 _ALWAYS = 3
 """The first steps are all compared: a wrong start shows there."""
-
-
 _PARTS = "Where ranks hold different parts of one model, write RankConsensus(group, has_parts=True)."
 
 
@@ -154,9 +152,9 @@ class RankConsensus:
         (vector, event, sent), self._unread = self._unread, None
         if event is not None:
             event.synchronize()
-        heard = hear(vector.tolist(), self.group.size)
-        self._wants_audit |= heard.wants_audit
-        if heard.differs:
+        wants_audit, differs = hear(vector.tolist(), self.group.size)
+        self._wants_audit |= wants_audit
+        if differs:
             hint = "Call amp.step with the same arguments, and give the optimizers the same options, on all ranks."
             refuse_setup(self.group, f"step {self.num_steps} is", sent.call, hint)
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -194,18 +194,11 @@ class Signals:
         return (float(self.is_loaded), float(self.is_written), *(float(digest >> bit & 1) for bit in range(_BITS)))
 
 
-class Heard(NamedTuple):
-    """What all ranks hear of it: whether weights must be compared, and whether the ranks are told different steps."""
-
-    wants_audit: bool
-    differs: bool
-
-
-def hear(sums: Sequence[float], num_ranks: int) -> Heard:
-    """Return what sums of `Signals.numbers` over the ranks say.
+def hear(sums: Sequence[float], num_ranks: int) -> tuple[bool, bool]:
+    """Return what sums of `Signals.numbers` over the ranks say: whether weights must be compared, and whether the ranks are told different steps.
 
     What is loaded anywhere is compared; what all have written, as those do who clamp weights behind each step, is not. Host only.
     """
     loaded, *shared = sums
     is_written, *bits = [0 < number < num_ranks for number in shared]
-    return Heard(loaded > 0 or is_written, any(bits))
+    return loaded > 0 or is_written, any(bits)

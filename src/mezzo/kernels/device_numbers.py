@@ -69,7 +69,7 @@ def to_host(vector: Tensor) -> tuple[Tensor, torch.Event | None]:
     """Return a tensor on the host, and what must be waited for before it is read; None: nothing. Syncs: no."""
     if vector.device.type == "cpu":
         return vector, None
-    pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    pinned = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
     pinned.copy_(vector, non_blocking=True)
     event = torch.Event(vector.device)
     event.record(torch.accelerator.current_stream(vector.device))  # left out, it is one of the current device
@@ -122,7 +122,9 @@ def kept_on_device(make: Callable[[T, torch.device], Tensor]) -> Callable[[T, to
 @kept_on_device
 def numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Return numbers in fp32 on a device, kept there from step to step. Syncs: no."""
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
+    return move(
+        torch.tensor(numbers, dtype=torch.float32, device="cpu"), device
+    )  # made there, it would wait for the stream
 
 
 def num_asked() -> int:

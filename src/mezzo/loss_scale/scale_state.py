@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_capturing
+from ..kernels import to_host
 from .state import LossScale
 
 
@@ -106,7 +107,7 @@ class AsyncFlag:
     def __init__(self, interval: int = 25) -> None:
         self._interval = interval
         self._count = 0
-        self._arriving: tuple[Tensor, torch.Event] | None = None
+        self._arriving: tuple[Tensor, torch.Event | None] | None = None
 
     def ask(self, flag: Tensor) -> bool:
         """Send a 0-d bool tensor on its way and return whether one that has arrived was set.
@@ -119,12 +120,8 @@ class AsyncFlag:
             self._count += 1
             return self._count % self._interval == 0 and bool(flag)
         is_set = False
-        if self._arriving is not None and self._arriving[1].query():
+        if self._arriving is not None and (self._arriving[1] is None or self._arriving[1].query()):
             is_set, self._arriving = bool(self._arriving[0]), None
         if self._arriving is None:
-            landing = torch.empty((), dtype=torch.bool, pin_memory=True)
-            landing.copy_(flag, non_blocking=True)
-            event = torch.Event(device=flag.device)
-            event.record(torch.accelerator.current_stream(flag.device))  # left out, it is one of the current device
-            self._arriving = landing, event
+            self._arriving = to_host(flag)
         return is_set
