@@ -106,6 +106,32 @@ def test_what_all_ranks_load_or_write_is_no_news(what: str) -> None:
     assert run(2, _alone, "bf16-master", what, None) == [(0, "trained")] * 2
 
 
+def _sharded(rank: int, world: int, who: int | None) -> tuple[int, str]:
+    net = _net()
+    mezzo.distributed.fully_shard(net, "fp32")
+    amp = mezzo.prepare(net, mezzo.optim.AdamW(net.parameters(), lr=0.05), "fp32")
+    _step(amp, net, rank, 0)
+    before = _copied(amp.state_dict())
+    for number in range(1, SEEN):
+        _step(amp, net, rank, number)
+    if who in (None, rank):
+        amp.load_state_dict(before)
+    try:
+        _step(amp, net, rank, SEEN)
+    except MezzoError as error:
+        return SEEN + 1, str(error)
+    return 0, "trained"
+
+
+def test_shards_that_one_rank_loads_are_told_too() -> None:
+    wanted = (
+        f"ranks disagree after step {SEEN + 1}: the number of loads is 1 on rank 0; 0 on rank 1. Load the same checkpoint, and call "
+        "step() the same number of times, on all."
+    )
+    assert run(2, _sharded, 0) == [(SEEN + 1, wanted)] * 2
+    assert run(2, _sharded, None) == [(0, "trained")] * 2
+
+
 # --- a step that is not the same on all -------------------------------------------------------------------------------
 
 

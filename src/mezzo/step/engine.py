@@ -350,6 +350,8 @@ class Engine:
             "the number of clean steps since the loss scale moved": self.loss_scale.growth_tracker,
             "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
         }
+        if self.gradients.has_dtensors:  # shards, which nobody else has
+            numbers["the number of loads"] = self.news.num_loads
         stepped = [p for one in grads for p in one.params]
         consensus.audit(numbers, lambda: whole_tensors(self.names, self.optimizers), stepped)
         self.news.close(self.names)

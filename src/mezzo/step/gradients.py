@@ -106,7 +106,7 @@ class Gradients:
         self._nums_found.clear()
         self._had = {p: self._had.get(p, self._names[p]) for p in self.parameters()}
         self._others = [p for p in self._names if p not in self._had]
-        self._has_dtensors = any_dtensor(self._had)
+        self.has_dtensors = any_dtensor(self._had)
 
     def backward(
         self,
@@ -299,7 +299,7 @@ class Gradients:
         return found
 
     def _add_up_parts(self) -> None:
-        if self._has_dtensors and add_up_parts_(self.parameters()):
+        if self.has_dtensors and add_up_parts_(self.parameters()):
             self._versions.note(self.parameters())
 
     def close(self, stepped: Sequence[Optimizer] = ()) -> None:

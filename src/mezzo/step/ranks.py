@@ -124,25 +124,29 @@ def whole_tensors(names: Mapping[Tensor, str], optimizers: Sequence[Optimizer]) 
 
 
 class News:
-    """What came into a run from outside since its last step, of which the other ranks must hear."""
+    """What came into a run from outside since its last step, of which the other ranks must hear.
+
+    Attributes:
+        num_loads: how many steps something was loaded before.
+    """
 
     def __init__(self) -> None:
-        self._is_loaded = False
+        self.num_loads = self._known_loads = 0
         self._params: Mapping[Tensor, str] = {}
         self._versions: list[int | None] = []
 
     def note_load(self, *_: object) -> None:
         """Take note that something was loaded, into weights, optimizers or the run. Host only."""
-        self._is_loaded = True
+        self.num_loads = self._known_loads + 1
 
     def close(self, params: Mapping[Tensor, str]) -> None:
         """Take parameters as a step left them for known. Host only."""
-        self._is_loaded, self._params, self._versions = False, params, versions_of(params)
+        self._known_loads, self._params, self._versions = self.num_loads, params, versions_of(params)
 
     def signals(self, call: tuple[str, ...]) -> Signals:
         """Return what the others are told with a step of these lines. Host only."""
-        is_written = versions_of(self._params) != self._versions
-        return Signals(is_loaded=self._is_loaded, is_written=is_written, call=call)
+        is_loaded, is_written = self.num_loads != self._known_loads, versions_of(self._params) != self._versions
+        return Signals(is_loaded=is_loaded, is_written=is_written, call=call)
 
 
 def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
