@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 
 import pytest
@@ -76,6 +77,34 @@ def _released(rank: int, world: int, policy: str | None) -> list[Tensor]:
 def test_a_released_wrapper_sends_what_torch_sends(policy: str) -> None:
     for found, wanted in zip(run(2, _released, policy), run(2, _released, None), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def _stored_anew(rank: int, world: int, policy: str) -> tuple[list[str], list[Tensor]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mezzo").addHandler(handler)
+    model = Bare()
+    master = Policy.parse(policy).master
+    amp = mezzo.prepare(model, mezzo.optim.SGD(model.parameters(), lr=0.125, master=master), policy)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    _step(amp, ddp, rank)
+    amp.release()
+    logging.getLogger("mezzo").removeHandler(handler)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True) if said else ddp
+    ((ddp(dyadic(4, 6, seed=rank)) + 0.3).square().mean()).backward()
+    return said, [p.grad for p in ddp.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+def test_a_release_says_that_weights_of_another_dtype_must_be_wrapped_again(policy: str) -> None:
+    (said, first), (_, second) = run(2, _stored_anew, policy)
+    wanted = (
+        "6 weights are stored in fp32 again, and DistributedDataParallel, which took hold of them as they were, averages their gradients "
+        "no more. Write ddp = DistributedDataParallel(model) once more"
+    )
+    assert said == ([] if policy == "fp32" else [wanted])
+    assert first and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def _micro_batches(rank: int, world: int, grads: list[str]) -> tuple[list[Tensor], bool]:

@@ -174,10 +174,12 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares anno
     return allreduce_hook(state.process_group, bucket)
 
 
-def disconnect(model: nn.Module) -> None:
-    """Have the connected wrapper of a model, if there is one, send gradients as torch does. Writes: hooks of parameters."""
-    for wrapper in _around(model):
+def disconnect(model: nn.Module) -> bool:
+    """Have the connected wrapper of a model send gradients as torch does, and return whether there is one. Writes: hooks of parameters."""
+    wrappers = _around(model)
+    for wrapper in wrappers:
         wrapper.let_go()
+    return bool(wrappers)
 
 
 def _around(model: nn.Module) -> list[ReplicaWrapper]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from torch.optim import Optimizer
 from ..binding import innermost, store_, unbind
 from ..distributed import disconnect
 from ..errors import StepError
-from ..formats import LOW_DTYPES
+from ..formats import LOW_DTYPES, dtype_name
 from ..optim import MasterWeights, keeps_masters, parameters, release
 from .update import allow_direct_steps
+
+_log = logging.getLogger("mezzo.step")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +91,12 @@ def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -
             values[p] = p.detach().to(dtype)
         grad_dtypes[p] = values[p].dtype if p in values else grad_dtype
     inner = innermost(model)
-    disconnect(inner)
+    if disconnect(inner) and values:
+        _log.warning(
+            "%d weights are stored in %s again, and DistributedDataParallel, which took hold of them as they were, averages their "
+            "gradients no more. Write ddp = DistributedDataParallel(model) once more",
+            len(values), " and ".join(sorted({dtype_name(value.dtype) for value in values.values()})),
+        )  # fmt: skip
     store_(inner, values)
     _give_grad_dtypes_back(grad_dtypes)
     for optimizer, given in zip(optimizers, was.optimizers, strict=True):
