@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels import numbers_on, to_host
 from ..loss_scale import host_decides
@@ -40,6 +40,7 @@ class RankConsensus:
     Attributes:
         group: of ranks; its `timeout` may be written.
         every: as given.
+        wrapper: as given, or as found.
         num_steps: taken so far.
         has_parts: whether the ranks hold different parts of a model, as the stages of a pipeline do, and not copies.
         signals: what this rank tells the others with what it finds next.
@@ -61,7 +62,7 @@ class RankConsensus:
         self.every = every
         self.num_steps = 0
         self.has_parts = has_parts
-        self._wrapper = Wrapper() if wrapper is None else wrapper
+        self.wrapper = Wrapper() if wrapper is None else wrapper
         self._is_checked = False
         self.signals = Signals()
         self._unread: tuple[Tensor, torch.Event | None, Signals] | None = None
@@ -70,14 +71,10 @@ class RankConsensus:
     def attach(self, wrapper: Wrapper) -> RankConsensus:
         """Take over the ranks of a wrapper that was found; the limit that was set stays. Returns: this."""
         self.group = Group(wrapper.process_group, timeout=self.group.timeout, home=wrapper.device)
-        self._wrapper = wrapper
+        self.wrapper = wrapper
         wrapper.use(self.group)
         self._is_checked = False
         return self
-
-    def leaves(self, module: nn.Module) -> bool:
-        """Whether a module that calls the model now is another wrapper than the one that was found. Host only."""
-        return self._wrapper.is_another(module)
 
     def mean(self, loss: Tensor | float) -> Tensor:
         """Return the mean of a loss over the ranks that hold copies, in its dtype; called on all. Raises: DistributedError. Syncs: yes."""
@@ -99,24 +96,8 @@ class RankConsensus:
         Syncs: the first time.
         """
         if not self._is_checked:
-            self.has_parts = handshake(self.group, describe_setup(), self._wrapper, has_parts=self.has_parts)
+            self.has_parts = handshake(self.group, describe_setup(), self.wrapper, has_parts=self.has_parts)
             self._is_checked = True
-
-    def note_forward(self) -> None:
-        """Take note that the model runs forward, inside its wrapper or past it. Syncs: no."""
-        self._wrapper.note_forward()
-
-    def check_backward(self) -> None:
-        """Raise what speaks against a backward pass now, such as a PolicyError about how its sums would be kept."""
-        self._wrapper.check_backward()
-
-    def check_step(self) -> None:
-        """Raise what speaks against a step now, such as a DistributedError about gradients that were not averaged."""
-        self._wrapper.check_step()
-
-    def drop(self) -> None:
-        """Drop gradients that wait to be averaged. Syncs: no."""
-        self._wrapper.drop()
 
     def combine(self, flags: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         """Agree on what was found and add up what each rank holds a part of.
@@ -133,7 +114,7 @@ class RankConsensus:
 
         Syncs: on the CPU, with the slowest rank; else no.
         """
-        self.check_step()
+        self.wrapper.check_step()
         self._read_signals()
         self.num_steps += 1
         sent, self.signals = self.signals, Signals()
@@ -177,20 +158,16 @@ class RankConsensus:
         Syncs: yes, in a step that compares.
         """
         is_due = self.num_steps <= _ALWAYS or self.num_steps % max(self.every, 1) == 0
-        is_due = is_due or self._wants_audit or not self._wrapper.has_averaged(stepped)
+        is_due = is_due or self._wants_audit or not self.wrapper.has_averaged(stepped)
         self._wants_audit = False
         if self.every and is_due:
             why = partial(self._why_apart, stepped)
             audit(self.group, self.num_steps, numbers, {} if self.has_parts else params(), why)
-        self._wrapper.end_step()
+        self.wrapper.end_step()
 
     def _why_apart(self, stepped: Collection[Tensor]) -> str:
-        why = self._wrapper.why_apart(stepped)
-        return f"{why} {_PARTS}" if self._is_checked and not self._wrapper.compares_models else why
-
-    def any(self, is_found: bool) -> bool:
-        """Return whether any rank found something; called on all of them. Raises: DistributedError. Syncs: yes."""
-        return self.group.any(is_found)
+        why = self.wrapper.why_apart(stepped)
+        return f"{why} {_PARTS}" if self._is_checked and not self.wrapper.compares_models else why
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a block in which the error of a lost rank becomes a DistributedError that names it."""

@@ -189,7 +189,7 @@ class Engine:
         was_pending = self.gradients.is_pending
         self.gradients.zero(set_to_none)
         if self.consensus is not None:
-            self.consensus.drop()
+            self.consensus.wrapper.drop()
         if not self.replay.is_idle:
             self.replay.drop(by_closure=self.is_stepping)
         if not self.buffers.slots:
@@ -211,7 +211,7 @@ class Engine:
         self.refuse_capture("amp.backward(loss)")
         self.find_ranks()
         if self.consensus is not None:
-            self.consensus.check_backward()
+            self.consensus.wrapper.check_backward()
         may_flush = self.guard.floor > 0 and inputs is None and not self.gradients.is_pending and self.replay.is_idle
         wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
         try:
@@ -235,7 +235,7 @@ class Engine:
         self.refuse_options(optimizer, has_closure=False)
         if self.consensus is not None:
             self.find_ranks()
-            self.consensus.check_step()
+            self.consensus.wrapper.check_step()
         grads = self.gradients.collect(optimizer)
         self.announce(optimizer, clip)
         flags, result = self.check_grads(grads, clip.max_norm)

@@ -39,10 +39,10 @@ class ForwardHook:
             engine.refuse_capture("a forward of the prepared model")
         if module is self._model:
             ddp = active_ddp() if is_running() else None
-            if ddp is not None and (engine.consensus is None or engine.consensus.leaves(ddp)):
+            if ddp is not None and (engine.consensus is None or engine.consensus.wrapper.is_another(ddp)):
                 engine.join(wrapper_around(engine.model, engine.policy, is_calling=True))
             if engine.consensus is not None:
-                engine.consensus.note_forward()
+                engine.consensus.wrapper.note_forward()
             if self.is_changed():
                 self._refuse_swapped()
                 engine.follow_changes()

@@ -98,7 +98,7 @@ class Recovery:
                 self._explain_early(state.skip, consensus)
         # All ranks have read the same flags, but what else is not finite, or was flushed, each sees in its own part.
         is_watched = state.is_troubled or state.small_in_a_row > 0
-        if consensus is not None and is_watched and consensus.any(stop is not None) and stop is None:
+        if consensus is not None and is_watched and consensus.group.any(stop is not None) and stop is None:
             happened = "was skipped" if state.is_troubled else "had gradients close to zero"
             return NonFiniteStep(
                 f"step {state.counters.seen} {happened}, and another rank stops the run: its message says why",
