@@ -112,7 +112,7 @@ class ReplicaWrapper(Wrapper):
         return [tensors[p] for p in self._params.values() if p in tensors]
 
     def why_apart(self, stepped: Iterable[Tensor]) -> str:
-        """Say why weights may differ after a step of some parameters, and what to do."""
+        """Say why weights may differ after a step of some parameters, and what to do. Host only."""
         left_out, ddp, came_late = self._left_out(), self._ddp(), self._late(stepped)
         if self.reducer is None:
             return UNKNOWN

@@ -63,7 +63,7 @@ class Wrapper:
         return []
 
     def why_apart(self, stepped: Iterable[Tensor]) -> str:
-        """Say why weights may differ after a step of some parameters, and what to do."""
+        """Say why weights may differ after a step of some parameters, and what to do. Host only."""
         return UNKNOWN
 
 
