@@ -159,7 +159,7 @@ def _called(rank: int, world: int, case: str) -> tuple[int, str, bool]:
                 for one in reversed(optimizers) if is_other else optimizers:
                     amp.step(optimizer=one)
             else:
-                amp.step(max_norm=2.0 if case == "max_norm" and is_other else 1.0)
+                amp.step(max_norm=2.0 if case == "max_norm" and is_other else [1.0, 1][rank])
         except MezzoError as error:
             same = all(torch.equal(one, other) for one, other in zip(before, both.parameters(), strict=True))
             return number, str(error), same

@@ -184,11 +184,8 @@ class Clip:
 
     def spelled(self) -> list[str]:
         """Return what was asked for, as arguments. Host only."""
-        return [
-            f"{name}={top!r}"
-            for name, top in (("max_norm", self.max_norm), ("clip_value", self.value))
-            if top is not None
-        ]
+        given = (("max_norm", self.max_norm), ("clip_value", self.value))
+        return [f"{name}={float(top)}" for name, top in given if top is not None]
 
     def coefficient(self, norm: Tensor | float) -> Tensor | None:
         """Return what brings gradients of a true norm down to `max_norm`: shape (), fp32, at most 1. Syncs: no."""
