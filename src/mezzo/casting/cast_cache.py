@@ -51,6 +51,7 @@ _RECENT_ACTIVATIONS = 2
 class _Cast:
     source: Stamp
     copy: Tensor
+    thread: int | None = None  # the only one that used it; None for several. Streams keep order on an accelerator: 0
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -104,8 +105,8 @@ class WeightCastCache:
     """16-bit copies of weights that outlive a region (`cache="persistent"`).
 
     A cast is allocated once and refreshed in place after its weight changed: writing into memory that exists is
-    several times faster than into fresh pages. It is keyed on where the weight lies and on its version, so tied
-    weights and views share it, and it goes when its weight goes.
+    several times faster than into fresh pages. One that several threads used is replaced instead, since they may be reading it.
+    It is keyed on where the weight lies and on its version, so tied weights and views share it, and it goes when its weight goes.
 
     A write through `.data` leaves no trace in the version, so once a region a row of a CPU weight is compared with its
     cast, another row each time: an edit of the whole weight is noticed at once, one of a single row when its turn
@@ -135,32 +136,43 @@ class WeightCastCache:
         assert owner is not None
         stream = stream_number(weight.device)
         key = (id(owner), weight.storage_offset(), tuple(weight.shape), weight.stride(), stream, dtype)
+        thread = threading.get_ident() if weight.is_cpu else 0
         found = self._casts.get(key)
         if found is None or not found.source.is_of(owner) or found.source.storage != storage_id(weight):
             gone = weakref.ref(owner, lambda _: self._casts.pop(key, None))
-            copy = _copy(weight, dtype)
-            found = self._casts[key] = _Cast(Stamp(gone, version(weight), storage_id(weight)), copy)
+            seen = Stamp(gone, version(weight), storage_id(weight))  # before the cast, during which it may be written
+            found = self._casts[key] = _Cast(seen, _copy(weight, dtype), thread)
             self._drop_old_slices(owner, dtype)
+        if found.thread not in (thread, None):
+            with self._refreshing:  # until whoever writes it is done
+                found.thread = None
         seen = found.source
         if seen.version != version(weight) or (is_first and self._is_stale(weight, found.copy)):
-            self._refresh(found, seen, weight)
+            with self._refreshing:
+                found = self._refreshed(self._casts.get(key, found), seen, weight, thread)
+                self._casts[key] = found
         return found.copy
 
-    def _refresh(self, found: _Cast, seen: Stamp, weight: Tensor) -> None:
-        """Write a cast anew, unless another thread did since it was seen to be old: its graph may hold the cast already."""
-        with self._refreshing, torch.inference_mode(False), torch.no_grad():
-            now = version(weight)
-            if found.source is seen or found.source.version != now:
+    def _refreshed(self, found: _Cast, seen: Stamp, weight: Tensor, thread: int) -> _Cast:
+        """Return a cast written anew, or that of another thread which did since it was seen to be old: its graph may hold it already."""
+        now = version(weight)
+        if found.source is not seen and found.source.version == now:
+            found.thread = thread if found.thread == thread else None
+        elif found.thread == thread:
+            with torch.inference_mode(False), torch.no_grad():
                 found.copy.copy_(weight)
-                found.source = seen._replace(version=now)
+            found.source = seen._replace(version=now)
+        else:
+            return _Cast(seen._replace(version=now), _copy(weight, found.copy.dtype), thread)
+        return found
 
     def _is_stale(self, weight: Tensor, copy: Tensor) -> bool:
         if weight.device.type != "cpu" or weight.numel() == 0:
             return False
-        self._turn += 1
+        self._turn = turn = self._turn + 1  # other threads move it on meanwhile
         row, kept = weight.detach(), copy
         if weight.dim() > 1:
-            row, kept = (t[self._turn % len(weight)] for t in (row, kept))
+            row, kept = row[turn % len(weight)], kept[turn % len(weight)]
         return not torch.equal(row.to(kept.dtype), kept)
 
     def _drop_old_slices(self, owner: Tensor, dtype: torch.dtype) -> None:
@@ -278,13 +290,9 @@ class RegionCache:
         entry = entries.get(key)
         if entry is not None and entry.source.is_current(tensor):
             return _connected(tensor, entry.copy)
-        if torch.is_inference_mode_enabled():
-            cast = _copy(tensor, dtype)
-            kept = cast
-        else:
-            cast = tensor.to(dtype)
-            kept = cast.detach()
-        entries[key] = _Cast(Stamp.of(tensor, with_storage=True), kept)
+        source = Stamp.of(tensor, with_storage=True)
+        cast = _copy(tensor, dtype) if torch.is_inference_mode_enabled() else tensor.to(dtype)
+        entries[key] = _Cast(source, cast if torch.is_inference_mode_enabled() else cast.detach())
         if not weight:
             self._activations.move_to_end(key)
             while len(self._activations) > _RECENT_ACTIVATIONS:
