@@ -40,6 +40,32 @@ def test_export(policy: str, strict: bool) -> None:
     assert isinstance(model.body, nn.Linear)
 
 
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.layers = nn.MultiheadAttention(64, 4, batch_first=True), nn.LSTM(64, 64, batch_first=True)
+        self.norm = nn.GroupNorm(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.attention(x, x, x, need_weights=False)[0]
+        return self.norm(self.layers(hidden)[0].transpose(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+@pytest.mark.parametrize("policy", ["bf16", "bf16, modules=none"])
+def test_a_program_has_the_bits_of_eager_where_that_runs_torchs_kernels(policy: str) -> None:
+    """Large attention, LSTMs and group norms run mezzo's kernels in eager, unless a policy leaves modules to torch."""
+    model, x = Attending().eval(), torch.randn(8, 64, 64)
+    mezzo.prepare(model, None, policy)
+    with torch.no_grad():
+        want, got = model(x), torch.export.export(model, (x,)).module()(x)
+    if policy == "bf16":
+        limit = 8 * torch.finfo(torch.bfloat16).eps * float(want.abs().max())
+        torch.testing.assert_close(got, want, rtol=0, atol=limit)
+    else:
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("policy", ["bf16", "bf16-master", "bf16, output=none", "fp16, scaling.init_scale=16"])
 def test_a_reentrant_checkpoint_of_a_part_recomputes_in_the_policy(policy: str, sequential: bool) -> None:

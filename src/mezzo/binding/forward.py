@@ -25,6 +25,7 @@ from .._torch import (
     is_unwatched,
     replaces_tensors,
     saved_tensors_hooks,
+    tracing_state,
 )
 from ..casting import (
     ProductWatch,
@@ -36,7 +37,7 @@ from ..casting import (
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
-from .module_rules import Precision, cast_floating, has_module_rules, run_ruled
+from .module_rules import Precision, cast_floating, has_module_rules, run_ruled, when_traced
 from .module_weights import Place, first_place, largest_matrix
 from .refusals import REFUSALS, leaves_dtypes
 
@@ -68,6 +69,7 @@ class Binding:
 
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
+        self._traced_rules = when_traced(self._op_rules, self.device_type or "cpu")
         self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
         self.has_own_ops, self.keeps_casts = self._has_own_ops(), self._keeps_casts()
@@ -102,14 +104,14 @@ class Binding:
     def region(self, precision: Precision, traced: bool) -> autocast:
         """Return the region in which a precision holds; None stands for the policy's own compute dtype.
 
-        Where it is traced functorch is at work, under which torch's dispatcher does not cast; the function mode does, without a cache,
-        since what it would keep are the tracers of one call.
+        Where it is traced functorch or torch.jit.trace is at work, past whom torch's dispatcher does not cast; the function mode does,
+        without a cache, since what it would keep are the tracers of one call.
         """
         if precision in FP32_RULES or not self._is_low:
             return autocast(self.device_type, enabled=False)
         dtype = precision if isinstance(precision, torch.dtype) else self.policy.compute
         if traced:
-            return autocast(self.device_type, dtype, cache_enabled=False, policy=self._op_rules, cache="persistent")
+            return autocast(self.device_type, dtype, cache_enabled=False, policy=self._traced_rules, cache="persistent")
         return self._kept_region(dtype, "region" if self.keeps_casts else self.cache)
 
     def _kept_region(self, dtype: torch.dtype | None, cache: CacheName) -> autocast:
@@ -229,7 +231,7 @@ def _set_thread_state(binding: Binding | None, traced: bool) -> None:
 
 @dynamo_skip_frame
 def _is_traced() -> bool:
-    return not is_compiling() and functorch_level() is not None
+    return not is_compiling() and (functorch_level() is not None or tracing_state() is not None)
 
 
 @dynamo_skip_frame

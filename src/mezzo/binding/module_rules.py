@@ -34,7 +34,7 @@ from ..kernels import (
     takes_rms_norm,
     wide_layer_norm,
 )
-from ..policy import FP32_RULES, ModuleRule, Policy, Rule
+from ..policy import FP32_RULES, ModuleRule, OpRules, Policy, Rule, op_table
 from .hand_written import HandWrittenRMSNorm
 
 _log = logging.getLogger("mezzo.binding")
@@ -145,6 +145,23 @@ def run_ruled(
         wide = torch.float32 if low is None else _own_dtype(module)
         out = forward(module, *cast_floating(args, wide), **cast_floating(kwargs, wide))
     return out if low is None else cast_floating(out, low)
+
+
+_NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
+
+
+@functools.cache
+def when_traced(policy: Policy, device_type: str) -> Policy:
+    """Return a policy whose op rules cast where somebody takes ops apart: functorch, torch.jit.trace, the decompositions of torch.export.
+
+    They take torch's composites as a whole, past its casts of the products inside, and norms apart, whose kernels alone take a 16-bit
+    input beside fp32 weights. What the policy itself says of an op goes first.
+    """
+    rules = policy.op_rules
+    products = {name: row.rule for name, row in op_table("mezzo", device_type).items() if row.rule is Rule.LOW}
+    wanted = products | dict.fromkeys(_NORMS, Rule.FP32_LOW_OUT)
+    added = {name: rule for name, rule in wanted.items() if name not in op_table(rules.table, device_type)}
+    return policy.replace(ops=OpRules(table=rules.table, edits=tuple((added | dict(rules.edits)).items())))
 
 
 @functools.cache

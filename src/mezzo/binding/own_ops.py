@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 
 from .._torch import is_unwatched, num_function_modes, own_parameters, tracing_state
 from ..casting import AttentionMode, RecurrentMode, cast_key, casts_to_bf16, kept_casts
@@ -54,6 +54,8 @@ def in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> 
         return run
     if isinstance(module, FUSED):
         return run_unfused
+    if isinstance(module, nn.LSTM | nn.GRU) and own is None:
+        return run_recurrent
     if binding.has_own_ops and own is None and (run := _own_op(module)) is not None:
         return run
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
@@ -62,8 +64,6 @@ def in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> 
 
 
 def _own_op(module: nn.Module) -> Callable[..., Any] | None:
-    if isinstance(module, nn.LSTM | nn.GRU):
-        return run_recurrent
     if native_support("cpu", torch.bfloat16).reason == "avx512_bf16":  # elsewhere torch's are faster
         if _runs_as(module, nn.Conv2d) and class_of(module)._conv_forward is nn.Conv2d._conv_forward:
             return run_convolution
@@ -107,11 +107,13 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of an LSTM or a GRU, by mezzo's kernel where that is faster and nobody looks on."""
-    forward = type(module)._mezzo_class.forward
-    if is_compiling() or not _may_take(module, *args):
+    """Call the forward of recurrent layers: by mezzo's kernel where that is faster and nobody looks on; an LSTM that is exported with its casts, past which torch decomposes it."""
+    forward, binding = type(module)._mezzo_class.forward, _bound(module).binding
+    is_own = binding.has_own_ops and not is_compiling() and _may_take(module, *args)
+    low = binding.low_dtype() if is_exporting() and isinstance(module, nn.LSTM) else None
+    if low is None and not is_own:
         return forward(module, *args, **kwargs)
-    with RecurrentMode():
+    with RecurrentMode() if low is None else binding.region(low, traced=True):
         return forward(module, *args, **kwargs)
 
 
