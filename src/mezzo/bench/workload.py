@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
@@ -211,10 +211,10 @@ class Workload(abc.ABC):
         """Return the least work of one unit when large products run in a format; nothing where none is stated."""
 
 
-def find_workload(name: str) -> type[Workload]:
-    """Return the class of the workload of a name. Raises: BenchError: there is none."""
+def find_workload(name: str, others: Iterable[str] = ()) -> type[Workload]:
+    """Return the class of the workload of a name. Raises: BenchError: there is none; it names those there are, and others that may be written there."""
     if name not in WORKLOADS:
-        raise BenchError(f"unknown workload {name!r}.{did_you_mean(name, WORKLOADS)}")
+        raise BenchError(f"unknown workload {name!r}.{did_you_mean(name, [*WORKLOADS, *others])}")
     module, _, cls = WORKLOADS[name][0].partition(".")
     found: type[Workload] = getattr(import_module(f".workloads.{module}", __package__), cls)
     return found

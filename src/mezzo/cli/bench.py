@@ -62,9 +62,11 @@ class BenchOptions:
     json: bool = False
 
 
+_OTHERS = {"all": "every workload in turn", "docs": "the page of figures, from the stored results"}
+
+
 def _usage() -> str:
-    rows = {name: text for name, (_, text) in WORKLOADS.items()}
-    rows |= {"all": "every workload in turn", "docs": "the page of figures, from the stored results"}
+    rows = {name: text for name, (_, text) in WORKLOADS.items()} | _OTHERS
     width = max(map(len, rows))
     return USAGE.format(rows="\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items()))
 
@@ -85,7 +87,7 @@ def parse(name: str, argv: Sequence[str]) -> tuple[BenchOptions, Plan, Workload]
     """
     import tyro
 
-    kind, device = find_workload(name), _device_asked(argv)
+    kind, device = find_workload(name, _OTHERS), _device_asked(argv)
     plan = Plan(variants=kind.default_variants(device), device=str(device))
     fields: list[tuple[str, Any, Any]] = [
         ("plan", tyro.conf.OmitArgPrefixes[Plan], dataclasses.field(default=plan)),
