@@ -15,6 +15,7 @@ from .._torch import is_graphed
 from ..casting import is_attention
 from ..distributed import class_names
 from ..errors import PolicyError
+from ..formats import LOW_DTYPES
 from ..policy import FP32_RULES, CacheName, Policy
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import class_of
@@ -50,6 +51,8 @@ def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Bindi
     policy.check_modules((fqn, class_names(module)) for module, fqns in indices.items() for fqn in fqns)
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     binding = Binding(policy=policy, device_type=kinds.pop() if len(kinds) == 1 else None, cache=cache)
+    before = [bound.binding for module in indices if (bound := record(module)) is not None]
+    binding.widens = not policy.is_low and any(one.widens or one.policy.params in LOW_DTYPES for one in before)
     _bind_all(model, indices, binding)
     return binding
 

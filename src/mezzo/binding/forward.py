@@ -59,6 +59,7 @@ class Binding:
             torch.compile, with module and arguments; what it returns, if anything, is called with the output. It belongs
             to one stepper, which may leave another one to a copy of the model.
         owner: the stepper that was made with it; not copied either.
+        widens: whether weights that a policy before stored in 16 bit are stored in fp32 again, since now nothing casts what meets them.
     """
 
     policy: Policy
@@ -66,6 +67,7 @@ class Binding:
     cache: CacheName = "region"
     before_forward: BeforeForward | None = field(default=None, repr=False)
     owner: weakref.ref[Any] | None = field(default=None, repr=False)
+    widens: bool = False
 
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low

@@ -127,7 +127,7 @@ def convert_(
 
     Weights that feed low ops go to `params`: of linear and convolution layers, attention, embeddings and, on a CPU, LSTMs outside
     fp32 rules, those that are trainable, or all if there is no optimizer; not of embeddings with sparse gradients. 16-bit weights of modules under an fp32 rule go to
-    fp32, since that is what their ops meet. Everything else stays as it is. Optimizers get the fp32 values as masters.
+    fp32, since that is what their ops meet, and so do all where a policy without 16 bit follows one with it. Everything else stays as it is. Optimizers get the fp32 values as masters.
 
     Raises:
         PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
@@ -160,7 +160,7 @@ def convert_(
         # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
         master = spread.pop(p) if p in spread else p.detach()
         if p.dtype is not targets[p]:
-            p.data = master.to(targets[p])
+            _store_one_(p, master.to(targets[p]))
         optimizer = owners.get(p)
         if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
             optimizer.set_masters_({p: master.to(torch.float32)})
@@ -201,7 +201,13 @@ def store_(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
         apply_to_tensors_(model, lambda tensor: values.get(tensor, tensor))
     for p, value in values.items():
         if not is_dtensor(p):
-            p.data = value
+            _store_one_(p, value)
+
+
+def _store_one_(p: Tensor, value: Tensor) -> None:
+    """Give a parameter another tensor to be stored in; of the kind that it is itself, in inference mode or outside, else it could be read no more."""
+    with torch.inference_mode(p.is_inference()):
+        p.data = value if value.is_inference() is p.is_inference() else value.clone()
 
 
 def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optimizer]) -> dict[Tensor, torch.dtype]:
@@ -219,7 +225,9 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
         for p in own_parameters(module).values():
             if p is None or not p.is_floating_point():
                 continue
-            if precision in FP32_RULES:
+            if bound is not None and bound.binding.widens and p.dtype in LOW_DTYPES:
+                targets[p] = torch.float32
+            elif precision in FP32_RULES:
                 fp32.add(p)
                 if precision is Rule.FP32 and p.dtype in LOW_DTYPES:
                     targets[p] = torch.float32

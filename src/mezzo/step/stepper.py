@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -236,6 +237,9 @@ class Stepper(PreparedRun):
         Writes: weights, optimizer state, buffers of a skipped step, the loss scale.
         Syncs: no, with mezzo.optim and torch's fused optimizers without hooks or `on_applied`; else once.
         """
+        if torch.is_inference_mode_enabled():  # state made there could never be written again outside
+            with torch.inference_mode(False):
+                return self.step(closure, max_norm=max_norm, clip_value=clip_value, optimizer=optimizer)
         for observer in self._observers:
             observer.before_step()
         engine = self._engine
