@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
@@ -158,3 +159,22 @@ def test_probabilities_rounded_too_far_for_a_distribution_ask_for_fp32(
     for wrong in (torch.full((2, 4), torch.nan).half(), torch.full((2, 4), torch.nan)):  # no rounding did that
         with pytest.raises(ValueError, match="Simplex"), autocast("cpu", **region):
             torch.distributions.OneHotCategorical(probs=wrong)
+
+
+TAKES_ONE_DTYPE = {
+    "prelu": nn.PReLU(), "layer norm": nn.LayerNorm(4), "batch norm": nn.BatchNorm1d(4), "group norm": nn.GroupNorm(2, 4),
+    "instance norm": nn.InstanceNorm1d(4, affine=True), "convolution": nn.Conv1d(4, 4, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, ops=mezzo", "bf16-master"])
+@pytest.mark.parametrize("name", TAKES_ONE_DTYPE)
+def test_modules_that_torch_refuses_fp64_with_no_word_of_it(name: str, policy: str) -> None:
+    """Under torch.autocast they raise too."""
+    model, x = copy.deepcopy(TAKES_ONE_DTYPE[name]), torch.randn(3, 4, 4)
+    with pytest.raises(RuntimeError), torch.autocast("cpu", BF16):
+        model(x.double())
+    mezzo.prepare(model, None, policy)
+    with pytest.raises(CastError, match=r"Cast what is fp64 to fp32, x\.float\(\): no rule casts fp64"):
+        model(x.double())
+    assert model(x).dtype is torch.float32

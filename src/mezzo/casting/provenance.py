@@ -27,7 +27,7 @@ from ..policy import OpRow, Rule, known_ops, op_table
 _MISMATCH = re.compile(
     r"(expected|expect) .*(scalar type|m1 and m2|mat1 and mat2|self and mat2|same dtype|dtype|(Half|BFloat16|Float|Double)\b)"
     r"|(must|should|to) (have|be) the same|same (data )?(dtype|type)|(dtypes?|should) (mis)?match|did not match"
-    r"|different dtypes|Promotion for|Found dtype",
+    r"|different dtypes|Promotion for|Found dtype|Type promoting not supported|all inputs must share",
     re.IGNORECASE,
 )
 _NO_KERNEL = re.compile(
@@ -39,6 +39,7 @@ _SIMPLEX = re.compile(
     r"^Expected (parameter|value argument) .*Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16", re.DOTALL
 )
 _LOW = re.compile(r"\b(Half|BFloat16)\b")
+_FP64 = "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights."
 _ADVICE = (
     (
         _TOO_LARGE,
@@ -48,8 +49,10 @@ _ADVICE = (
         ),
     ),
     (
-        re.compile(r"(got|found|scalar type|!=)[^.]*\b[Dd]ouble\b"),  # not among what a kernel would have taken
-        "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights.",
+        re.compile(
+            r"([Gg]ot|found|scalar type|[Ii]nput type|!=)[^.]*\b[Dd]ouble\b"
+        ),  # not among what a kernel would have taken
+        _FP64,
     ),
 )
 """What to write instead, whatever op it was."""
@@ -85,10 +88,11 @@ def _is_rounded_too_far(error: BaseException) -> bool:
     return isinstance(error, ValueError) and _SIMPLEX.search(str(error)) is not None
 
 
-def _fix(error: RuntimeError, op: str | None) -> str:
-    """Return what to write instead."""
+def _fix(error: RuntimeError, op: str | None, values: Iterable[object]) -> str:
+    """Return what to write instead, in a call that has or got these values."""
+    is_wide = "all inputs must share" in str(error) and any(t.dtype is torch.float64 for t in _flat(values))
     for words, advice in _ADVICE:
-        if words.search(str(error)):
+        if words.search(str(error)) or (is_wide and advice is _FP64):
             return advice
     if op is not None and (op.endswith("_") or op == "__setitem__"):
         return "An op in place keeps the dtype of what it writes into: cast what is written, source.to(target.dtype)."
@@ -179,7 +183,7 @@ def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: It
     path = module_path([frame for frame, _ in walk_stack(sys._getframe())][::-1])
     rule = f"its rule is {row.rule}" if row is not None else "it has no rule, so its inputs came as they were"
     where = f" in module {path}" if path else ""
-    return f"{op} got {got}{where}; {rule}. torch says: {first_line(error)}\n  {_fix(error, op)}"
+    return f"{op} got {got}{where}; {rule}. torch says: {first_line(error)}\n  {_fix(error, op, values)}"
 
 
 def traceback_message(error: BaseException, traceback: TracebackType | None) -> str | None:
@@ -196,7 +200,7 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
         calling = _calling(frames)
         ops = [_op_at(frame, instruction) for frame, _, instruction in frames[len(calling) - 1 :]]
         op = next((op for op in ops[::-1] if op in known_ops()), ops[0])
-        return _sentence(error, calling, where, _fix(error, op))
+        return _sentence(error, calling, where, _fix(error, op, calling[-1][0].f_locals.values()))
     inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
     return _sentence(error, _calling(frames[:inside]), where, _IN_FP32)
 
