@@ -363,14 +363,14 @@ saved_tensors_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._t
 
 
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+frame_callback = (
+    eval_frame.get_eval_frame_callback
+)  # what compiles the frames that are entered now, None outside of torch.compile
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler with the package.
-
-    Without it a region breaks the graph of a compiled model.
-    """
+    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler with the package. Else a region breaks the graph."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the mark torch._dynamo looks for
     return function
 

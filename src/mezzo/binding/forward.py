@@ -20,6 +20,7 @@ from .._torch import (
     dynamo_graph_break,
     dynamo_pass_through,
     dynamo_skip_frame,
+    frame_callback,
     functorch_level,
     graph_task_id,
     is_unwatched,
@@ -275,9 +276,12 @@ def _run_inside(
 
 @dynamo_skip_frame
 def _open(
-    bound: Bound, module: nn.Module, args: tuple[Any, ...], kwargs: Any, traced: bool
+    bound: Bound, module: nn.Module, args: tuple[Any, ...], kwargs: Any, traced: bool, between: bool
 ) -> tuple[AbstractContextManager[object], tuple[Any, ...], Any, AfterForward | None, torch.dtype | None]:
-    """Return the region to run a module in, its arguments there, what to call with its output, and the output's dtype."""
+    """Return the region to run a module in, its arguments there, what to call with its output, and the output's dtype.
+
+    What is called between the graphs of a compiler gets no mode for products: the compiler would meet it in each frame below.
+    """
     binding, is_eager, after = bound.binding, not is_compiling(), None
     resumes = not bound.is_root and _is_recompute()
     if is_eager:
@@ -289,7 +293,7 @@ def _open(
     if bound.around in FP32_RULES and bound.own is None and not resumes:
         args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
     region: AbstractContextManager[object] = binding.resumed() if resumes else binding.region(bound.around, traced)
-    if binding.emulates and not resumes and is_unwatched():
+    if binding.emulates and not (resumes or between) and is_unwatched():
         bound.products = bound.products or ProductWatch(largest_matrix(module))
         region = bound.products.around(region, module.training, args, kwargs)
     is_inside = resumes or _here.binding is binding
@@ -301,7 +305,9 @@ def _enter(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
     outer, outer_traced = _here.binding, _here.traced
-    region, args, kwargs, after, dtype = _open(bound, module, args, kwargs, traced)
+    region, args, kwargs, after, dtype = _open(
+        bound, module, args, kwargs, traced, not is_compiling() and frame_callback() is not None
+    )
     # Export takes what is written and put back of a thread for an effect of the model.
     if is_dynamo_compiling() and is_exporting():
         with region:
