@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.binding.test_hand_written_norms import LlamaRMSNorm
 from tests.step.step_models import twin
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import mezzo
 from mezzo.binding.forward import Binding
+from mezzo.binding.hand_written import hand_written_rms_norm
+from mezzo.binding.module_rules import _low_norm
 from mezzo.casting.mode import CastMode
 from mezzo.kernels import layer_norm, registry, rms_norm, spared_host
 from mezzo.kernels.ops import layer_norm as reference
@@ -136,6 +139,18 @@ def test_rms_norms_with_fp32_weights_copy_nothing(triton_norms: ModuleType) -> N
     names = [name for name, _ in seen.seen]
     assert "_to_copy" not in names and names.count("rms_norm") == 2 and names.count("rms_norm_backward") == 1, names
     assert 14 < seen.moved / x.numel() < 15.1, "10 and the sums, and 4 of the second forward"
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, LlamaRMSNorm])
+def test_an_rms_norm_of_an_fp32_stream_is_one_op_on_a_gpu(kind: type[nn.Module]) -> None:
+    """In fp32, and rounded once, also of a class that writes it in six."""
+    forward = hand_written_rms_norm(kind(64)) or kind.forward
+    with FakeTensorMode(), torch.no_grad(), Ops() as seen, torch.device("cuda"):
+        norm, x = kind(64), torch.empty(8, 64, dtype=FP32)
+        seen.seen.clear()
+        low_norm = _low_norm(norm, forward, (x,), {}, LOW, traced=False)
+        assert low_norm is not None and low_norm(norm, x).dtype is LOW
+    assert seen.seen == [("_fused_rms_norm", FP32), ("_to_copy", FP32)], seen.seen
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 4, 16)], ids=["one", "two"])

@@ -122,10 +122,14 @@ def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 def takes_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -> bool:
-    """Whether `rms_norm` takes these operands in fewer passes than torch's ops: a compiled kernel, or Triton's for fp32 weights. Host only."""
+    """Whether `rms_norm` takes these operands in fewer passes than an op for each term. Host only.
+
+    A compiled kernel does; for fp32 weights on an accelerator Triton's, and of fp32 inputs torch's, which is one launch since 2.8.
+    """
     choice = choose("layer_norm", x.device, low)
-    if choice.backend == "triton":
-        return x.dtype is low and (weight is None or weight.dtype is torch.float32)
+    if x.device.type != "cpu":
+        has_kernel = x.dtype is torch.float32 or (x.dtype is low and choice.backend == "triton")
+        return has_kernel and (weight is None or weight.dtype is torch.float32)
     return choice.backend == "cpu" and bool(choice.module.fits(x, shape, weight, low))
 
 
@@ -135,7 +139,7 @@ def rms_norm(
     """Apply an RMS norm with fp32 arithmetic to operands for which `takes_rms_norm` says yes; rounded once, to `low`.
 
     Args:
-        x: shape (..., *shape); fp16 or bf16, on the CPU fp32 too.
+        x: shape (..., *shape); fp16, bf16 or fp32.
         shape: of what is normalised together.
         weight: of that shape and any floating dtype, or None.
         eps: added to the mean of squares; None: that of fp32, in which it is added.
@@ -147,7 +151,8 @@ def rms_norm(
     """
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     choice = choose("layer_norm", x.device, low)
-    if choice.backend == "triton" and (_is_small(x, training) or not choice.module.fits(x, shape, weight)):
+    is_on_cpu, is_wide = x.device.type == "cpu", x.dtype is torch.float32
+    if not is_on_cpu and (is_wide or _is_small(x, training) or not choice.module.fits(x, shape, weight)):
         return torch.rms_norm(x.float(), shape, as_fp32(weight), eps).to(low)
     return _norm(x, shape, weight, None, eps, False, low)
 
