@@ -16,7 +16,7 @@ from .evidence import HostReads, asks_of_gradients, is_arithmetic, is_bad_anyway
 from .exponents import LineWatch
 from .frames import Owner, caller, is_called_from, sample_line
 from .lint_rules import LintWatch
-from .lost_updates import FlushWatch, UpdateWatch
+from .lost_updates import FlushWatch, StateWatch, UpdateWatch
 from .measure import (
     amax,
     any_nan,
@@ -71,6 +71,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.sinks: list[Sink] = []
         self.updates = UpdateWatch()
         self.lints = LintWatch()
+        self.states = StateWatch(self.updates, self.lints)
         self.lines = LineWatch(self.lints)
         self.reference = ReferencePath()
         self._carried: list[Tensor] | None = None
@@ -212,6 +213,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.lines.see(site, call.out, tops)
         self.lints.see(call, site, self.context.name_of, self.reference)
         self.updates.see(call, site, self.context.name_of)
+        self.states.see(call, site)
         if self._has_scaled_grads and not site.root and site.phase == "forward":
             self.lints.clip(site, self.context.loss_scale)
 

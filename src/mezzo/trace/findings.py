@@ -296,7 +296,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
     if not worst:
         return []
     first = worst[0]
-    same = [u for u in worst if u.site.step == first.site.step]
+    same = [u for u in worst if (u.site.step, u.optimizer) == (first.site.step, first.optimizer)]
     share = sum(u.lost for u in same) / sum(u.intended for u in same)
     site, names = first.site, listed([u.name for u in same])
     steps = tuple(sorted({u.site.step for u in worst}))
@@ -304,25 +304,25 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
         why = f"{share:.0%} of what is added here to {names} is smaller than half the spacing of {first.dtype} there, time after time: it does not move."
         fix = Fix(advice="keep it in fp32 while steps are added to it: write .float() on it before the first.")
         return [_at(site, verdict="lost-update", why=why, fix=fix, steps=steps)]
-    by_hand = site.phase == "forward"
+    by_hand, is_state = site.phase == "forward", first.optimizer == "the forward"
     ran = {} if by_hand else {"op": "step", "kernel": first.optimizer, "called": ""}
     named = {} if first.name.startswith("a ") else {"module": first.name.rpartition(".")[0], "path": first.name}
     return [
         _at(
             site,
             verdict="lost-update",
-            phase="optimizer",
+            phase="forward" if is_state else "optimizer",
             **ran,
             **named,
             why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
-            f"of {first.dtype} at the weight, and were rounded away.",
+            f"of {first.dtype} at the {'state' if is_state else 'weight'}, and were rounded away.",
             fix=Fix(advice="keep in fp32 what is updated, and hand out a copy of it in 16 bit.")
             if by_hand
             else Fix(
                 edit="params=bf16, master=split" if first.dtype == "bf16" else "params=fp16, master=fp32",
                 advice="keep the weights in fp32, or use mezzo.optim, which keeps what 16 bits cannot hold.",
             ),
-            reached=tuple(f"parameter {u.name}" if named else u.name for u in same),
+            reached=tuple(f"{'state' if is_state else 'parameter'} {u.name}" if named else u.name for u in same),
             steps=steps,
         )
     ]

@@ -262,7 +262,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "half-accumulator": lambda x: (
         f"{x.what} is kept in {x.dtype}: additions smaller than half its spacing are lost (1000 ones sum to 256 in bf16).",
-        "start the sum in fp32: total = torch.zeros((), dtype=torch.float32).",
+        "keep it in fp32: total = torch.zeros((), dtype=torch.float32), or module.buffer = module.buffer.float().",
     ),
     "backward-in-region": lambda x: (
         "backward runs inside the autocast region, so ops of its own (penalties, custom Functions) are cast again.",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._torch import storage_id
+from .._torch import own_buffers, own_parameters, storage_id
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
 from .frames import Owner, caller
+from .lint_rules import LintWatch
 from .measure import amax, rerun_wide
 from .ops import Call
 from .records import Flush, FlushedGradient, LostUpdate, Site
-from .wide_values import StorageNotes, WideValues
+from .wide_values import StorageNotes, WideValues, flat
 from .widening import run_in_fp32
 
 _NARROW = torch.float16
@@ -134,6 +137,12 @@ _HANDED_ON = frozenset({"where", "clamp", "clamp_min", "clamp_max", "masked_fill
 _TOLD = 64
 _STEPS = 64
 """Additions to one state that are lost one after another: more than a network has layers whose start is small."""
+_ELEMENTWISE = _ADDITIONS | _HANDED_ON | {"mul", "div", "rsub", "neg", "to", "copy", "clone"}
+"""Ops by which a forward computes what a state of its own holds next."""
+_WHOLE = 1 - 2.0**-5
+"""Share of a state that is kept from call to call, from which on what is added to it adds up: with less, it comes near where it goes."""
+_MOVED = 2.0**-18
+"""A change by less is rounding in fp32."""
 
 
 class UpdateWatch:
@@ -285,3 +294,105 @@ class UpdateWatch:
                     )
                 )
         self._clear()
+
+
+def _states(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the 16-bit tensors in a model that no optimizer updates: buffers, frozen weights, plain attributes. Host only."""
+    for path, module in root.named_modules():
+        held = {**own_buffers(module), **own_parameters(module), **vars(module)}
+        for key, t in held.items():
+            is_low = isinstance(t, Tensor) and t.dtype in LOW_DTYPES and t.layout is torch.strided
+            if is_low and not t.requires_grad:
+                yield f"{path}.{key}".lstrip("."), t
+
+
+def _larger(state: Tensor) -> Tensor:
+    """Return a state a quarter larger, in fp32. Syncs: no."""
+    wide = state.detach().float()
+    return wide + 0.25 * torch.where(wide == 0, 1.0, wide.abs())
+
+
+class _FromStates(NamedTuple):
+    """Where a value was computed from states of the model, by which op, and from which."""
+
+    site: Site
+    kernel: str
+    states: frozenset[str]
+
+
+class StateWatch:
+    """Compares what a forward computes in fp32 for a 16-bit state of its own, such as a running average, with what the state holds then.
+
+    Whether the state is kept whole, so that what is added to it adds up, is told by a second run from a state a quarter larger.
+    """
+
+    def __init__(self, updates: UpdateWatch, lints: LintWatch) -> None:
+        self._updates, self._lints = updates, lints
+        self._times: Counter[tuple[int, str]] = Counter()
+        self._held: StorageNotes[str] = StorageNotes()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._made: StorageNotes[_FromStates] = StorageNotes()
+        self._before, self._wide, self._bumped = WideValues(), WideValues(), WideValues()
+
+    def enter(self, root: nn.Module) -> None:
+        """Take note of the states of an outermost module that is about to run. Syncs: no."""
+        self._clear()
+        self._held = StorageNotes()
+        for name, state in _states(root):
+            self._held.note(state, name)
+
+    def see(self, call: Call, site: Site) -> None:
+        """Take in one op: does it compute with a state, element by element? Syncs: no."""
+        if not len(self._held) or site.phase != "forward":
+            return
+        sources = [t for _, t in call.inputs if self._states_in(call.original(t))]
+        is_followed = bool(sources) and call.facts.name in _ELEMENTWISE
+        wide = run_in_fp32(call, self._wide.known(call)) if is_followed else None
+        known = self._bumped.known(call)
+        larger = {id(t): _larger(t) for t in sources if id(t) not in known} if is_followed else {}
+        bumped = run_in_fp32(call, larger | known) if wide else None
+        for i, out in enumerate(call.out):
+            source = next((t for t in sources if call.original(t) is out), None)
+            source = next((t for t in sources if t.shape == out.shape), None) if source is None else source
+            if wide is None or bumped is None or source is None:
+                self._made.forget(out)
+                continue
+            before = self._before.get(call.original(source))
+            if self._held.get(out) and self._made.get(out) is None:
+                self._bumped.put(flat(out), _larger(flat(out)))
+            states = frozenset().union(*(self._states_in(call.original(t)) for t in sources))
+            self._before.put(out, source.detach() if before is None else before)
+            self._wide.put(out, wide[i])
+            self._bumped.put(out, bumped[i])
+            self._made.note(out, _FromStates(site, call.facts.kernel, states))
+
+    def _states_in(self, tensor: Tensor) -> frozenset[str]:
+        """Return the names of the states that a tensor is, or was computed from. Host only."""
+        made, name = self._made.get(tensor), self._held.get(tensor)
+        return made.states if made is not None else frozenset((name,)) if name is not None else frozenset()
+
+    def leave(self, root: nn.Module) -> None:
+        """Compare the states that the module, which has just run, computed from what they were. Syncs: where there are some."""
+        made = {name: (state, found) for name, state in _states(root) if (found := self._made.get(state)) is not None}
+        for name, (state, found) in made.items():
+            # a remainder that is computed from a sum keeps what the sum cannot hold
+            is_kept = any(name in other.states for key, (_, other) in made.items() if key != name)
+            if name in found.states and not is_kept:
+                self._compare((id(root), name), state.detach(), found)
+        self._clear()
+
+    def _compare(self, key: tuple[int, str], state: Tensor, made: _FromStates) -> None:
+        before, wide, bumped = self._before.get(state), self._wide.get(state), self._bumped.get(state)
+        assert before is not None and wide is not None and bumped is not None  # noted together
+        old = before.float()
+        meant = (wide - old).abs() > _MOVED * old.abs()
+        is_whole = bumped - wide >= _WHOLE * (_larger(before) - old)
+        intended, lost = int(meant.sum()), int((meant & is_whole & (state == before)).sum())
+        self._times[key] = self._times[key] + 1 if 2 * lost > intended else 0
+        if self._lints.of_risks and 2 * int((meant & is_whole).sum()) > intended:
+            self._lints.add("half-accumulator", made.site, state.dtype, key[1], 0.0, made.kernel)
+        if self._times[key] == 2 and len(self._updates.lost) < _TOLD:
+            self._updates.lost.append(LostUpdate(name=key[1], dtype=dtype_name(state.dtype), optimizer="the forward", intended=intended,
+                                                 lost=lost, site=made.site))  # fmt: skip

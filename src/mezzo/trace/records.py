@@ -264,7 +264,7 @@ class LostUpdate:
     Attributes:
         name: of the parameter.
         dtype: short name.
-        optimizer: class name; "the program" where the program updates it itself; empty for a state to which a forward adds.
+        optimizer: class name; "the program" or "the forward" where that updates it itself; empty for a state to which a forward adds.
         intended: elements whose update, computed in fp32, is not zero.
         lost: those of them whose stored value did not change.
         site: of the optimizer step.

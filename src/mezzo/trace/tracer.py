@@ -196,6 +196,8 @@ class Trace:
             self._tell_step(self._context.step)
         with self._collector.aside():
             self._collector.lints.model(module, self._context.site("call"), _in_region(module))
+            if autograd_node() is None:
+                self._collector.states.enter(module)
         self._follow(*module.parameters(), *(t for _, t in self._context.modules.inputs))
 
     def _follow(self, *leaves: Tensor) -> None:
@@ -237,6 +239,7 @@ class Trace:
             if not self._context.modules.is_outside:
                 return
             self._collector.reference.inside.clear()
+            self._collector.states.leave(module)
             buffers = [
                 (n, b) for n, b in module.named_buffers() if self._collector.was_spoiled(n, b) and not is_finite(b)
             ]
