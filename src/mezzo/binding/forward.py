@@ -39,7 +39,7 @@ from ..casting import (
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_floating, has_module_rules, run_ruled, when_traced
-from .module_weights import Place, first_place, largest_matrix
+from .module_weights import Place, WideTensors, first_place, largest_matrix
 from .refusals import REFUSALS, leaves_dtypes
 
 RECORD = "_mezzo_bound"
@@ -166,6 +166,7 @@ class Bound:
         first: where the module's first parameter stands, once somebody asked.
         products: what is known of its products, once somebody asked.
         kept: casts of the module's weights that are kept, and what they are casts of.
+        wide: tensors in the module that its forward may not narrow for good, once somebody asked; False for none.
     """
 
     binding: Binding
@@ -179,6 +180,7 @@ class Bound:
     first: Place | None = field(default=None, init=False, repr=False)
     products: ProductWatch | None = field(default=None, init=False, repr=False)
     kept: tuple[object, tuple[Tensor, Tensor | None]] | None = field(default=None, init=False, repr=False)
+    wide: WideTensors | bool | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.is_regular = self.own is None and not self.attends
@@ -191,7 +193,7 @@ class Bound:
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """Leave out where the first parameter stands, kept casts, and what is known of products: a copy has its own."""
-        own = ("first", "kept", "products")
+        own = ("first", "kept", "products", "wide")
         return None, {name: None if name in own else getattr(self, name) for name in self.__slots__}
 
 
@@ -288,6 +290,7 @@ def _open(
         binding.follow(bound.first_parameter(module))
         if binding.before_forward is not None and not resumes:
             after = binding.before_forward(module, args, kwargs)
+        bound.wide = WideTensors.of(module) if bound.wide is None else bound.wide
     if is_eager and not resumes and not (torch.is_grad_enabled() and saved_tensors_hooks() is None):
         bind_recompute(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:
@@ -296,6 +299,8 @@ def _open(
     if binding.emulates and not (resumes or between) and is_unwatched():
         bound.products = bound.products or ProductWatch(largest_matrix(module))
         region = bound.products.around(region, module.training, args, kwargs)
+    if isinstance(bound.wide, WideTensors) and is_eager and not traced:
+        region = bound.wide.around(region)
     is_inside = resumes or _here.binding is binding
     return region, args, kwargs, after, None if is_inside else binding.policy.output
 
