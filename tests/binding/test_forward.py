@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -147,3 +147,54 @@ def test_the_rule_that_the_log_names_keeps_the_layer_in_fp32(caplog: pytest.LogC
     amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master, 1.classifier=fp32")
     amp.backward(model(torch.randn(8, 4))[:, 0].square().mean())
     assert amp.step() and model[1].classifier.weight.dtype is torch.float32 and not caplog.records
+
+
+class Recomputes(torch.autograd.Function):
+    """A reversible layer (Gomez et al. 2017), as Reformer has them: its backward runs the layer again in place of what was kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.layer = layer
+        out = y + layer(x)
+        ctx.save_for_backward(x, out)
+        return x.clone(), out
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layer(x).backward(grad_out)
+        return grad_x + x.grad, grad_out, None
+
+
+class Reversible(nn.Module):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.layers, self.recomputes = (
+            nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)),
+            recomputes,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for layer in self.layers:
+            x, y = y, x
+            x, y = Recomputes.apply(x, y, layer) if self.recomputes else (x, y + layer(x))
+        return x + y
+
+
+def test_layers_that_a_function_recomputes_in_backward_run_as_they_did_in_forward() -> None:
+    """The gradients are those of plain autograd on the forward that ran, bit for bit. Under torch.autocast the recompute is fp32."""
+    torch.manual_seed(0)
+    model, x = Reversible(recomputes=True), torch.randn(16, 8)
+    plain, autocast = Reversible(recomputes=False), copy.deepcopy(model)
+    plain.load_state_dict(model.state_dict())
+    for twin in (plain, autocast):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = twin(x.clone().requires_grad_())
+        out.float().square().sum().backward()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters()), "bf16, modules=none, output=none")
+    amp.backward(model(x.clone().requires_grad_()).float().square().sum())
+    same = [torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    assert all(same)
+    assert not any(torch.equal(p.grad, q.grad) for p, q in zip(autocast.parameters(), plain.parameters(), strict=True))
