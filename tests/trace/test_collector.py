@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mezzo.diagnose as diagnose
 from mezzo._torch import tree_leaves
-from mezzo.trace.records import TraceRecord
+from mezzo.trace.records import OUTSIDE, TraceRecord
 
 QUICK_OPS = ("pow", "__rpow__", "cumsum", "sgn", "sparse.mm")
 
@@ -125,3 +125,43 @@ def test_every_op_is_counted_and_no_value_changed() -> None:
     record = seen(lambda: results.append((x @ x + 1).relu()))
     assert torch.equal(results[0], (x @ x + 1).relu())
     assert record.ops == 3
+
+
+def by_mask(z: Tensor) -> None:
+    z[torch.tensor([False, True, False])] = -math.inf
+
+
+def by_slice(z: Tensor) -> None:
+    z[:, 1] = -math.inf
+
+
+def by_whole_number_and_nan(z: Tensor) -> None:
+    z[0] = 0
+    z[1, 2] = math.nan
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("write", [by_mask, by_slice, by_whole_number_and_nan])
+def test_a_number_that_is_assigned_at_an_index_is_named_where_it_is_written(
+    write: Callable[[Tensor], None], inside: bool
+) -> None:
+    """torch makes it a tensor, which was said to be made outside the trace."""
+
+    class Writes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            z = super().forward(x)
+            if inside:
+                write(z)
+            return z
+
+    model = Writes(3, 3)
+    with diagnose.trace(model) as t:
+        z = model(torch.ones(3, 3))
+        if not inside:
+            write(z)
+        (2 * z).sum().backward()
+    found = t.report.findings[0]
+    number = "nan" if write is by_whole_number_and_nan else "-inf"
+    assert (found.verdict, found.called, found.path) == ("inherited", "setitem", "Writes" if inside else OUTSIDE)
+    assert found.why.startswith(f"the code writes the number {number} here")
+    assert found.frame is not None and found.frame.function == write.__name__

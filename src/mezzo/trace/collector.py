@@ -235,10 +235,15 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 self._causes.forget(tensor)
 
     def _on_nonfinite(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> None:
-        if self._is_handed_over(call, site, sources):
+        assigned = self.context.names.assigned
+        if assigned is None and self._is_handed_over(call, site, sources):
             return
+        if assigned is not None and not math.isfinite(assigned):
+            sources = [s for s in sources if s[1].dim()]  # the others are that number
         causes = self._causes_of(call, site, sources, bad)
-        if not sources and site.op == "scalar_tensor" and site.called not in _WRITERS:
+        if assigned is not None and not sources:
+            causes = self._event(call, site, bad, "constant", leaf=str(assigned))
+        elif not sources and site.op == "scalar_tensor" and site.called not in _WRITERS:
             # a function of torch's own says that its result does not exist, as logdet does
             causes = self._event(call, replace(site, op=site.called), bad, "source")
         elif not sources and is_arithmetic(call, bad):

@@ -47,6 +47,7 @@ class Names(TorchFunctionMode):
 
     Attributes:
         current: name of the function that runs; empty where torch calls itself.
+        assigned: the number that `tensor[index] = number`, while it runs, hands on as a tensor; else None.
         backward_dtype: what the region around the running `backward` casts to; None outside regions.
         on_read: called with a tensor before it becomes an array or a list.
         on_cleared: called before something is set to 0, or to None as gradients are.
@@ -57,6 +58,7 @@ class Names(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.current = ""
+        self.assigned: float | None = None
         self.in_region = False
         accelerator = torch.accelerator.current_accelerator()
         self._devices = {"cpu", "cpu" if accelerator is None else accelerator.type}
@@ -71,6 +73,7 @@ class Names(TorchFunctionMode):
         """Run a function under its own name."""
         above, self.current = self.current, public_name(getattr(func, "__name__", ""))
         self.in_region = any(torch.is_autocast_enabled(device) for device in self._devices)
+        self.assigned = float(args[2]) if self.current == "setitem" and isinstance(args[2], int | float) else None
         if self.current in _READS and self.on_read is not None and args and isinstance(args[0], Tensor):
             self.on_read(args[0])
         if _is_cleared_by(getattr(func, "__name__", ""), args):
@@ -86,7 +89,7 @@ class Names(TorchFunctionMode):
                 self.on_numbers(made, args[given])
             return made
         finally:
-            self.current, self.backward_dtype = above, None
+            self.current, self.backward_dtype, self.assigned = above, None, None
 
 
 def _is_cleared_by(name: str, args: tuple[Any, ...]) -> bool:
