@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from tests.trace.events import event, facts, wide
 
+import mezzo.diagnose as diagnose
 from mezzo.formats import dtype_name, format_of
 from mezzo.policy import Policy
 from mezzo.trace.fix import fix_for
@@ -68,3 +71,40 @@ def test_an_overflow_of_fp32_has_no_edit() -> None:
         "overflow", event(wide=(wide(0, False), wide(1e50, True, "fp64")), outputs=(facts(dtype="fp32", posinf=1),))
     )
     assert found.edit == "" and found.advice.startswith("no policy repairs this")
+
+
+def said(function: Callable[..., torch.Tensor], *values: float, dtype: torch.dtype) -> str:
+    given = [torch.tensor([value, 1.0], dtype=dtype, requires_grad=True) for value in values]
+    with diagnose.trace() as t:
+        function(*given).sum().backward()
+    return t.report.findings[0].why
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "end"),
+    [
+        (torch.log, (0.0,), "log(self) at self=0."),
+        (torch.div, (1.0, 0.0), "div(self, other) at self=1, other=0."),
+        (torch.acos, (1.0,), "the derivative of acos(self) at self=1."),
+        (torch.digamma, (0.0,), "digamma(self) at self=0."),
+    ],
+)
+def test_values_are_told_with_the_op_whose_arguments_they_are(
+    function: Callable[..., torch.Tensor], values: tuple[float, ...], end: str
+) -> None:
+    assert said(function, *values, dtype=torch.float32).endswith(f"either: {end}")
+
+
+@pytest.mark.parametrize(
+    ("function", "end"),
+    [
+        (lambda x: (x * x).log(), "log takes the logarithm of that 0."),
+        (lambda x: 1 / (x * x), "reciprocal divides by that 0."),
+        (lambda x: (x * x).rsqrt(), "rsqrt divides by that 0."),
+        (lambda x: (x * x).sqrt(), "the derivative of sqrt divides by that 0."),
+        (lambda x: (x * x).digamma(), "digamma has no value at that 0."),
+        (lambda x: (0 * x + 1e-8).log(), "log takes the logarithm of exactly 0."),
+    ],
+)
+def test_what_an_op_does_with_a_zero_is_said_of_that_op(function: Callable[..., torch.Tensor], end: str) -> None:
+    assert said(function, 1e-5, dtype=torch.float16).endswith(end)

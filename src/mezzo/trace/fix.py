@@ -11,7 +11,7 @@ from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_ru
 from .ops import CASTS, FACTORS, plain_name
 from .records import Event, Site
 from .replacement import bound
-from .verdict import LOW_NAMES, Verdict, narrow_dtype, number, values_at
+from .verdict import LOW_NAMES, Verdict, call_at, narrow_dtype, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,8 +249,7 @@ def _singular_advice(event: Event) -> str:
         return f"running_var holds {number(variance)}, and no variance is below 0: reset the layer's running statistics, or load them again."
     name = next((n for n in names if n in _SINGULAR), "softmax" if event.full_rows else "")
     if not name:
-        what = "value" if is_forward else "derivative"
-        return f"{event.site.op} has no {what}{values_at(event)}: mask such elements before it, or bound them."
+        return f"{call_at(event, ' has no value')}: mask such elements before it, or bound them."
     return _SINGULAR[name].format(eps=eps, square=eps**2) + "."
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
-from .ops import FACTORS
+from .ops import FACTORS, plain_name
 from .records import Event, Wide
 
 Verdict = Literal[
@@ -28,6 +28,13 @@ _ENTIRE = frozenset({
     "exp", "exp2", "expm1", "sinh", "cosh", "square", "add", "sub", "mul", "mm", "bmm", "addmm", "baddbmm", "addbmm",
     "addmv", "mv", "dot", "linear", "convolution", "sum", "mean", "cumsum", "prod", "cumprod", "addcmul", "polyval",
     "linalg_vector_norm", "softplus", "mse_loss", "dist", "to",
+})  # fmt: skip
+_LOGARITHMS = frozenset(
+    {"log", "log2", "log10", "xlogy", "logit", "logsumexp", "logdet", "slogdet", "binary_cross_entropy"}
+)
+_DIVIDES = frozenset({
+    "div", "reciprocal", "rsqrt", "floor_divide", "remainder", "fmod", "addcdiv", "pow", "layer_norm", "batch_norm", "group_norm",
+    "rms_norm", "fused_rms_norm", "linalg_solve", "linalg_inv", "softmax", "mean", "cdist",
 })  # fmt: skip
 LOW_NAMES = tuple(dtype_name(d) for d in LOW_DTYPES)
 
@@ -81,17 +88,24 @@ def _inherited(event: Event) -> str:
     return f"{event.leaf} already holds {held} when {event.site.op} first reads it."
 
 
-def values_at(event: Event, mark: str = "") -> str:
-    """Return the values at the first non-finite element of a result, as a sentence goes on with them; empty where none is known."""
-    values = ", ".join(f"{name}={number(v)}" for name, v in event.offending)
-    return f"{mark} at {values}" if values else ""
+def call_at(event: Event, says: str = "") -> str:
+    """Return which op went wrong at which values: `div(self, other) at self=1, other=0`, with what is said of it between; without known ones the op.
+
+    In backward that is the derivative of a forward op, or a kernel of torch's where no more is known than what it was given.
+    """
+    names = [name for name, _ in event.offending]
+    op, is_slope = event.site.op, event.site.phase == "backward" and not event.site.is_own
+    if is_slope and any(name.startswith("grad") for name in names):
+        op, is_slope = plain_name(event.kernel), False
+    call = f"{'the derivative of ' * is_slope}{op}{'(' * bool(names)}{', '.join(names)}{')' * bool(names)}{says}"
+    return f"{call} at {', '.join(f'{name}={number(v)}' for name, v in event.offending)}" if names else call
 
 
 def _mixed(event: Event) -> str:
     if event.full_rows:
         follows = "nothing to share out: 0/0" if event.outputs[0].nan else "no sum to take the logarithm of"
         return f"every entry of {event.full_rows} row{'s' * (event.full_rows > 1)} is -inf, so there is {follows}."
-    return f"infinities written on purpose meet and give NaN{values_at(event)}."
+    return f"infinities written on purpose meet and give NaN in {call_at(event)}."
 
 
 def _halvings(event: Event, finite: Wide) -> int | None:
@@ -125,9 +139,9 @@ def _never_finite(event: Event) -> tuple[Verdict, str]:
             f"finite inputs of at most {number(max(t.amax for t in event.inputs))} gave a non-finite result.",
         )
     if not has_nan and event.kernel.split(".")[-1].strip("_").removeprefix("foreach_") in _ENTIRE:
-        return "overflow", f"the result is larger than any format holds{values_at(event, ',')}."
+        return "overflow", f"the result is larger than any format holds: {call_at(event)}."
     tried = " and ".join(w.dtype for w in event.wide) or "its own format"
-    return "singularity", f"not finite in {tried} either{values_at(event, ':')}{_column(event)}."
+    return "singularity", f"not finite in {tried} either: {call_at(event)}{_column(event)}."
 
 
 _ADDED = frozenset({"bias", "running_mean"})
@@ -162,15 +176,24 @@ def _underflow(event: Event) -> str:
     if flush.is_cancellation:
         return (
             f"{flush.site.op} gives exactly 0 because {flush.dtype} rounded what it is computed from (fp32: up to "
-            f"{number(flush.wide_amax)}), and {event.site.op} divides by, or takes the logarithm of, that 0."
+            f"{number(flush.wide_amax)}), and {_meets_zero(event)} that 0."
         )
     if flush.constant is not None:
         return (
             f"the constant {number(flush.constant)} rounds to 0 in {flush.dtype}, whose smallest number is "
-            f"{number(format_of(parse_dtype(flush.dtype)).smallest)}; so {event.site.op} divides by, or takes the "
-            "logarithm of, exactly 0."
+            f"{number(format_of(parse_dtype(flush.dtype)).smallest)}; so {_meets_zero(event)} exactly 0."
         )
     return (
         f"{flush.site.op} flushed {flush.share:.1%} of its results to 0 in {flush.dtype} (fp32: up to "
-        f"{number(flush.wide_amax)}), and {event.site.op} divides by, or takes the logarithm of, that 0."
+        f"{number(flush.wide_amax)}), and {_meets_zero(event)} that 0."
     )
+
+
+def _meets_zero(event: Event) -> str:
+    """Say what an op does with a 0 that has no value in any format."""
+    op = event.site.op
+    if event.site.phase == "backward" and not event.site.is_own:
+        return f"the derivative of {op} divides by"
+    if op in _LOGARITHMS:
+        return f"{op} takes the logarithm of"
+    return f"{op} divides by" if op in _DIVIDES else f"{op} has no value at"
