@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import mezzo
 import mezzo.diagnose as diagnose
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -247,3 +248,22 @@ def test_a_deep_network_whose_layers_add_little_is_no_such_state() -> None:
             y = y + layer(y) * 1e-3
         y.float().sum().backward()
     assert [f.verdict for f in t.report.findings] == []
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, mezzo.GradScaler])
+def test_a_run_that_has_a_scaler_is_not_told_to_scale_the_loss(scaler_of: Callable[..., Any], scale: float) -> None:
+    """The scale is too small, and what is advised says so; the one that is named keeps the gradients."""
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), scaler_of("cpu", init_scale=scale)
+    with diagnose.trace(model) as t:
+        with torch.autocast("cpu", dtype=FP16):
+            y = model(torch.randn(16, 64))
+        scaler.scale(y.float().square().mean() * 1e-6).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    [found] = t.report.faults
+    assert found.fix.advice.startswith("raise the loss scale: a loss scale of ")
+    wanted = float(found.fix.advice.split("a loss scale of ")[1].split(" ")[0])
+    assert wanted > scale and gradients(1e-6, scale=wanted).answer == "healthy"
+    assert "scale the loss:" not in str(t.report) and "loss is not scaled" not in str(t.report)

@@ -145,7 +145,7 @@ class WatchReport(Report):
             if t.kind == "gradient" and _underflows(h, self.compute):
                 texts.append(
                     f"gradient {t.name}: underflow: {h.zeros / seen:.0%} are 0 and the others reach down to 2^{h.lowest}, the end of "
-                    f"{self.compute}; scale the loss up (GradScaler), or use bf16."
+                    f"{self.compute}; {'raise the loss scale' if self.loss_scale > 1 else 'scale the loss up (GradScaler)'}, or use bf16."
                 )
             if t.lost > _LOST_SHARE:
                 texts.append(f"weight {t.name}: {t.lost:.0%} of its updates are rounded away.")

@@ -274,7 +274,10 @@ def _of_flushed(record: TraceRecord, is_faulty: bool) -> list[Finding]:
             why=f"{share:.1%} of the gradients are 0 in {flush.dtype} and not in fp32: {site.op} flushed {flush.share:.1%} of "
             f"its results (fp32: up to {number(flush.wide_amax)}) at loss scale {number(worst.loss_scale)}.",
             fix=Fix(
-                advice=f"scale the loss: a loss scale of {number(wanted)} keeps them, and torch.amp.GradScaler or "
+                advice=f"raise the loss scale: a loss scale of {number(wanted)} keeps them; begin with it (init_scale), or use "
+                "bf16, which has the range of fp32."
+                if worst.loss_scale > 1 or any(x.what == "scaler" for x in record.lints)
+                else f"scale the loss: a loss scale of {number(wanted)} keeps them, and torch.amp.GradScaler or "
                 "mezzo.GradScaler find it; or use bf16, which has the range of fp32.",
             ),
             reached=tuple(f"gradient {name}" for name in gone),

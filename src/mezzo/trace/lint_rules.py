@@ -28,7 +28,7 @@ _SCALES = frozenset({"mul", "div"})
 _KEEP_WIDE = re.compile(r"(^|[._])(inv_freq|freqs?(_cis)?|cos(_cached)?|sin(_cached)?|running_mean|running_var)$")
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
-_CLIPS, _SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py"
+_CLIPS, _SCALER, _OWN_SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py", "mezzo/loss_scale/scaler.py"
 _MOST = 64
 """Lints of one rule that are kept."""
 
@@ -59,7 +59,7 @@ class LintWatch:
         self.of_risks = False
         self._found: dict[tuple[object, ...], Lint] = {}
         self._counts: dict[LintRule, int] = {}
-        self.has_fp16 = self._has_scaler = False
+        self.has_fp16 = self._has_scaler = self._is_scaled = False
         self.scale = 1.0
         self._clipped: tuple[Site, float] | None = None
 
@@ -87,6 +87,7 @@ class LintWatch:
         """Take in one op, given what tensors are called and would hold without rounding. Syncs: yes, at the ops it judges."""
         if call.facts.name == "mul" and not site.root and not self._has_scaler:
             self._has_scaler = is_called_from(_SCALER)
+            self._is_scaled = self._is_scaled or self._has_scaler or is_called_from(_OWN_SCALER)
         if call.facts.name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
             self._ids(call, reference)
         low = _low(call.out)
@@ -198,7 +199,7 @@ class LintWatch:
         if loss.dtype in LOW_DTYPES and self.of_risks:
             self.add("loss-in-16-bit", site, loss.dtype, "the loss", float(loss.detach()))
         if self.has_fp16 and loss_scale == 1.0:
-            self.add("no-loss-scale", site, torch.float16, "backward", loss_scale)
+            self.add("no-loss-scale", site, torch.float16, "scaler" if self._is_scaled else "backward", loss_scale)
 
 
 def _counted(call: Call, low: Tensor) -> Tensor | None:
@@ -313,7 +314,9 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "keep what is multiplied again and again near norm 1 (normalise, gate, or bound its largest eigenvalue), or take fewer steps.",
     ),
     "no-loss-scale": lambda x: (
-        "ops run in fp16 and the loss is not scaled: gradients below 6e-8 become 0.",
-        "scale the loss: mezzo.GradScaler, or a policy with scaling; or use bf16.",
+        f"ops run in fp16 and {'the scaler multiplies the loss by 1' if x.what == 'scaler' else 'the loss is not scaled'}: gradients below 6e-8 become 0.",
+        "begin with a larger scale (init_scale=65536.0); or use bf16."
+        if x.what == "scaler"
+        else "scale the loss: mezzo.GradScaler, or a policy with scaling; or use bf16.",
     ),
 }
