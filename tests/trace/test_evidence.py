@@ -250,3 +250,60 @@ class TestAnswers:
             "Healthy: no inf or NaN reached a loss, gradient, weight, buffer, output or the host in 3 forwards, 3 backwards, 3 updates"
             in text
         )
+
+
+class Parts(nn.Module):
+    """Two layers, and what stands between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(4, 4), nn.Linear(4, 1), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+def cut(h: Tensor) -> Tensor:
+    return h.detach()
+
+
+def looked_at(h: Tensor) -> Tensor:
+    assert h.detach().isfinite().all()
+    return h
+
+
+def run_of(model: nn.Module, steps: int = 2) -> diagnose.TraceReport:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with diagnose.trace(model) as t:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            assert float(loss.detach()) >= 0
+    return t.report
+
+
+def test_a_part_that_was_detached_is_named_by_the_line() -> None:
+    report = run_of(Parts(cut))
+    assert report.answer == "healthy"  # many are meant to have no gradient
+    assert [name for name, _ in report.record.unreached] == ["first.weight", "first.bias"]
+    lines = {frame for _, frame in report.record.unreached}
+    assert {(frame.file, frame.function) for frame in lines if frame} == {(__file__, "cut")}
+    assert "no gradient  first.weight, first.bias: detached at" in str(report) and "return h.detach()" in str(report)
+
+
+def test_a_part_without_gradients_that_no_line_detached_is_named() -> None:
+    model = Parts(looked_at)
+    model.spare = nn.Linear(2, 2)
+    report = run_of(model)
+    assert report.record.unreached == (("spare.weight", None), ("spare.bias", None))
+    assert "no gradient  spare.weight, spare.bias" in str(report)
+
+
+def test_what_is_frozen_or_reached_another_way_is_not() -> None:
+    frozen = Parts(cut)
+    frozen.first.requires_grad_(False)
+    assert run_of(frozen).record.unreached == ()
+    assert run_of(Parts(looked_at)).record.unreached == ()
+    assert run_of(Parts(lambda h: h.detach() + h)).record.unreached == ()

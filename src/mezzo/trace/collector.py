@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import OpOverload, autograd_node, tree_leaves
 from .context import OpMode, TraceContext
-from .evidence import HostReads, asks_of_gradients, is_arithmetic, is_bad_anyway, leads_somewhere, matters
+from .evidence import Detached, HostReads, asks_of_gradients, is_arithmetic, is_bad_anyway, leads_somewhere, matters
 from .exponents import LineWatch
 from .frames import Owner, caller, is_called_from, sample_line
 from .lint_rules import LintWatch
@@ -75,7 +75,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.lines = LineWatch(self.lints)
         self.reference = ReferencePath()
         self._carried: list[Tensor] | None = None
-        self.flushes = FlushWatch()
+        self.flushes, self.detached = FlushWatch(), Detached()
         self._fp64 = Fp64Reference()
         self._causes: StorageNotes[Causes] = StorageNotes()
         self._reads = HostReads(self._causes)
@@ -104,6 +104,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.has_gone_backward = self.has_gone_backward or site.phase == "backward"
         if facts.makes_nothing:
             out = func(*args, **kwargs)
+            if facts.name == "detach":
+                self.detached.see(args[0], site)
             if facts.name == "set" and isinstance(out, Tensor) and is_called_from(_SHARED):
                 self._shared.note(out, site)
             return out

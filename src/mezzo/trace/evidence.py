@@ -14,7 +14,7 @@ from torch import Tensor
 from .._torch import node_number, tree_leaves, tree_map
 from .measure import any_nan, is_finite, numbers, rerun, sanitised
 from .ops import FACTORS, Call
-from .records import Event, Sink
+from .records import Event, Frame, Sink, Site
 from .wide_values import StorageNotes
 
 _COMPARES = frozenset({
@@ -154,6 +154,22 @@ class PendingOutputs:
         found = [p for p in self._pending if is_over or p[1]() is None]
         self._pending = [p for p in self._pending if p not in found]
         return [sink for _, _, sink in found]
+
+
+class Detached:
+    """The leaves behind what a program detached, by the line that did so first."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Frame | None, set[int]] = {}
+
+    def see(self, tensor: Tensor, site: Site) -> None:
+        """Take note of a tensor that is being detached. Host only; once a line."""
+        if site.called == "detach" and site.frame not in self._lines and tensor.grad_fn is not None:
+            self._lines[site.frame] = {id(leaf) for leaf in leaves_behind(tensor)}
+
+    def line_of(self, leaf: int) -> Frame | None:
+        """Return the line that detached what a leaf, given by its id, computed; None if none did. Host only."""
+        return next((frame for frame, leaves in self._lines.items() if leaf in leaves), None)
 
 
 def leaves_behind(loss: Tensor) -> list[Tensor]:

@@ -205,6 +205,11 @@ class IdleSteps:
                 what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first[0])} to {number(last[-1])},"
                 lints.add("exploding-step", site, torch.float32, what, round(size / start))
 
+    def unreached(self, named: Mapping[int, str]) -> list[tuple[int, str]]:
+        """Return those of some parameters, by their ids, that had no gradient where others of them had. Host only."""
+        left = [(key, name) for key, name in named.items() if not self._brought[key]]
+        return left if len(left) < len(named) else []
+
     def _tell_still(self, lints: LintWatch) -> None:
         for optimizer, (site, steps) in self._steps.items():
             still, name = self._still[optimizer], type(optimizer).__name__

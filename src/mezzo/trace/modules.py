@@ -227,6 +227,11 @@ class ModuleStack:
         """Return the names of the parameters that roots hold now, by their ids. Host only."""
         return {id(p): _readable(name) for root in reversed(self.roots) for name, p in root.named_parameters()}
 
+    def trained(self) -> dict[int, str]:
+        """Return the names of those that are to have gradients, by their ids. Host only."""
+        wanted = {id(p) for root in self.roots for p in root.parameters() if p.requires_grad}
+        return {key: name for key, name in self.parameters().items() if key in wanted}
+
     def parameter_name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the first root that holds it; empty if none does. Syncs: no."""
         return self._parameters.get(id(parameter), (parameter, ""))[1]

@@ -362,12 +362,10 @@ class TraceRecord:
     Attributes:
         model: class name of the traced model, or of the first one seen.
         events, sinks, sizes: in order.
-        lost: lost updates.
-        lints: lint rules that the code broke.
+        lost, lints: lost updates, and lint rules that the code broke.
         lines: magnitudes by line.
         ops, steps: numbers of ops seen and of steps begun.
-        rank: of this process.
-        torch: version.
+        rank, torch: of this process; version.
         flushed: gradients, and what fp16 flushed of them.
         forwards, inferences: outermost modules that ran with gradients on, and without.
         backwards: passes.
@@ -376,6 +374,7 @@ class TraceRecord:
         skipped: those that a loss scaler left out.
         ended: the error that ended the program; empty if there was none.
         elsewhere: names of other threads that trained modules, unseen.
+        unreached: parameters beside others that no gradient reached, and the line that detached what they computed; None where none did.
     """
 
     model: str
@@ -398,3 +397,4 @@ class TraceRecord:
     skipped: int = 0
     ended: str = ""
     elsewhere: tuple[str, ...] = ()
+    unreached: tuple[tuple[str, Frame | None], ...] = ()

@@ -90,6 +90,7 @@ class TraceReport(Report):
             blocks += _finding(finding)
         blocks += _others(self.findings[1:])
         blocks += _warnings([x for x in r.lints if x.rule not in FAULTY_RULES])
+        blocks += _unreached(r)
         step = self.findings[0].step if self.findings else min((s.step for s in r.sizes), default=0)
         details: list[Block] = [_tensors(f) for f in self.findings[:1] if f.inputs or f.outputs]
         details += _charts(r.sizes, step)
@@ -166,6 +167,20 @@ def _warnings(lints: list[Lint]) -> list[Block]:
     # one line of a program runs in many modules
     rows = tuple(dict.fromkeys((x.rule, short_line(x.site.frame), explain_lint(x).why) for x in lints))[:_SHOWN]
     return [Heading(text="Lint rules broken"), Table(title="", columns=("rule", "line", "why"), rows=rows)]
+
+
+def _unreached(r: TraceRecord) -> list[Block]:
+    """Name the parameters that no gradient reached, by the line that detached what they computed; many are meant to have none."""
+    if not r.backwards:
+        return []
+    lines: dict[Frame | None, list[str]] = {}
+    for name, frame in r.unreached:
+        lines.setdefault(frame, []).append(name)
+    told = [
+        (listed(names), "" if frame is None else f": detached at {frame}   {source_line(frame)}")
+        for frame, names in lines.items()
+    ]
+    return [Pairs(pairs=tuple(("no gradient", f"{names}{where}") for names, where in told))] if told else []
 
 
 def _tensors(f: Finding) -> Table:

@@ -138,6 +138,10 @@ class Trace:
             skipped=self._collector.skipped,
             ended=self._ended,
             elsewhere=tuple(sorted(self._context.modules.elsewhere)),
+            unreached=tuple(
+                (name, self._collector.detached.line_of(key))
+                for key, name in self._idle.unreached(self._context.modules.trained())
+            ),
             steps=self._context.step + 1,
             rank=self._context.rank,
             torch=torch.__version__,
