@@ -151,6 +151,11 @@ def test_a_step_that_stopped_the_run_is_there(tmp_path: Path) -> None:
     again = mezzo.replay(tmp_path / "run", 6, build, around=traced)
     assert not again.applied
     assert traces[0].report.findings[0].verdict == "inherited"
+    found = mezzo.replay(tmp_path / "run", 6, build, around=mezzo.diagnose.trace)
+    assert isinstance(found.traced, mezzo.diagnose.TraceReport)
+    assert found.traced.findings[0].verdict == "inherited" and again.traced is not None
+    assert "traced         Faulty: inherited" in str(found) and '"verdict": "inherited"' in found.to_json()
+    assert mezzo.replay(tmp_path / "run", 6, build).traced is None
 
 
 def test_a_fresh_process_replays_under_a_name(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ..diagnose import Trace, named_function, replay, trace
+from ..diagnose import named_function, replay, trace
 
 SAME, DIFFERENT, BAD_INPUT = 0, 1, 2
 
@@ -40,15 +41,9 @@ def run(argv: Sequence[str]) -> int:
     except SystemExit as end:
         return SAME if end.code in (None, 0) else BAD_INPUT
     build = named_function(options.model)
-    traces: list[Trace] = []
-
-    def traced(model: object) -> Trace:
-        traces.append(trace())
-        return traces[0]
-
-    around = {"around": traced} if options.trace else {}
+    around = {"around": trace} if options.trace else {}
     found = replay(options.folder, options.step, build, policy=options.policy, **around)
-    reports = [found, *(t.report for t in traces)]
+    reports = [replace(found, traced=None), *([found.traced] if found.traced else [])]
     for report in reports:
         print(report.to_json() if options.json else report)
     return SAME if found.is_healthy else DIFFERENT

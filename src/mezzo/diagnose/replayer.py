@@ -45,6 +45,7 @@ class ReplayedStep(Report):
         first_different: first step up to this one whose losses, gradient norm or scale are not bit for bit those of the record:
             hardware, or somebody changed weights; None if all are, or the record has no results of them.
         compared: steps whose results were compared.
+        traced: the report of what `around` gave, if it makes one, as a trace does.
     """
 
     step: int
@@ -56,6 +57,7 @@ class ReplayedStep(Report):
     error: str
     first_different: int | None
     compared: int
+    traced: Report | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -70,6 +72,7 @@ class ReplayedStep(Report):
             ("loss scale", f"{self.scale:g}"),
             ("taken", "yes" if self.applied else "no"),
             *([("stopped by", self.error)] if self.error else []),
+            *([("traced", self.traced.document().verdict)] if self.traced else []),
         ]
         return Document(
             title=f"mezzo replay of step {self.step} under {self.policy}",
@@ -186,7 +189,7 @@ def replay(
         build: returns (model, optimizer or list of them, loss_fn), not prepared, made as for the run; weights do not matter.
             loss_fn(model, batch) computes what was given to `amp.backward` for a batch.
         policy: for the step itself; None: that of the run.
-        around: given the model, returns a context for the step itself, such as `mezzo.diagnose.trace`.
+        around: given the model, returns a context for the step itself, such as `mezzo.diagnose.trace`, whose report comes back in `traced`.
 
     Returns:
         What came of the step, and whether it and those before it came out as recorded.
@@ -214,8 +217,9 @@ def replay(
         if policy is not None:
             state, run = run.amp.state_dict(), _Run(_built(build), policy, kept)
             run.amp.load_state_dict(state)
-        with around(run.amp.model):
+        with around(run.amp.model) as watched:
             found, error = run.take(step)
+        report = getattr(watched, "report", None)
         if policy is None and (differs := run.differs(step, found)) is not None:
             compared += 1
             different = step if differs and different is None else different
@@ -229,4 +233,5 @@ def replay(
         error=error,
         first_different=different,
         compared=compared,
+        traced=report if isinstance(report, Report) else None,
     )
