@@ -92,6 +92,16 @@ def test_parts_that_are_called_one_by_one_are_looked_for_in_one_walk(monkeypatch
     assert (places[-1].root, places[-1].module) == ("Sequential", "0")
 
 
+def test_modules_that_are_made_in_every_step_are_looked_for_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks, walk = [], modules._living_modules
+    monkeypatch.setattr(modules, "_living_modules", lambda: walks.append(1) or walk())  # type: ignore[func-returns-value]
+    with mezzo.diagnose.trace() as t:
+        for _ in range(20):
+            nn.Sequential(nn.Linear(2, 2))(torch.ones(1, 2)).log().sum().backward()
+    assert 0 < len(walks) <= 8
+    assert t.report.record.backwards == 20
+
+
 def test_modules_that_hold_each_other_are_named_too() -> None:
     net = Net()
     system = nn.Sequential(net, nn.Linear(3, 3))

@@ -69,6 +69,8 @@ class Place:
 
 
 OUTSIDE = Place()
+_WALKS = 8
+"""Walks over the objects of the process in one trace: a program that makes modules as it runs would cause one for each."""
 
 
 def _prepared_around(module: nn.Module) -> nn.Module:
@@ -129,6 +131,7 @@ class ModuleStack:
         self._names: dict[int, tuple[str, str]] = {}
         self._alone: set[type] = set()
         self._living: list[weakref.ref[nn.Module]] = []
+        self._walks = 0
         self._model = model
         self._on_root, self._on_output = on_root, on_output
         self._stack: list[tuple[nn.Module, Place]] = []
@@ -186,8 +189,9 @@ class ModuleStack:
         """Return what a module that is called by itself is a part of; the module where it is a part of nothing."""
         root = _prepared_around(module)
         if root is module and type(module) not in self._alone:
-            if all(known() is not module for known in self._living):  # made since the last walk
-                self._living = _living_modules()
+            is_new = all(known() is not module for known in self._living)  # made since the last walk
+            if is_new and self._walks < _WALKS:
+                self._living, self._walks = _living_modules(), self._walks + 1
             root = _around(module, [one for known in self._living if (one := known()) is not None])
             if root is module and _count(module) == 1:  # a loss may be made anew in each step
                 self._alone.add(type(module))
