@@ -134,3 +134,38 @@ def test_no_step_is_not_enough() -> None:
     with diagnose.watch(nn.Linear(2, 2)) as w:
         pass
     assert not w.report.is_healthy and "Not enough seen" in str(w.report)
+
+
+class Averages(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.register_buffer("ema", torch.ones(4, dtype=dtype))
+        self.register_buffer("mask", torch.ones(4, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        self.ema.mul_(0.999).add_(y.detach().mean(0), alpha=0.001)
+        return y * self.mask.float()
+
+
+def test_a_16_bit_state_that_the_run_writes_is_said_not_to_be_looked_at() -> None:
+    for dtype, states in ((torch.bfloat16, ("ema",)), (torch.float32, ())):
+        model = Averages(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diagnose.watch(model, every=1) as w:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(2, 4)).square().mean().backward()
+                optimizer.step()
+        assert w.report.states == states
+        assert ("not looked at" in str(w.report)) == bool(states)
+        assert w.report.is_healthy
+
+
+def test_gradients_that_fp16_flushes_under_a_small_scale_ask_for_a_larger_one() -> None:
+    report = prepared("fp16, scaling=2", factor=5e-5, steps=3)
+    told = [text for text in report.warnings if "underflow" in text]
+    assert told and all("raise the loss scale" in text and "GradScaler" not in text for text in told)
+    none_left = prepared("fp16, scaling=2", factor=1e-6, steps=3).warnings
+    assert "underflow at a small loss scale" in none_left[0]

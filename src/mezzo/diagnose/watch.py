@@ -15,6 +15,7 @@ from .._torch import autograd_node
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name, is_count
 from ..optim import keeps_masters, parameters
+from ..stamp import Stamp
 from ..step import Stepper, StepResult
 from ..trace import BINS, Histogram, exponent_fields, floating, spaced
 from .taken_steps import has_rate, is_taken
@@ -105,6 +106,7 @@ class Watch:
         self._have_masters: set[int] = set()
         self._handles: list[Any] = []
         self._sampling: list[Any] = []
+        self._states = {n: Stamp.of(b) for n, b in model.named_buffers() if b.dtype in LOW_DTYPES}
         self._ids = {id(p) for _, p in self._parameters}
         self._running = 0
         self._before: Tensor | None = None
@@ -323,6 +325,9 @@ class Watch:
             zero=self._num_zero,
             still=self._num_still,
             dead=self._dead(histograms),
+            states=tuple(
+                n for n, b in self._model.named_buffers() if n in self._states and not self._states[n].is_current(b)
+            ),
             unreached=tuple(n for i, (n, _) in enumerate(self._parameters) if not gradients[i]),
         )
 

@@ -90,6 +90,7 @@ class WatchReport(Report):
         still: further sampled steps, which were taken at a learning rate of 0.
         dead: weights whose every sampled gradient was 0.
         unreached: parameters that had no gradient in any sampled step.
+        states: 16-bit buffers that the run wrote, whose updates a watch does not look at.
     """
 
     model: str
@@ -107,6 +108,7 @@ class WatchReport(Report):
     still: int = 0
     dead: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> int:
@@ -158,8 +160,8 @@ class WatchReport(Report):
             yield f"{self.skipped} of {self.num_steps} steps were skipped; the last because of: {reason}."
         if self.zero:
             yield (
-                f"every sampled gradient was 0 in {self.zero} of {self.sampled} sampled steps: nothing is learned. In fp16 they "
-                "underflow without a loss scale; else the loss does not reach the weights."
+                f"every sampled gradient was 0 in {self.zero} of {self.sampled} sampled steps: nothing is learned. In fp16 they underflow "
+                f"{'at a small' if self.loss_scale > 1 else 'without a'} loss scale; else the loss does not reach the weights."
             )
         elif self.dead and self.sampled >= _LEAST_DEAD:
             yield (
@@ -203,6 +205,13 @@ class WatchReport(Report):
         pairs.append(("watching took", f"{self.host_share:.1%} of the host's time in this run"))
         if self.unreached and self.sampled:
             pairs.append(("no gradient", f"{listed(self.unreached)}: in none of the sampled steps"))
+        if self.states:
+            pairs.append(
+                (
+                    "not looked at",
+                    f"16-bit buffers that the run wrote: {listed(self.states)}; mezzo.diagnose.trace says whether they move",
+                )
+            )
         warnings = self.warnings
         verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else self._health()
         blocks: list[Block] = [Pairs(pairs=tuple(pairs)), *(Note(text=text) for text in warnings[:_ROWS])]
