@@ -53,6 +53,16 @@ def test_without_a_loss_scale_hooks_see_true_gradients(policy: str, caplog: pyte
     assert train(policy, HOOKS["tensor"], caplog) == []
 
 
+def test_nothing_is_said_of_the_hooks_of_a_watch(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "fp16, scaling=1024")
+    with caplog.at_level(logging.WARNING, "mezzo.loss_scale"), mezzo.diagnose.watch(amp, every=1):
+        x, y = batch()
+        amp.backward(mse(model(x), y))
+        amp.step()
+    assert [record.getMessage() for record in caplog.records if SAID in record.getMessage()] == []
+
+
 def test_nothing_is_said_where_no_hook_is(caplog: pytest.LogCaptureFixture) -> None:
     assert train("fp16, scaling=1024", None, caplog) == []
 

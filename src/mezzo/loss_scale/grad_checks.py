@@ -37,9 +37,8 @@ def say_hooked(optimizer: Optimizer, known: Mapping[Tensor, str] | None = None) 
 
 def _is_hooked(param: Tensor) -> bool:
     hooks = [hook for found in gradient_hooks(param) for hook in (found or {}).values()]
-    return any(
-        [(getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "mezzo") for hook in hooks]
-    )
+    whose = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]  # of a partial too
+    return any([name.partition(".")[0] not in ("torch", "mezzo") for name in whose])
 
 
 def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:
