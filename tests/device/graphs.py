@@ -92,6 +92,48 @@ def norms_take_the_host_little_and_a_graph_the_device() -> None:
                 assert torch.equal(net.train()(x), net.eval()(x))  # a checkpoint's first run is its second's
 
 
+class CastsItsScale(nn.Linear):
+    """Casts a buffer of its own to what it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.scale = self.scale.to(h.dtype)
+        return h * self.scale
+
+
+def what_a_forward_casts_of_its_own_stays_where_a_graph_reads_it() -> None:
+    losses = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        net = CastsItsScale().to("sim")
+        before = net.scale.clone()
+        amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=True), "bf16, guard.check_every=0")
+
+        def step(x: Tensor, net: nn.Module = net, amp: Any = amp) -> Tensor:
+            amp.zero_grad()
+            loss = net(x).float().square().mean()
+            amp.backward(loss)
+            amp.step()
+            return loss.detach()
+
+        call = amp.capture(step) if is_captured else step
+        x, seen = torch.ones(9, 8).to("sim"), []
+        for _ in range(3):
+            seen.append(float(call(x)))
+        scale = net.scale
+        for _ in range(5):
+            torch.full((8,), torch.nan, device="sim")  # where memory was freed
+            seen.append(float(call(x)))
+        assert torch.equal(net.scale, before) and net.scale.dtype is torch.float32
+        assert not is_captured or net.scale.data_ptr() == scale.data_ptr()
+        losses.append(seen)
+    assert losses[0] == losses[1]
+
+
 def a_replay_is_one_launch_and_stops_for_nothing() -> None:
     """Beside copies: of the arguments, of what the function returns, of norms and flags."""
     run = Run("fp16", "mezzo.AdamW", "clip")

@@ -56,6 +56,7 @@ CHECKS = (
 GRAPH_CHECKS = (
     "replays_are_eager_steps",
     "norms_take_the_host_little_and_a_graph_the_device",
+    "what_a_forward_casts_of_its_own_stays_where_a_graph_reads_it",
     "a_replay_is_one_launch_and_stops_for_nothing",
     "tables_of_a_graph_live_as_long_as_it",
     "memory_that_a_graph_reads_is_missed_when_freed",

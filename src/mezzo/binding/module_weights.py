@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import NormBase, own_buffers, own_modules, own_parameters
+from .._torch import NormBase, is_capturing, own_buffers, own_modules, own_parameters
 from ..formats import LOW_DTYPES
 
 Place = tuple[Mapping[str, nn.Parameter | None], str]
@@ -79,7 +79,8 @@ class WideTensors:
             now: Any = registry.get(key)
             is_narrow = type(now) is Tensor and now.dtype in LOW_DTYPES and not now.requires_grad
             if was is not None and is_narrow and was.shape == now.shape:
-                registry[key] = _as_wide(now, was)
+                wide = _as_wide(now, was)
+                registry[key] = was.copy_(wide) if is_capturing(was.device) else wide  # a graph knows it by its address
             kept[0] = was if self._running else None
 
 
