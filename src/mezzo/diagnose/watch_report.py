@@ -206,12 +206,10 @@ class WatchReport(Report):
         if self.unreached and self.sampled:
             pairs.append(("no gradient", f"{listed(self.unreached)}: in none of the sampled steps"))
         if self.states:
-            pairs.append(
-                (
-                    "not looked at",
-                    f"16-bit buffers that the run wrote: {listed(self.states)}; mezzo.diagnose.trace says whether they move",
-                )
+            what = (
+                f"16-bit buffers that the run wrote: {listed(self.states)}; mezzo.diagnose.trace says whether they move"
             )
+            pairs.append(("not looked at", what))
         warnings = self.warnings
         verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else self._health()
         blocks: list[Block] = [Pairs(pairs=tuple(pairs)), *(Note(text=text) for text in warnings[:_ROWS])]

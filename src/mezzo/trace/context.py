@@ -71,7 +71,7 @@ class Names(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function under its own name."""
-        above, self.current = self.current, public_name(getattr(func, "__name__", ""))
+        above, self.current = (self.current, self.assigned), public_name(getattr(func, "__name__", ""))
         self.in_region = any(torch.is_autocast_enabled(device) for device in self._devices)
         self.assigned = float(args[2]) if self.current == "setitem" and isinstance(args[2], int | float) else None
         if self.current in _READS and self.on_read is not None and args and isinstance(args[0], Tensor):
@@ -89,7 +89,7 @@ class Names(TorchFunctionMode):
                 self.on_numbers(made, args[given])
             return made
         finally:
-            self.current, self.backward_dtype, self.assigned = above, None, None
+            (self.current, self.assigned), self.backward_dtype = above, None
 
 
 def _is_cleared_by(name: str, args: tuple[Any, ...]) -> bool:

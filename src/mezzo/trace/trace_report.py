@@ -171,16 +171,12 @@ def _warnings(lints: list[Lint]) -> list[Block]:
 
 def _unreached(r: TraceRecord) -> list[Block]:
     """Name the parameters that no gradient reached, by the line that detached what they computed; many are meant to have none."""
-    if not r.backwards:
-        return []
     lines: dict[Frame | None, list[str]] = {}
-    for name, frame in r.unreached:
+    for name, frame in r.unreached if r.backwards else ():
         lines.setdefault(frame, []).append(name)
-    told = [
-        (listed(names), "" if frame is None else f": detached at {frame}   {source_line(frame)}")
-        for frame, names in lines.items()
-    ]
-    return [Pairs(pairs=tuple(("no gradient", f"{names}{where}") for names, where in told))] if told else []
+    where = {frame: f": detached at {frame}   {source_line(frame)}" if frame else "" for frame in lines}
+    pairs = tuple(("no gradient", f"{listed(names)}{where[frame]}") for frame, names in lines.items())
+    return [Pairs(pairs=pairs)] if pairs else []
 
 
 def _tensors(f: Finding) -> Table:
