@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -151,3 +152,21 @@ def test_a_model_without_such_tensors_is_not_asked_again() -> None:
     mezzo.prepare(model, None, "bf16")
     model(torch.randn(2, 4))
     assert record(model).wide is False  # type: ignore[union-attr]  # it is bound
+
+
+def test_threads_that_run_one_model_at_once_leave_it_as_wide_as_it_was() -> None:
+    model = Casts()
+    before = [t.clone() for t in stored(model)]
+    mezzo.prepare(model, None, "bf16")
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(200):
+                model(torch.randn(2, 4))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_as_stored(model, before)

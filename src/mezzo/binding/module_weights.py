@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -51,7 +52,7 @@ class WideTensors:
             for key, value in {**vars(module), **own_buffers(module)}.items()
             if _wide(value) is not None
         ]
-        self._running = 0
+        self._running, self._lock = 0, threading.Lock()
 
     @classmethod
     def of(cls, model: nn.Module) -> WideTensors | bool:
@@ -62,16 +63,18 @@ class WideTensors:
     @contextmanager
     def around(self, region: AbstractContextManager[object]) -> Iterator[None]:
         """Run a forward in a region, and put back what it narrows, with what it wrote. Writes: buffers and attributes. Syncs: no."""
-        for module, key, kept in self._held:
-            found = _wide(_registry(module(), key).get(key))
-            kept[0] = kept[0] if found is None and self._running else found
-        self._running += 1
+        with self._lock:
+            for module, key, kept in self._held:
+                found = _wide(_registry(module(), key).get(key))
+                kept[0] = kept[0] if found is None and self._running else found
+            self._running += 1
         try:
             with region:
                 yield
         finally:
-            self._running -= 1
-            self._put_back()
+            with self._lock:
+                self._running -= 1
+                self._put_back()
 
     def _put_back(self) -> None:
         for module, key, kept in self._held:
