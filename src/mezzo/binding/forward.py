@@ -340,10 +340,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def bound_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass whose forward enters the region of the record that an instance carries.
-
-    An instance without a record behaves as one of `original`.
-    """
+    """Return the subclass whose forward enters the region of an instance's record; without one it behaves as `original`."""
     if original not in _classes:
         _classes[original] = _make_class(original)
     return _classes[original]
