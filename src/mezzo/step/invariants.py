@@ -103,17 +103,14 @@ class Invariants:
         now = {**_sums(skipped), **_sums(stepped, beside_weights=True)}
         square = {} if before.raw_square is None else {"": before.raw_square}
         # A warm-up begins at a rate of 0; a scheduler that on_applied called has moved the rates since.
-        moving = [
-            share
-            for share in stepped
-            if any(before.rates) and any(_rates([share], share.params)) and share.check.norm != 0
-        ]
-        lost = {p: counts for share in moving for p, counts in _lost_counts(before, share).items()}
+        rated = [share for share in stepped if any(before.rates) and any(_rates([share], share.params))]
+        lost = {p: counts for share in rated for p, counts in _lost_counts(before, share).items()}
         written = _written(shares)
-        old, new, squares, kept, wanted, ruined, buffers = read_together(
+        old, new, squares, norms, kept, wanted, ruined, buffers = read_together(
             before.sums,
             now,
             square,
+            {share.index: share.check.norm for share in rated},
             {p: kept for p, (kept, _) in lost.items()},
             {p: all_ for p, (_, all_) in lost.items()},
             {place: _is_ruined(local(tensor)) for place, tensor in written.items()},
@@ -126,7 +123,7 @@ class Invariants:
         changed = {place for place, total in new.items() if old.get(place) != total}
         for share in skipped:
             self._check_untouched({place for place in changed if place in old}, share)
-        for share in moving:
+        for share in [share for share in rated if norms[share.index] != 0]:
             self._check_moved(share, facts, step, old, changed)
             self._note_lost(share, kept, wanted)
         if not facts.applied and before.rates != _rates(shares):
