@@ -133,8 +133,10 @@ def differences(
 
 EXCUSED = {f"{op} under {engine}" for op, (engines, _) in EXCEPTIONS.items() for engine in engines}
 EXCUSED_ON_CUDA = EXCUSED | {
-    "pinverse under standalone"
-}  # linalg.pinv by another name; the CPU's products come out alike
+    "pinverse under standalone",  # linalg.pinv by another name; the CPU's products come out alike
+    "grid_sampler_2d under mode",  # CUDA adds up its gradients in no fixed order: torch.use_deterministic_algorithms
+    "grid_sampler_2d under standalone",
+}
 
 
 @pytest.mark.parametrize(
