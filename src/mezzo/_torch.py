@@ -363,9 +363,7 @@ saved_tensors_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._t
 
 
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-frame_callback = (
-    eval_frame.get_eval_frame_callback
-)  # what compiles the frames that are entered now, None outside of torch.compile
+frame_callback = eval_frame.get_eval_frame_callback  # what compiles frames that are entered; None outside of a compiler
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -68,19 +68,25 @@ def replays_are_eager_steps(runs: Sequence[tuple[str, str, str]] = FEW) -> None:
         assert found[8][1] is False and found[9][1] is True
 
 
+def sgd_step(net: nn.Module) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """Return a model prepared with SGD, and its step on a batch: returns the loss."""
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=True), "bf16, guard.check_every=0")
+
+    def step(x: Tensor) -> Tensor:
+        amp.zero_grad()
+        loss = net(x).float().square().mean()
+        amp.backward(loss)
+        amp.step()
+        return loss.detach()
+
+    return amp, step
+
+
 def norms_take_the_host_little_and_a_graph_the_device() -> None:
     """Of a training on an accelerator norms are torch's ops while the host launches them, and mezzo's kernel in steps that a graph will launch."""
     for norm in (nn.LayerNorm(2048), nn.RMSNorm(2048)):
         net = nn.Sequential(nn.Linear(8, 2048), norm, nn.Linear(2048, 8)).to("sim")
-        amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=True), "bf16, guard.check_every=0")
-
-        def step(x: Tensor, net: nn.Module = net, amp: Any = amp) -> Tensor:
-            amp.zero_grad()
-            loss = net(x).float().square().mean()
-            amp.backward(loss)
-            amp.step()
-            return loss
-
+        amp, step = sgd_step(net)
         x, captured = torch.randn(9, 8).to("sim"), amp.capture(step)
         with sim.triton_kernels():
             for call, count in ((step, 0), (captured, 1), (step, 0), (captured, 1)):
@@ -111,15 +117,7 @@ def what_a_forward_casts_of_its_own_stays_where_a_graph_reads_it() -> None:
         torch.manual_seed(0)
         net = CastsItsScale().to("sim")
         before = net.scale.clone()
-        amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=True), "bf16, guard.check_every=0")
-
-        def step(x: Tensor, net: nn.Module = net, amp: Any = amp) -> Tensor:
-            amp.zero_grad()
-            loss = net(x).float().square().mean()
-            amp.backward(loss)
-            amp.step()
-            return loss.detach()
-
+        amp, step = sgd_step(net)
         call = amp.capture(step) if is_captured else step
         x, seen = torch.ones(9, 8).to("sim"), []
         for _ in range(3):

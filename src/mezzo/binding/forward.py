@@ -72,7 +72,7 @@ class Binding:
 
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
-        self._traced_rules = when_traced(self._op_rules, self.device_type or "cpu")
+        self._traced_rules = when_traced(self._op_rules, self.device_type or "cpu")  # a compiler traces `region`
         self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
         self.has_own_ops, self.keeps_casts = self._has_own_ops(), self._keeps_casts()

@@ -81,9 +81,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Map
                 f"Write policy='{masters}', or model.float() before prepare, to keep trainable weights in fp32."
             )
         elif policy.params in LOW_DTYPES:
-            kind = type(
-                optimizer
-            ).__name__  # of a part: `adopt` gives masters to all but what a ZeroRedundancyOptimizer divides
+            # `adopt` gives masters to all but the parts of what a ZeroRedundancyOptimizer divides.
+            kind = type(optimizer).__name__
             raise MasterError(
                 f"the policy stores weights in {dtype_name(policy.params)} with master={policy.master}, and ZeroRedundancyOptimizer "
                 f"divides {kind}, which keeps no masters. Write ZeroRedundancyOptimizer(..., optimizer_class=mezzo.optim."

@@ -291,8 +291,9 @@ class RegionCache:
         if entry is not None and entry.source.is_current(tensor):
             return _connected(tensor, entry.copy)
         source = Stamp.of(tensor, with_storage=True)
-        cast = _copy(tensor, dtype) if torch.is_inference_mode_enabled() else tensor.to(dtype)
-        entries[key] = _Cast(source, cast if torch.is_inference_mode_enabled() else cast.detach())
+        is_inference = torch.is_inference_mode_enabled()
+        cast = _copy(tensor, dtype) if is_inference else tensor.to(dtype)
+        entries[key] = _Cast(source, cast if is_inference else cast.detach())
         if not weight:
             self._activations.move_to_end(key)
             while len(self._activations) > _RECENT_ACTIVATIONS:

@@ -49,9 +49,8 @@ _ADVICE = (
         ),
     ),
     (
-        re.compile(
-            r"([Gg]ot|found|scalar type|[Ii]nput type|!=)[^.]*\b[Dd]ouble\b"
-        ),  # not among what a kernel would have taken
+        # not among what a kernel would have taken
+        re.compile(r"([Gg]ot|found|scalar type|[Ii]nput type|!=)[^.]*\b[Dd]ouble\b"),
         _FP64,
     ),
 )

@@ -122,9 +122,8 @@ def kept_on_device(make: Callable[[T, torch.device], Tensor]) -> Callable[[T, to
 @kept_on_device
 def numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """Return numbers in fp32 on a device, kept there from step to step. Syncs: no."""
-    return move(
-        torch.tensor(numbers, dtype=torch.float32, device="cpu"), device
-    )  # made there, it would wait for the stream
+    on_host = torch.tensor(numbers, dtype=torch.float32, device="cpu")  # made there, it would wait for the stream
+    return move(on_host, device)
 
 
 def num_asked() -> int:

@@ -102,9 +102,8 @@ def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = 
     inner = local_optimizer(optimizer)
     if inner is not optimizer:  # a ZeroRedundancyOptimizer sends whole weights after the step of each rank's part
         if isinstance(inner, MasterOptimizer) and policy.params in LOW_DTYPES:
-            _choose_master(
-                inner, policy, *optimizer.param_groups
-            )  # whose options become those of its part in each step
+            # the outer groups' options become those of its part in each step
+            _choose_master(inner, policy, *optimizer.param_groups)
         return optimizer
     if is_dense and type(optimizer) in _ADOPTED and follow_class_step(optimizer):
         _take_over(optimizer, policy)

@@ -123,7 +123,9 @@ class Invariants:
         changed = {place for place, total in new.items() if old.get(place) != total}
         for share in skipped:
             self._check_untouched({place for place in changed if place in old}, share)
-        for share in [share for share in rated if norms[share.index] != 0]:
+        for share in rated:
+            if norms[share.index] == 0:
+                continue
             self._check_moved(share, facts, step, old, changed)
             self._note_lost(share, kept, wanted)
         if not facts.applied and before.rates != _rates(shares):
