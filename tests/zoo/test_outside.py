@@ -22,7 +22,9 @@ from mezzo.trace.records import Frame, LintRule
 
 FOLDER = Path(__file__).parent / "outside"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
-FAULTY = [name for name, e in EXPECTED.items() if e["kind"] == "faulty"]
+REFUSED = {"c17_warmup_inverse": "a group of SGD has lr=inf: write a finite number."}
+"""Those whose fault mezzo refuses by now before it is done; what was written down holds where the step is let pass."""
+FAULTY = [name for name, e in EXPECTED.items() if e["kind"] == "faulty" and name not in REFUSED]
 QUICK = {
     "a35_gcn_isolated",
     "b10_normalize_empty",
@@ -87,7 +89,19 @@ def test_faulty(name: str, offers: list[tuple[str, Any]]) -> None:
         assert all(bool(t.isfinite().all()) for t in pasted(text, operands)), text
 
 
-@pytest.mark.parametrize("name", rows([n for n in EXPECTED if n not in FAULTY]))
+@pytest.mark.parametrize("name", rows([*REFUSED]))
+def test_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = diagnosis(name)
+    assert (report.answer, report.findings) == ("not enough seen", ())
+    said = " ".join(str(report).split())
+    assert f"the program ended by itself with ConfigError('{REFUSED[name]}')" in said
+    monkeypatch.setattr("mezzo.step.update.check_finite", lambda optimizer, group: None)
+    report = diagnosis(name)
+    assert complaints(name, report) == []
+    assert report.answer == "faulty"
+
+
+@pytest.mark.parametrize("name", rows([n for n in EXPECTED if n not in FAULTY and n not in REFUSED]))
 def test_healthy(name: str) -> None:
     report = diagnosis(name)
     assert [f"{f.verdict} {f.op} {f.path} {f.frame} {f.why}" for f in report.findings] == []
