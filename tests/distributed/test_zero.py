@@ -116,3 +116,37 @@ def test_a_checkpoint_says_what_to_call_first_and_holds_the_state_of_all_ranks_t
             "amp.state_dict(weights=False) needs none of it."
         )
         assert is_whole
+
+
+Weights = dict[str, Tensor]
+
+
+def _exported(rank: int, world: int, policy: str, is_divided: bool, is_released: bool) -> Weights:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer: torch.optim.Optimizer
+    if is_divided:
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=mezzo.optim.AdamW, lr=0.003)
+    else:
+        optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.003)
+    amp = mezzo.prepare(net, optimizer, policy)
+    ddp = DistributedDataParallel(net)
+    for step in range(3):
+        amp.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        amp.backward((ddp(x).float() - x.sum(1, keepdim=True)).square().mean())
+        amp.step()
+    if not is_released:
+        return amp.export_weights()
+    amp.release()
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+@pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, master=fp32", "fp16-master, scaling.init_scale=256"])
+def test_weights_are_the_masters_of_all_ranks(policy: str, is_released: bool) -> None:
+    wanted = run(2, _exported, policy, False, is_released)[0]
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in wanted.values())
+    for found in run(2, _exported, policy, True, is_released):
+        assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(wanted, torch.float32)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -160,6 +160,8 @@ class PreparedRun:
     def export_weights(self, dtype: torch.dtype | str = torch.float32) -> dict[str, Tensor]:
         """Return a plain state dict of the model, its weights rounded once from their masters.
 
+        Masters of a ZeroRedundancyOptimizer lie in parts on the ranks, which give them to each other: call it on all ranks.
+
         Args:
             dtype: of floating parameters, or its name, "bf16"; buffers stay as they are.
 
@@ -167,7 +169,7 @@ class PreparedRun:
             FormatError: an unknown name.
             StepError: no floating dtype.
 
-        Syncs: no.
+        Syncs: no, but for a ZeroRedundancyOptimizer's masters.
         """
         return checkpoint.export(self.model, self.optimizers, dtype)
 
@@ -175,7 +177,7 @@ class PreparedRun:
         """Take the policy off again: a plain model and plain optimizers, which go on in torch.
 
         Weights with masters become fp32 and take the masters' values; others go back to the dtype they had. Gradients
-        are dropped, moments stay. Every later call of this stepper raises.
+        are dropped, moments stay. Every later call of this stepper raises. With a ZeroRedundancyOptimizer, call it on all ranks.
 
         Writes: classes, forward and storage of the model; state and hooks of the optimizers. Syncs: with the last step.
         """

@@ -7,12 +7,14 @@ import logging
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..distributed import (
+    Group,
     RankSetup,
     ShardWrapper,
     Signals,
@@ -26,9 +28,9 @@ from ..distributed import (
     refuse_flat,
     sharded_modules,
 )
-from ..formats import describe
+from ..formats import LOW_DTYPES, describe
 from ..kernels import AUX_STATE, any_dtensor, is_dtensor
-from ..optim import MasterOptimizer, keeps_masters, parameters
+from ..optim import MasterOptimizer, keeps_masters, local_optimizer, parameters
 from ..policy import Policy
 from ..stamp import versions_of
 
@@ -115,6 +117,24 @@ def _masters(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
     """Return what lies beside 16-bit parameters that are whole on this rank."""
     masters = ((p, o.aux_state(p)[1]) for o in optimizers if keeps_masters(o) for p in parameters(o))
     return {p: beside for p, beside in masters if beside is not None and not is_dtensor(p)}
+
+
+def master_of(optimizer: Optimizer | None, param: Tensor) -> Tensor:
+    """Return the value that a parameter stands for, as `HasMasters.master` does; itself where nothing keeps masters.
+
+    That of a ZeroRedundancyOptimizer lies on one rank, which gives it to all: called on all of them, with the same parameters in
+    one order. Raises: DistributedError. Syncs: only then, and with the slowest rank.
+    """
+    inner = None if optimizer is None else local_optimizer(optimizer)
+    if inner is None or not keeps_masters(inner) or (inner is not optimizer and param.dtype not in LOW_DTYPES):
+        return param.detach()
+    if inner is optimizer:
+        return inner.master(param)
+    bits = torch.zeros(param.shape, dtype=torch.int32, device=param.device)  # on all ranks but one
+    if any(param is p for p in parameters(inner)):
+        bits.copy_(inner.master(param).view(torch.int32))
+    group = Group(optimizer.process_group)  # type: ignore[union-attr]  # a ZeroRedundancyOptimizer's
+    return torch.empty_like(param, dtype=torch.float32).copy_(group.sum_(group.to_device(bits)).view(torch.float32))
 
 
 def whole_tensors(names: Mapping[Tensor, str], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:

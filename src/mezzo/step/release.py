@@ -16,7 +16,8 @@ from ..binding import innermost, store_, unbind
 from ..distributed import disconnect
 from ..errors import StepError
 from ..formats import LOW_DTYPES, dtype_name
-from ..optim import MasterWeights, keeps_masters, parameters, release
+from ..optim import MasterWeights, keeps_masters, local_optimizer, parameters, release
+from .ranks import master_of
 from .update import allow_direct_steps
 
 _log = logging.getLogger("mezzo.step")
@@ -77,7 +78,7 @@ def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -
     Parameters with masters become fp32 and take the masters' values; others go back to the dtype they were loaded in.
     Gradients are dropped, and travel as torch sends them from now on. Moments stay.
 
-    Writes: classes and storage of the model; state and hooks of the optimizers and of a wrapper. Syncs: no.
+    Writes: classes and storage of the model; state and hooks of the optimizers and of a wrapper. Syncs: as `master_of`.
     """
     owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
     values: dict[Tensor, Tensor] = {}
@@ -85,8 +86,8 @@ def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -
     for p in {**was.dtypes, **owners}:
         p.grad, owner = None, owners.get(p)
         dtype, grad_dtype = was.dtypes.get(p, (p.dtype, p.grad_dtype))
-        if owner is not None and keeps_masters(owner) and p.dtype in LOW_DTYPES:
-            values[p] = owner.master(p).clone()
+        if owner is not None and keeps_masters(local_optimizer(owner)) and p.dtype in LOW_DTYPES:
+            values[p] = master_of(owner, p).clone()
         elif p.dtype is not dtype:
             values[p] = p.detach().to(dtype)
         grad_dtypes[p] = values[p].dtype if p in values else grad_dtype

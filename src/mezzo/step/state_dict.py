@@ -19,6 +19,7 @@ from ..loss_scale import LossScale
 from ..optim import HOW, check_mapping, check_saved, check_tensor, each_entry, keeps_masters, parameters, refuse
 from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
+from .ranks import master_of
 
 FORMAT = 1
 """Version of the layout; a later one is refused."""
@@ -272,7 +273,7 @@ def compare_policies(saved: Mapping[str, Any] | None, policy: Policy) -> Iterato
 def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype | str) -> dict[str, Tensor]:
     """Return the model's state dict with floating parameters, from their masters, in one dtype; buffers as they are.
 
-    Fresh memory for every parameter. Syncs: no.
+    Fresh memory for every parameter. Syncs: as `master_of`.
     """
     dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype):
@@ -287,9 +288,7 @@ def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype
         if not isinstance(value, nn.Parameter) or not value.is_floating_point():
             weights[name] = value.detach() if isinstance(value, Tensor) else value
             continue
-        owner = owners.get(value)
-        master = owner.master(value) if owner is not None and keeps_masters(owner) else value.detach()
-        weights[name] = master.to(dtype, copy=True)
+        weights[name] = master_of(owners.get(value), value).to(dtype, copy=True)
     return weights
 
 
