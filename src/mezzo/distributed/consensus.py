@@ -43,6 +43,7 @@ class RankConsensus:
         wrapper: as given, or as found.
         num_steps: taken so far.
         has_parts: whether the ranks hold different parts of a model, as the stages of a pipeline do, and not copies.
+        num_copies: how many ranks of the group hold each part.
         signals: what this rank tells the others with what it finds next.
 
     Raises:
@@ -62,6 +63,7 @@ class RankConsensus:
         self.every = every
         self.num_steps = 0
         self.has_parts = has_parts
+        self.num_copies = 1
         self.wrapper = Wrapper() if wrapper is None else wrapper
         self._is_checked = False
         self.signals = Signals()
@@ -96,7 +98,9 @@ class RankConsensus:
         Syncs: the first time.
         """
         if not self._is_checked:
-            self.has_parts = handshake(self.group, describe_setup(), self.wrapper, has_parts=self.has_parts)
+            own = describe_setup()
+            self.has_parts = handshake(self.group, own, self.wrapper, has_parts=self.has_parts)
+            self.num_copies = len({*own.replicas} & {*self.group.ranks}) or 1
             self._is_checked = True
 
     def combine(self, flags: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,6 +112,7 @@ class RankSetup:
         masters: of 16-bit parameters, what lies beside them.
         moments: tensors in the optimizers' state that are equal on all ranks, in one order.
         is_stage: whether the model is a stage of a pipeline.
+        replicas: ranks that DistributedDataParallel around the model joins.
     """
 
     policy: str
@@ -120,6 +121,7 @@ class RankSetup:
     masters: Mapping[Tensor, Tensor]
     moments: Sequence[Tensor]
     is_stage: bool
+    replicas: tuple[int, ...] = ()
 
 
 def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool) -> bool:
@@ -133,6 +135,12 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool
 
     Writes: masters beside parameters that the wrapper copied from the first rank. Syncs: yes.
     """
+    if own.is_stage and own.replicas and wrapper.compares_models:
+        raise DistributedError(
+            f"this model is a stage of a pipeline, and DistributedDataParallel around it joins {spell(own.replicas)} alone: the "
+            "norm would be that of the stage. Write amp.consensus = mezzo.distributed.RankConsensus(group), of the ranks of all "
+            "stages, before the first backward."
+        )
     masters = wrapper.copied(own.masters)
     texts = {"policy": [own.policy], "optimizer": own.optimizers, "model": own.model}
     sums = [_total(_checksums(each)) for each in (masters, own.moments if wrapper.compares_models else ())]

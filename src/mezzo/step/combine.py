@@ -63,9 +63,11 @@ def combine(
 
 
 def _num_ranks(grads: Sequence[OptimizerGrads], consensus: RankConsensus | None) -> int:
-    """Return how many ranks hold the model of this one together; 1 where it lies on no mesh. Host only."""
+    """Return how many ranks hold the model of this one, in shards together or, where it lies on no mesh, in copies. Host only."""
     sizes = [p.device_mesh.size() for one in grads if any_dtensor(one.params) for p in one.params if is_dtensor(p)]
-    return max(sizes, default=1) if consensus is None or consensus.has_parts or not sizes else consensus.group.size
+    if not sizes:
+        return 1 if consensus is None else consensus.num_copies
+    return max(sizes) if consensus is None or consensus.has_parts else consensus.group.size
 
 
 def _squares(

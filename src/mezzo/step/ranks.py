@@ -80,6 +80,7 @@ def warn_alone(model: nn.Module) -> None:
 def setup_of(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -> RankSetup:
     """Return what this rank was prepared with. Syncs: no."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    ddp = holding(model, DistributedDataParallel)
     return RankSetup(
         policy=str(policy),
         model=[f"'{name}' {describe(value)}" for name, value in (*model.named_parameters(), *model.named_buffers())],
@@ -87,6 +88,7 @@ def setup_of(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) 
         masters=_masters(optimizers),
         moments=[tensor for optimizer in optimizers for tensor in _moments(optimizer)],
         is_stage=_is_stage(model),
+        replicas=() if ddp is None else tuple(dist.get_process_group_ranks(ddp.process_group)),
     )
 
 
@@ -99,10 +101,11 @@ def _lines(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[str]:
 
 
 def _is_stage(model: nn.Module) -> bool:
-    """Whether a stage of torch's pipelines holds a model, or a part of it. Takes a while where there are any."""
+    """Whether a stage of torch's pipelines over several ranks holds a model, or a part of it. Takes a while where there are any."""
     home, own = "torch.distributed.pipelining.stage", set(model.modules())
     stages = [found for found in gc.get_objects() if type(found).__module__ == home] if home in sys.modules else []
-    return any(not own.isdisjoint(stage.submod.modules()) for stage in stages if hasattr(stage, "submod"))
+    spread = [stage for stage in stages if hasattr(stage, "submod") and stage.group_size > 1]
+    return any(not own.isdisjoint(stage.submod.modules()) for stage in spread)
 
 
 def option_lines(optimizer: Optimizer, among: Container[str] | None = None) -> Iterator[str]:
