@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +152,47 @@ def test_weights_are_the_masters_of_all_ranks(policy: str, is_released: bool) ->
     for found in run(2, _exported, policy, True, is_released):
         assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(wanted, torch.float32)
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def _run_on(
+    rank: int, policy: str, steps: range, state: dict[str, Any] | None = None
+) -> tuple[mezzo.Stepper, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), optimizer_class=mezzo.optim.AdamW, lr=0.01 if state else 0.003
+    )
+    amp = mezzo.prepare(net, optimizer, policy)
+    if state is not None:
+        amp.load_state_dict(state)
+    ddp = DistributedDataParallel(net)
+    for step in steps:
+        amp.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        amp.backward((ddp(x).float() - x.sum(1, keepdim=True)).square().mean())
+        amp.step()
+    return amp, optimizer
+
+
+def _resumed(rank: int, world: int, policy: str, later: str) -> tuple[Weights, Weights, Weights]:
+    """Return what a checkpoint was made of, what a new run loads from it, and where that run ends after 2 more steps."""
+    amp, optimizer = _run_on(rank, policy, range(2))
+    saved = amp.export_weights()
+    optimizer.consolidate_state_dict(to=0)
+    box = [copy.deepcopy(amp.state_dict()) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(box)
+    loaded = _run_on(rank, later, range(0), copy.deepcopy(box[0]))[0].export_weights()
+    return saved, loaded, _run_on(rank, later, range(2, 4), box[0])[0].export_weights()
+
+
+@pytest.mark.parametrize("later", ["bf16-master", "bf16-master, master=fp32"])
+@pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, master=fp32"])
+def test_a_resumed_run_goes_on_from_the_masters_of_all_ranks(policy: str, later: str) -> None:
+    wanted = run(2, _straight_on, policy)
+    for (saved, loaded, end), goal in zip(run(2, _resumed, policy, later), wanted, strict=True):
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+        assert all(torch.equal(end[name], value) for name, value in goal.items())
+
+
+def _straight_on(rank: int, world: int, policy: str) -> Weights:
+    return _run_on(rank, policy, range(4))[0].export_weights()

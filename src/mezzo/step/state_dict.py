@@ -16,7 +16,17 @@ from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, list
 from ..formats import LOW_DTYPES, SMALLEST, dtype_name, is_count, is_number, parse_dtype
 from ..kernels import AUX_STATE, read_master
 from ..loss_scale import LossScale
-from ..optim import HOW, check_mapping, check_saved, check_tensor, each_entry, keeps_masters, parameters, refuse
+from ..optim import (
+    HOW,
+    check_mapping,
+    check_saved,
+    check_tensor,
+    each_entry,
+    keeps_masters,
+    local_optimizer,
+    parameters,
+    refuse,
+)
 from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
 from .ranks import master_of
@@ -122,14 +132,35 @@ def load_(
     _check_weights("model", weights, inner.state_dict())
     for index, (optimizer, entry) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         check_saved(f"optimizers[{index}]", entry, optimizer)
+    pairs = [_part(optimizer, entry) for optimizer, entry in zip(optimizers, state["optimizers"], strict=True)]
+    owners, entries = [owner for owner, _ in pairs], [entry for _, entry in pairs]
     with ExitStack() as undo:
-        for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
+        for optimizer, entry in pairs:
             if not keeps_masters(optimizer):
                 undo.callback(_remember_optimizer(optimizer))
                 _load_plain(optimizer, entry)
-        sentences = (*_load_outside_(beside, saved), *load_weights_(inner, optimizers, {**state, "model": weights}))
+        loaded = load_weights_(inner, owners, {**state, "model": weights, "optimizers": entries})
+        sentences = (*_load_outside_(beside, saved), *loaded)
         undo.pop_all()
+    for optimizer, owner in zip(optimizers, owners, strict=True):
+        for group, own in zip(
+            optimizer.param_groups, owner.param_groups, strict=True
+        ):  # whose options go over the part's
+            group.update({name: value for name, value in own.items() if name != "params"})
     return sentences
+
+
+def _part(optimizer: Optimizer, entry: Mapping[str, Any]) -> tuple[Optimizer, Mapping[str, Any]]:
+    """Return the optimizer that keeps masters on this rank, and what was saved of its parameters; of any other, itself and all of it."""
+    inner = local_optimizer(optimizer)
+    if inner is optimizer or not keeps_masters(inner):
+        return optimizer, entry
+    saved = [key for group in entry["param_groups"] for key in group["params"]]
+    keys = dict(zip(parameters(optimizer), saved, strict=True))
+    own = [[keys[p] for p in group["params"]] for group in inner.param_groups]
+    groups = [{**group, "params": part} for group, part in zip(entry["param_groups"], own, strict=True)]
+    state = {key: kept for key, kept in entry["state"].items() if any(key in part for part in own)}
+    return inner, {**entry, "state": state, "param_groups": groups}
 
 
 def _load_outside_(beside: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None) -> Iterator[str]:
