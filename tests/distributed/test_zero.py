@@ -196,3 +196,24 @@ def test_a_resumed_run_goes_on_from_the_masters_of_all_ranks(policy: str, later:
 
 def _straight_on(rank: int, world: int, policy: str) -> Weights:
     return _run_on(rank, policy, range(4))[0].export_weights()
+
+
+def _late(rank: int, world: int, policy: str) -> str:
+    amp, optimizer = _run_on(rank, policy, range(1))
+    optimizer.consolidate_state_dict(to=0)
+    amp.zero_grad()
+    amp.backward(amp.model(torch.ones(2, 6)).float().square().mean())
+    amp.step()
+    if rank != 0:
+        return ""
+    with pytest.raises(mezzo.errors.CheckpointError) as caught:
+        amp.state_dict()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_a_state_from_before_the_last_step_is_not_saved_beside_later_weights(policy: str) -> None:
+    assert run(2, _late, policy)[0] == (
+        "amp.state_dict() was asked of a ZeroRedundancyOptimizer, whose state was put together before its last step. Call "
+        "optimizer.consolidate_state_dict(to=0) on every rank again, then amp.state_dict() on rank 0."
+    )

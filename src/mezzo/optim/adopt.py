@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from .._torch import follow_class_step
 from ..formats import LOW_DTYPES
 from ..kernels import AUX_STATE
+from ..loss_scale import parameters
 from ..policy import Policy
 from .adamw import Adam, AdamW
 from .base import MasterOptimizer, hook_steps
@@ -59,6 +60,21 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
     inner = getattr(optimizer, "optim", optimizer) if is_divided else optimizer
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def local_part(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
+) -> tuple[torch.optim.Optimizer, Mapping[str, Any]]:
+    """Return the optimizer that keeps masters on this rank, and what was saved of its parameters; of any other, itself and all of it. Host only."""
+    inner = local_optimizer(optimizer)
+    if inner is optimizer or not keeps_masters(inner):
+        return optimizer, saved
+    names = [key for group in saved["param_groups"] for key in group["params"]]
+    keys = dict(zip(parameters(optimizer), names, strict=True))
+    own = [[keys[p] for p in group["params"]] for group in inner.param_groups]
+    groups = [{**group, "params": part} for group, part in zip(saved["param_groups"], own, strict=True)]
+    state = {key: kept for key, kept in saved["state"].items() if any(key in part for part in own)}
+    return inner, {**saved, "state": state, "param_groups": groups}
 
 
 def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

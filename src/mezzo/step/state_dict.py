@@ -24,6 +24,7 @@ from ..optim import (
     each_entry,
     keeps_masters,
     local_optimizer,
+    local_part,
     parameters,
     refuse,
 )
@@ -67,7 +68,7 @@ def outside(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tens
 
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     try:
-        return optimizer.state_dict()
+        saved = optimizer.state_dict()
     except KeyError as error:
         if not (lost := [p for p in optimizer.state.keys() - {*parameters(optimizer)} if isinstance(p, Tensor)]):
             raise
@@ -83,6 +84,15 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
             "optimizer.consolidate_state_dict(to=0) on every rank, then amp.state_dict() on rank 0 alone; "
             "amp.state_dict(weights=False) needs none of it."
         ) from error
+    inner = local_optimizer(optimizer)
+    own = inner.state if inner is not optimizer and keeps_masters(inner) else {}
+    steps = {p: saved["state"].get(key, {}).get("step") for key, p in enumerate(parameters(optimizer)) if p in own}
+    if any("step" in own[p] and own[p]["step"] != step for p, step in steps.items()):
+        raise CheckpointError(
+            f"amp.state_dict() was asked of a {type(optimizer).__name__}, whose state was put together before its last step. Call "
+            "optimizer.consolidate_state_dict(to=0) on every rank again, then amp.state_dict() on rank 0."
+        )
+    return saved
 
 
 def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
@@ -132,7 +142,7 @@ def load_(
     _check_weights("model", weights, inner.state_dict())
     for index, (optimizer, entry) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         check_saved(f"optimizers[{index}]", entry, optimizer)
-    pairs = [_part(optimizer, entry) for optimizer, entry in zip(optimizers, state["optimizers"], strict=True)]
+    pairs = [local_part(optimizer, entry) for optimizer, entry in zip(optimizers, state["optimizers"], strict=True)]
     owners, entries = [owner for owner, _ in pairs], [entry for _, entry in pairs]
     with ExitStack() as undo:
         for optimizer, entry in pairs:
@@ -148,19 +158,6 @@ def load_(
         ):  # whose options go over the part's
             group.update({name: value for name, value in own.items() if name != "params"})
     return sentences
-
-
-def _part(optimizer: Optimizer, entry: Mapping[str, Any]) -> tuple[Optimizer, Mapping[str, Any]]:
-    """Return the optimizer that keeps masters on this rank, and what was saved of its parameters; of any other, itself and all of it."""
-    inner = local_optimizer(optimizer)
-    if inner is optimizer or not keeps_masters(inner):
-        return optimizer, entry
-    saved = [key for group in entry["param_groups"] for key in group["params"]]
-    keys = dict(zip(parameters(optimizer), saved, strict=True))
-    own = [[keys[p] for p in group["params"]] for group in inner.param_groups]
-    groups = [{**group, "params": part} for group, part in zip(entry["param_groups"], own, strict=True)]
-    state = {key: kept for key, kept in entry["state"].items() if any(key in part for part in own)}
-    return inner, {**entry, "state": state, "param_groups": groups}
 
 
 def _load_outside_(beside: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None) -> Iterator[str]:
