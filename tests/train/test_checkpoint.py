@@ -121,6 +121,38 @@ def test_what_is_no_checkpoint_is_refused(content: bytes | None, words: str, tmp
         saving.load_checkpoint(path)
 
 
+@pytest.mark.parametrize("content", [b"", b"hi\n", bytes(4096), b"PK\x03\x04 cut off"])
+def test_what_is_no_checkpoint_is_told_what_to_do(content: bytes, tmp_path: Path) -> None:
+    """torch answers these with `105`, nothing, and the advice to load without `weights_only`."""
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as refusal:
+        saving.load_checkpoint(path)
+    assert str(refusal.value) == (
+        f"{path} is not a checkpoint that can be read: File is not a zip file. "
+        "Bring back a whole one, or start again with --overwrite."
+    )
+
+
+def test_a_checkpoint_whose_bits_changed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    saving.save_checkpoint(path, STATE)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"its part .* has changed since it was written\. Bring back a whole one"):
+        saving.load_checkpoint(path)
+
+
+def test_a_checkpoint_that_was_saved_without_sums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        saving.save_checkpoint(tmp_path / "x", STATE)
+        assert torch.equal(saving.load_checkpoint(tmp_path / "x")["weights"], STATE["weights"])
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"format": 99}, path)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor, nn
@@ -79,13 +80,23 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path} to go on from. Leave --resume out to start, or name the run's folder with --out.")  # fmt: skip
     try:
+        _check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
         written = state["format"]
     except Exception as error:  # torch.load raises many kinds
-        raise CheckpointError(f"{path} is not a checkpoint that can be read: {first_line(error)}.") from None
+        raise CheckpointError(
+            f"{path} is not a checkpoint that can be read: {first_line(error)}. Bring back a whole one, or start again with --overwrite."
+        ) from None
     if written != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {written}; this version of mezzo reads format {FORMAT}.")
     return dict(state)
+
+
+def _check_sums(path: Path) -> None:
+    """Refuse a file whose bits changed on the disk, which torch loads as they are. Raises: OSError, BadZipFile."""
+    with ZipFile(path) as file:
+        if torch.serialization.get_crc32_options() and (part := file.testzip()):
+            raise OSError(f"its part {part} has changed since it was written")
 
 
 def check_whole(path: Path, state: dict[str, Any]) -> None:
