@@ -76,3 +76,11 @@ def test_one_wrong_letter_finds_the_way_back(known: list[str], data: st.DataObje
     assert clause.removeprefix(" Did you mean '").removesuffix("'?") in known
     if len(set(known)) == 1:
         assert clause == f" Did you mean '{word}'?"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown_as"),
+    [("it is full.\nmore", "it is full"), ("it is full", "it is full"), ("", "OSError"), (".", "OSError")],
+)
+def test_the_first_line_of_an_error_is_a_part_of_a_sentence(said: str, shown_as: str) -> None:
+    assert errors.first_line(OSError(said)) == shown_as

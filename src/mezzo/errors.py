@@ -134,8 +134,8 @@ def listed(names: Sequence[str], count: int = 3) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says; the name of its class where it says nothing."""
-    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+    """Return the first line of what an error says, without its full stop; the name of its class where it says nothing."""
+    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
 
 
 def shown(value: object) -> str:

@@ -256,7 +256,7 @@ def native_support(device: torch.device | str, dtype: torch.dtype) -> NativeSupp
         try:
             capability = torch.cuda.get_device_capability(device)
         except (AssertionError, RuntimeError) as error:  # a torch without CUDA asserts
-            raise FormatError(f"what {device} computes cannot be read here: {first_line(error).rstrip('.')}.") from None
+            raise FormatError(f"what {device} computes cannot be read here: {first_line(error)}.") from None
         since = _CUDA_SINCE.get(dtype, (8, 9))
         found = f"compute capability {capability[0]}.{capability[1]}, needed {since[0]}.{since[1]}"
         return NativeSupport(native=capability >= since, reason=found)

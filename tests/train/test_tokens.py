@@ -77,3 +77,10 @@ def test_no_tokenizer_is_one_clear_sentence(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     assert str(tmp_path) in str(refusal.value)
     assert "Write the path of a folder that holds one" in str(refusal.value)
+
+
+def test_the_sentence_of_a_damaged_tokenizer_ends_before_the_advice(tmp_path: Path) -> None:
+    train_tokenizer(texts(), 500, 16).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"[^.]\. Write the path of a folder that holds one"):
+        load_tokenizer(tmp_path)

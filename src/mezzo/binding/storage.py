@@ -295,6 +295,6 @@ def _fault(cls: type[Optimizer], group: Mapping[str, Any], device: torch.device,
             for _ in range(2):
                 step(small, *closure)
     except Exception as error:
-        return f"cannot step on them beside fp32 weights: {first_line(error).rstrip('.')}"
+        return f"cannot step on them beside fp32 weights: {first_line(error)}"
     state = [k for k, v in small.state[weight].items() if isinstance(v, Tensor) and v.dtype in LOW_DTYPES]
     return f"would keep {listed(state)} in {dtype_name(grads)} too, where it declares state=fp32" if state else None

@@ -182,7 +182,7 @@ def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: It
     path = module_path([frame for frame, _ in walk_stack(sys._getframe())][::-1])
     rule = f"its rule is {row.rule}" if row is not None else "it has no rule, so its inputs came as they were"
     where = f" in module {path}" if path else ""
-    return f"{op} got {got}{where}; {rule}. torch says: {first_line(error)}\n  {_fix(error, op, values)}"
+    return f"{op} got {got}{where}; {rule}. torch says: {first_line(error)}.\n  {_fix(error, op, values)}"
 
 
 def traceback_message(error: BaseException, traceback: TracebackType | None) -> str | None:
@@ -227,7 +227,7 @@ def _sentence(error: BaseException, frames: Sequence[tuple[FrameType, int, int]]
     source = linecache.getline(frame.f_code.co_filename, line).strip()
     got = ", ".join(f"{name} {describe(t)}" for name, t in _tensors_on_line(frame, line))
     where = f"({frame.f_code.co_filename}:{line}){' ' * bool(owner)}{owner}"
-    return f"`{source}` {where} {f'got {got}' if got else 'failed'}. torch says: {first_line(error)}\n  {fix}"
+    return f"`{source}` {where} {f'got {got}' if got else 'failed'}. torch says: {first_line(error)}.\n  {fix}"
 
 
 def _op_at(frame: FrameType, instruction: int) -> str | None:

@@ -221,9 +221,9 @@ def _refusing(what: str, hint: str) -> Iterator[None]:
         raise
     except CheckpointException as error:  # not an Exception, but torch's only answer to a full disk
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{what}: rank {rank} says {first_line(cause).rstrip('.')}. {hint}") from error
+        raise CheckpointError(f"{what}: rank {rank} says {first_line(cause)}. {hint}") from error
     except Exception as error:
-        raise CheckpointError(f"{what}: {first_line(error).rstrip('.')}. {hint}") from error
+        raise CheckpointError(f"{what}: {first_line(error)}. {hint}") from error
 
 
 def _on_first_rank(action: Callable[[], object]) -> None:

@@ -161,8 +161,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # a torch without CUDA asserts
-        reason = first_line(error).rstrip(".")
-        raise ConfigError(f"device={name!r} cannot be used here: {reason}. Write cpu or auto.") from None
+        raise ConfigError(f"device={name!r} cannot be used here: {first_line(error)}. Write cpu or auto.") from None
     return device
 
 

@@ -84,7 +84,7 @@ def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Modu
             )
     except Exception as error:  # pickled weights, a damaged file, a kind without a classifier, ...
         raise ConfigError(
-            f"the model {str(name)!r} cannot be loaded: {first_line(error)} "
+            f"the model {str(name)!r} cannot be loaded: {first_line(error)}. "
             "Write the path of a model folder, or a hub name on a machine that reaches the hub."
         ) from None
     return model

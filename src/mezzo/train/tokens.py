@@ -97,7 +97,7 @@ def load_tokenizer(name: str | Path) -> Any:
             return AutoTokenizer.from_pretrained(str(name))
     except Exception as error:  # a damaged file has many kinds
         raise ConfigError(
-            f"no tokenizer for the model {str(name)!r}: {first_line(error)} "
+            f"no tokenizer for the model {str(name)!r}: {first_line(error)}. "
             "Write the path of a folder that holds one, or a hub name on a machine that reaches the hub."
         ) from None
 
