@@ -82,6 +82,16 @@ def test_in_a_pipe_each_line_is_answered_as_it_comes(
         assert answers.read() == "" and codes == [0]
 
 
+def test_a_closed_standard_input_is_one_sentence(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["predict", "--model", str(model)]) == 2
+    assert capsys.readouterr().err == (
+        "mezzo predict: standard input is closed. Write the path of a file, or give the lines to standard input.\n"
+    )
+
+
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(model: Path) -> None:
     process = piped(model, "--batch-size", "1", "--policy", "fp32")

@@ -42,6 +42,8 @@ class PredictOptions:
 @contextmanager
 def _decomposed(file: str) -> Iterator[BinaryIO]:
     if file == "-":
+        if sys.stdin is None:
+            raise DataError("standard input is closed. Write the path of a file, or give the lines to standard input.")
         yield sys.stdin.buffer
         return
     try:
