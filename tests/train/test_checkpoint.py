@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -12,11 +13,12 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.small import tiny
+from tests.train.small import emotion_rows, tiny, write_tsv
 from tests.train.test_tokens import texts
 
 from mezzo.errors import CheckpointError
 from mezzo.train import checkpoint as saving
+from mezzo.train import run
 from mezzo.train.model import build_model
 from mezzo.train.tokens import train_tokenizer
 
@@ -199,3 +201,26 @@ def test_a_saved_model_is_old_or_new_and_never_half(tmp_path: Path) -> None:
     wanted = new.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in load_file(weights).items())
     assert json.loads((tmp_path / "best" / "config.json").read_text())["model_type"] == "bert"
+
+
+def test_whoever_reads_the_other_files_of_a_model_reads_its_weights(tmp_path: Path) -> None:
+    """safetensors 0.8 keeps what it writes to the owner."""
+    tokenizer = train_tokenizer(texts(), 300, 16)
+    model = build_model(tiny(Path("x.tsv"), tmp_path), ("a", "b"), tokenizer)
+    saving.save_model(tmp_path / "best", model, tokenizer)
+    assert len({file.stat().st_mode for file in (tmp_path / "best").iterdir()}) == 1
+
+
+@pytest.mark.parametrize("out", ["taken", "taken/run"])
+def test_a_file_in_place_of_the_folder_is_no_full_disk(out: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(
+        CheckpointError, match=r"^cannot write .*: Not a directory\. Name a folder that can be written with --out\.$"
+    ):
+        run(tiny(write_tsv(tmp_path / "a.tsv", emotion_rows(60)), tmp_path / out))
+
+
+def test_a_folder_that_may_not_be_written_is_no_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"Permission denied\. Name a folder that can be written with --out\.$"):
+        with saving.writing(tmp_path / "config.json"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

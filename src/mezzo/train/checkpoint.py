@@ -36,10 +36,11 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
         cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(error)
-        kept = "; the one before it is kept" if path.exists() else ""
-        raise CheckpointError(
-            f"cannot write {path}: {reason}{kept}. Make room or choose another --out, then go on with --resume."
-        ) from error
+        kept = "; the one before it is kept" if path.exists() and not isinstance(cause, NotADirectoryError) else ""
+        is_shut = isinstance(cause, PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError)
+        room = "Make room or choose another --out, then go on with --resume."
+        advice = "Name a folder that can be written with --out." if is_shut else room
+        raise CheckpointError(f"cannot write {path}: {reason}{kept}. {advice}") from error
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -167,6 +168,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any, weights: dict[str
                 model.save_pretrained(aside, state_dict=weights, max_shard_size="1000TB")  # type: ignore[operator]  # transformers' own
                 tokenizer.save_pretrained(aside)
             for file in aside.iterdir():
+                shutil.copymode(aside / "config.json", file)  # safetensors keeps what it writes to the owner
                 flush_to_disk(file)
             folder.mkdir(parents=True, exist_ok=True)
             for file in sorted(aside.iterdir(), key=lambda file: file.suffix == ".safetensors"):
