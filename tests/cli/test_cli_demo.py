@@ -93,3 +93,12 @@ def test_the_demonstration_itself(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert abs(accuracy["fp32"] - accuracy["mezzo-amp"]) <= 0.02
     for name in accuracy:
         assert (tmp_path / "reviews" / name / "curves.png").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mezzo.cli.demo.measure_both", lambda options: pytest.fail("measured"))
+    (tmp_path / "taken").touch()
+    assert main(["demo", "--out", str(tmp_path / "taken")]) == 2
+    assert capsys.readouterr().err == f"mezzo demo: {tmp_path / 'taken'}: File exists.\n"

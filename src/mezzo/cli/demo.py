@@ -105,12 +105,14 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         BenchError: a device that is not there, or a variant that failed.
+        OSError: the folder cannot be made.
 
     Writes: the folder of the demo, standard output and error. Syncs: yes.
     """
     import tyro
 
     options = tyro.cli(DemoOptions, prog="mezzo demo", args=list(argv), default=DemoOptions(device=default_device()))
+    options.out.mkdir(parents=True, exist_ok=True)
     results = measure_both(options)
     pictures = [save(result, options.out)[1] for result in results]
     pictures += [options.out / "reviews" / name / "curves.png" for name in VARIANTS]
