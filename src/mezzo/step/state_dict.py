@@ -152,10 +152,8 @@ def load_(
         loaded = load_weights_(inner, owners, {**state, "model": weights, "optimizers": entries})
         sentences = (*_load_outside_(beside, saved), *loaded)
         undo.pop_all()
-    for optimizer, owner in zip(optimizers, owners, strict=True):
-        for group, own in zip(
-            optimizer.param_groups, owner.param_groups, strict=True
-        ):  # whose options go over the part's
+    for optimizer, owner in zip(optimizers, owners, strict=True):  # a divided one writes its options over the part's
+        for group, own in zip(optimizer.param_groups, owner.param_groups, strict=True):
             group.update({name: value for name, value in own.items() if name != "params"})
     return sentences
 
