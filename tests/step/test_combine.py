@@ -29,7 +29,9 @@ def weight(*grad: float) -> nn.Parameter:
 def rank(*, has_parts: bool, flags: Tensor, squares: Tensor) -> Any:
     """Return a consensus with one other rank, which found these."""
     return SimpleNamespace(
-        has_parts=has_parts, combine=lambda own, own_squares: (torch.maximum(own, flags), own_squares + squares)
+        has_parts=has_parts,
+        num_copies=1,
+        combine=lambda own, own_squares: (torch.maximum(own, flags), own_squares + squares),
     )
 
 
