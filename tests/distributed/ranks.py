@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -29,7 +30,7 @@ PATIENCE_S = 5.0
 _context = multiprocessing.get_context("forkserver")
 # Imported once for all ranks of all tests.
 _context.set_forkserver_preload([
-    "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "mezzo", "mezzo.train",
+    "pytest", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "mezzo", "mezzo.train",
     "sklearn.metrics", "transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert",
 ])  # fmt: skip
 
@@ -53,6 +54,7 @@ def _answer(task: Callable[[], Any]) -> bytes:
 
 
 def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+    gc.freeze()  # walks over objects, by Python or by mezzo, leave out what was imported for all
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
