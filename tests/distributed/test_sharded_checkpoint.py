@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ def _straight(rank: int, world: int, policy: str, optimizer: str) -> State:
     return _state(amp)
 
 
+@functools.cache
+def _uninterrupted(policy: str, optimizer: str) -> State:
+    return run(1, _straight, policy, optimizer)[0]
+
+
 def _differing(found: State, wanted: State) -> list[str]:
     assert found.keys() == wanted.keys()
     return [name for name, value in wanted.items() if not _is_equal(found[name], value)]
@@ -161,7 +167,7 @@ def test_what_some_ranks_saved_others_go_on_with_bit_for_bit(
 ) -> None:
     folder = tmp_path / "at-4"
     saved = run(first, _saves, kind, policy, optimizer, str(folder))
-    wanted = run(1, _straight, policy, optimizer)[0]
+    wanted = _uninterrupted(policy, optimizer)
     for loaded, at_end, extra in run(then, _resumes, kind, policy, optimizer, str(folder)):
         assert _differing(loaded, saved[0]) == []
         assert _differing(at_end, wanted) == []
@@ -172,7 +178,7 @@ def test_what_some_ranks_saved_others_go_on_with_bit_for_bit(
 @pytest.mark.parametrize(("kind", "then_kind"), [("sharded", "wrapped"), ("wrapped", "copies"), ("copies", "sharded")])
 def test_shards_and_copies_read_each_others(kind: str, then_kind: str, tmp_path: Path) -> None:
     saved = run(2, _saves, kind, "bf16", "adamw", str(tmp_path / "c"))
-    wanted = run(1, _straight, "bf16", "adamw")[0]
+    wanted = _uninterrupted("bf16", "adamw")
     for loaded, at_end, _ in run(2, _resumes, then_kind, "bf16", "adamw", str(tmp_path / "c")):
         assert (_differing(loaded, saved[0]), _differing(at_end, wanted)) == ([], [])
 
