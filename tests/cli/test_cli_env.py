@@ -38,9 +38,12 @@ def test_page(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--device", "gpu"], "mezzo env: --device gpu is not a torch device; write cpu or cuda."),
+        (["--device", "meta"], "mezzo env: --device meta computes nothing, so nothing can be measured on it; write cpu or cuda."),
+        (["--budget-s", "inf"], "mezzo env: --budget-s inf would never end; write a number of seconds."),
+        (["--budget-s", "nan"], "mezzo env: --budget-s nan leaves no time to measure; write a positive number."),
         (["--budget-s", "0"], "mezzo env: --budget-s 0.0 leaves no time to measure; write a positive number."),
     ],
-)
+)  # fmt: skip
 def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", *words]) == 2
     assert message in capsys.readouterr().err

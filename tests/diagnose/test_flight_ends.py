@@ -139,3 +139,15 @@ if child:
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert (tmp_path / "run" / "00000001" / "start.pt").is_file()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("leaves", ["nothing", "a folder"])
+def test_a_step_whose_batches_are_not_all_there_is_told(tmp_path: Path, leaves: str, lost: int) -> None:
+    train(tmp_path, batches(12), accumulate=3)
+    batch = tmp_path / "00000000" / f"00000001.{lost}.batch"
+    batch.unlink()
+    if leaves == "a folder":
+        batch.mkdir()
+    with pytest.raises(DataError, match=rf"00000001\.{lost}\.batch.* cannot be read as a record"):
+        mezzo.replay(tmp_path, 3, build)

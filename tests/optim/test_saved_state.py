@@ -59,6 +59,15 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         ("['remainder'] is torch.float32: steps of torch's optimizers do not keep it. "
          "Nothing was loaded. Load model and optimizer first, then call mezzo.prepare, which makes it anew."),
     ),
+    "a remainder in int64": (
+        lambda s: s["state"][0].update(remainder=s["state"][0]["remainder"].long()), "['remainder'] is int64[2,3] cpu, and must be int16",
+    ),
+    "a remainder of flags": (
+        lambda s: s["state"][0].update(remainder=s["state"][0]["remainder"].bool()), "['remainder'] is bool[2,3] cpu, and must be int16",
+    ),
+    "a complex remainder": (
+        lambda s: s["state"][0].update(remainder=torch.ones(2, 3, dtype=torch.cfloat)), "['remainder'] is complex64[2,3] cpu, and must be int16",
+    ),
     "a moment missing in one": (lambda s: s["state"][1].pop("exp_avg"), "state[1] has no exp_avg, which others of its group have"),
 }  # fmt: skip
 

@@ -51,12 +51,14 @@ def parse_device(name: str) -> torch.device:
     """Return the device a name stands for.
 
     Raises:
-        BenchError: torch knows no such device, or it is a CUDA device and there is none.
+        BenchError: torch knows no such device, it is a CUDA device and there is none, or it computes nothing.
     """
     try:
         device = torch.device(name)
     except RuntimeError:
         raise BenchError(f"--device {name} is not a torch device; write cpu or cuda.") from None
+    if device.type == "meta":
+        raise BenchError(f"--device {name} computes nothing, so nothing can be measured on it; write cpu or cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BenchError(f"--device {name} was asked for, but this torch sees no CUDA device; write cpu.")
     return device

@@ -15,6 +15,10 @@ from ..errors import ConfigError
 from ..report import Report, render_text
 
 _LONGEST = 200
+_OTHER = {
+    True: "--model: a script runs in the precision it asks for itself",
+    False: "a script: with --model one step is looked at",
+}
 HEALTHY, FAULTY, BAD_INPUT, UNSEEN, UNTRACED = 0, 1, 2, 3, 4
 
 
@@ -34,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON; what the script prints goes to standard error")
     parser.add_argument("--model", metavar="MODULE:FUNCTION",
                         help="look at the (model, batch) or (model, batch, loss_fn) that a function returns")  # fmt: skip
-    parser.add_argument("--policy", default="auto", help="the policy for --model; default: %(default)s")
+    parser.add_argument("--policy", help="the policy for --model; default: auto")
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="the script is a module, as python -m takes it"
     )
@@ -46,9 +50,15 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> None:
     if (options.script is None) == (options.model is None):
         raise ConfigError("give either a script or --model MODULE:FUNCTION.")
+    of_model, of_script = {"policy": options.policy}, {"steps": options.steps, "all": options.all or None}
+    for name, value in (of_model if options.model is None else of_script).items():
+        if value is not None:
+            raise ConfigError(f"--{name} is for {_OTHER[options.model is None]}. Leave it out.")
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: give a number of steps of at least 1, or leave it out.")
-    if options.html is not None and not options.html.resolve().parent.is_dir():
+    if options.html is not None and options.html.is_dir():
+        raise ConfigError(f"--html {options.html}: a folder; give the path of a file.")
+    if options.html is not None and not options.html.parent.is_dir():
         raise ConfigError(f"--html {options.html}: its folder does not exist; create it first.")
 
 
@@ -106,7 +116,7 @@ def run(argv: Sequence[str]) -> int:
     _check(options)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         if options.model is not None:
-            report: Report = check_up(options.model, options.policy)
+            report: Report = check_up(options.model, "auto" if options.policy is None else options.policy)
             code = HEALTHY if report.is_healthy else UNSEEN if report.document().is_unseen else FAULTY
         else:
             traced = trace_script(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     """Run `mezzo env` with the words after it. Returns: 0 done.
 
     Raises:
-        ConfigError: no time to measure in.
+        ConfigError: no time to measure in, or no end of it.
         BenchError: a device that is not there.
 
     Syncs: yes.
@@ -70,6 +71,8 @@ def run(argv: Sequence[str]) -> int:
     options = tyro.cli(EnvOptions, prog="mezzo env", args=list(argv), default=EnvOptions(device=default_device()))
     if not options.budget_s > 0:
         raise ConfigError(f"--budget-s {options.budget_s} leaves no time to measure; write a positive number.")
+    if options.budget_s == math.inf:
+        raise ConfigError("--budget-s inf would never end; write a number of seconds.")
     device = parse_device(options.device)
     machine = describe_machine(device)
     report = measure_device(device, options.budget_s)

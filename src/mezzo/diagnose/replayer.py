@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -118,8 +117,8 @@ class _Run:
     def take(self, step: int) -> tuple[dict[str, Any], str]:
         """Take one recorded step. Returns: what came of it, and the error that ended it. Writes: the model. Syncs: yes."""
         folder = max(p for p in self._folder.glob("[0-9]" * 8) if p.name <= f"{step:08d}")
-        files = itertools.takewhile(Path.is_file, (batch_file(folder, step, i) for i in itertools.count()))
-        batches = [step_data.read(file) for file in files]
+        num = max(len(list(folder.glob(f"{step:08d}.*{BATCH}"))), len(self._known.get(step, {}).get("losses", ())), 1)
+        batches = [step_data.read(batch_file(folder, step, i)) for i in range(num)]
         changed = step_file(folder, step)
         made_of = step_data.read(changed) if changed.is_file() else batches[-1]
         groups = [group for optimizer in self.amp.optimizers for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, first_line, listed, shown
-from ..formats import is_number, number_of
+from ..formats import describe, dtype_name, is_number, number_of
 from ..kernels import AUX_STATE
 from ..loss_scale import parameters
 from .checks import is_seed
@@ -24,6 +24,7 @@ MOMENTS = frozenset(
 """State of torch's optimizers that a step turns into weights; what others keep may start at inf."""
 _COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch's optimizers that is one number a parameter."""
+_AUX_DTYPES = {AUX_STATE["split"]: torch.int16, AUX_STATE["fp32"]: torch.float32}
 _UPDATE = ("betas", "momentum", "dampening", "alpha", "rho", "etas", "lr_decay", "lambd", "beta2_decay", "history_size")
 """Options of torch's optimizers that say whose update it is."""
 HOW = ("fused", "foreach", "capturable", "differentiable")
@@ -155,6 +156,8 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
             check_tensor(where, value, param)
             if value.is_floating_point() is (name == AUX_STATE["split"]):
                 refuse(where, f"is {value.dtype}: steps of torch's optimizers do not keep it", _FIRST_LOADED)
+            if value.dtype is not (wanted := _AUX_DTYPES.get(name, value.dtype)):
+                refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
         elif name in MOMENTS:
             if value is not None or name != _NONE_YET:
                 check_tensor(where, value, param)

@@ -220,7 +220,7 @@ class Gradients:
             drop(optimizer, set_to_none)
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
-        self._pending, self._penalty_bad = None, False
+        self._pending = None  # what `grad` found stays: a penalty may be made of it
         self._leftovers.forget()
         self._versions.note_zeros(self.parameters())
 
