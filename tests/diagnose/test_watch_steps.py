@@ -169,3 +169,87 @@ def test_gradients_that_fp16_flushes_under_a_small_scale_ask_for_a_larger_one() 
     assert told and all("raise the loss scale" in text and "GradScaler" not in text for text in told)
     none_left = prepared("fp16, scaling=2", factor=1e-6, steps=3).warnings
     assert "underflow at a small loss scale" in none_left[0]
+
+
+def two_layers(policy: str) -> tuple[nn.Sequential, list[torch.optim.Optimizer], mezzo.Stepper]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+    return model, optimizers, mezzo.prepare(model, optimizers, policy)
+
+
+def test_weights_that_no_step_was_to_move_are_not_rounded_away() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, "bf16-master")
+    with diagnose.watch(amp, every=1) as w:
+        for step in range(6):
+            if step == 3:
+                optimizer.add_param_group({"params": list(model[2].parameters())})
+            amp.zero_grad()
+            amp.backward(model(torch.randn(16, 8)).square().mean())
+            amp.step()
+    assert w.report.is_healthy, w.report
+
+
+def test_optimizers_that_step_in_turn_are_not_rounded_away() -> None:
+    model, optimizers, amp = two_layers("fp32")
+    with diagnose.watch(amp, every=1) as w:
+        for step in range(6):
+            amp.zero_grad()
+            amp.backward(model(torch.randn(16, 8)).square().mean())
+            amp.step(optimizer=optimizers[step % 2])
+    assert w.report.is_healthy and len(w.report.tensors) == 3 + 4 + 4, w.report
+    assert max(t.lost for t in w.report.tensors) < 0.1
+
+
+def test_a_table_with_sparse_gradients_is_not_rounded_away() -> None:
+    model = nn.EmbeddingBag(10, 8, sparse=True, mode="sum")
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, "fp32")
+    with diagnose.watch(amp, every=1) as w:
+        for _ in range(4):
+            amp.zero_grad()
+            amp.backward(model(torch.randint(0, 4, (4, 4))).square().mean())
+            amp.step()
+    assert w.report.is_healthy and any(t.kind == "gradient" for t in w.report.tensors), w.report
+
+
+def test_gradients_of_torch_func_are_seen_where_they_end_up() -> None:
+    model = nn.Linear(8, 8)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    with diagnose.watch(amp, every=1) as w:
+        for _ in range(4):
+            amp.zero_grad()
+            found = torch.func.grad(loss)({n: p.detach() for n, p in model.named_parameters()}, torch.randn(16, 8))
+            with amp.external_backward():
+                for name, p in model.named_parameters():
+                    p.grad = found[name]
+            amp.step()
+    assert not w.report.warnings and "Not enough seen: no activation was sampled." in str(w.report)
+    assert [t.name for t in w.report.tensors if t.kind == "gradient"] == ["weight", "bias"]
+
+
+def test_a_model_without_weights_of_its_own() -> None:
+    model, scale = nn.Sequential(nn.Tanh()), nn.Parameter(torch.ones(()))
+    amp = mezzo.prepare(model, torch.optim.SGD([scale], lr=0.1), "bf16")
+    with diagnose.watch(amp, every=1) as w:
+        amp.backward((model(torch.randn(4)) * scale).square().mean())
+        amp.step()
+    assert [t.kind for t in w.report.tensors] == ["activation"]
+    assert w.report.zero == w.report.idle == 0
+
+
+def test_two_optimizers_of_one_backward_without_prepare() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+    with diagnose.watch(model, every=1) as w:
+        for _ in range(4):
+            model.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert w.report.zero == 0 and max(t.lost for t in w.report.tensors) < 0.1, w.report

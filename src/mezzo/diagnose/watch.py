@@ -11,62 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
-from .._torch import autograd_node
+from .._torch import autograd_node, functorch_level
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name, is_count
-from ..optim import keeps_masters, parameters
+from ..optim import keeps_masters, parameters, stepped_optimizer
 from ..stamp import Stamp
 from ..step import Stepper, StepResult
-from ..trace import BINS, Histogram, exponent_fields, floating, spaced
+from ..trace import Histogram, floating, spaced
+from .sampled_rows import SampledRows
 from .taken_steps import has_rate, is_taken
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-
-
-class SampledRows:
-    """Samples of many tensors, `width` values of each, in one block of device memory, counted by one reduction a step."""
-
-    def __init__(self, count: int, width: int, device: torch.device) -> None:
-        self.values = torch.zeros(count, width, dtype=torch.float32, device=device)
-        self._ones = torch.ones(1, 1, dtype=torch.int64, device=device).expand(count, width)
-        self._counts = torch.zeros(count, BINS, dtype=torch.int64, device=device)
-        self.filled = [0] * count
-        self._held = [0] * count
-        self._steps = 0
-
-    def put(self, row: int, tensor: Tensor) -> None:
-        """Keep evenly spaced values of a tensor in place of those that are kept. Writes: one row. Syncs: no."""
-        sample = spaced(tensor.detach(), self.values.shape[1])
-        count = sample.numel()
-        self.values[row, :count].copy_(sample)
-        if self._held[row] > count:
-            self.values[row, count:].zero_()
-        self._held[row] = count
-
-    def count(self) -> None:
-        """Add this step's samples to the histograms, all in one reduction. Syncs: no."""
-        self._counts.scatter_add_(1, exponent_fields(self.values).long(), self._ones)
-        self.values.zero_()
-        self.filled = [a + b for a, b in zip(self.filled, self._held, strict=True)]
-        self._held = [0] * len(self._held)
-        self._steps += 1
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether values wait to be counted."""
-        return any(self._held)
-
-    def histograms(self) -> list[Histogram]:
-        """Return the histograms so far. Syncs: one read."""
-        width = self.values.shape[1]
-        found = []
-        for filled, counts in zip(self.filled, self._counts.tolist(), strict=True):
-            # places that no value was put into hold zeros
-            counts[0] -= width * self._steps - filled
-            found.append(Histogram(counts=tuple(counts)))
-        return found
 
 
 class Watch:
@@ -164,7 +121,7 @@ class Watch:
         self._running += self._owns(optimizer)
         if self._running == 1 and self._owns(optimizer):
             self._note_masters([optimizer])
-            self._before = self._timed(self._sample_weights) if self._is_sampling else None
+            self._before = self._timed(lambda: self._sample_before([optimizer])) if self._is_sampling else None
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._running -= self._owns(optimizer)
@@ -183,7 +140,7 @@ class Watch:
         return self._seen % self._every == 0
 
     def _on_output(self, row: int, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_sampling and autograd_node() is None:
+        if self._is_sampling and autograd_node() is None and functorch_level() is None:
             self._timed(lambda: self._put(row, output))
 
     def _on_gradient(self, row: int, parameter: Tensor) -> None:
@@ -198,10 +155,12 @@ class Watch:
             self._rows.put(row, found)
 
     def _step(self, step: Callable[..., StepResult], closure: Any, **kwargs: Any) -> StepResult:
-        before, amp = self._timed(self._sample_weights) if self._is_sampling else None, self._amp
+        known, one = self._amp.optimizers if self._amp is not None else (), kwargs.get("optimizer")
+        stepped = known if one is None else [stepped_optimizer(one, known)]
+        before = self._timed(lambda: self._sample_before(stepped)) if self._is_sampling else None
         result = step(closure, **kwargs)
-        if before is not None and amp is not None:
-            self._timed(lambda: self._compare_weights(before, amp.optimizers, None))
+        if before is not None:
+            self._timed(lambda: self._compare_weights(before, stepped, None))
         losses, self._losses = self._losses[-1:] if closure is not None else self._losses, []
         self._unread.append((self._seen, result, losses))
         self._end_step()
@@ -215,6 +174,17 @@ class Watch:
             out = call()
         self._spent_s += time.perf_counter() - start
         return out
+
+    def _sample_before(self, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
+        """Sample weights, and what gradients the optimizers are to step that no backward pass has shown."""
+        for row in map(self._first_gradient.__add__, self._rows_of(optimizers)):
+            if not self._rows.is_holding(row, row + 1):
+                self._put(row, self._parameters[row - self._first_gradient][1].grad)
+        return self._sample_weights()
+
+    def _rows_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
+        owned = {id(p) for optimizer in optimizers for p in parameters(optimizer)}
+        return [row for row, (_, p) in enumerate(self._parameters) if id(p) in owned]
 
     def _sample_weights(self) -> Tensor:
         for row, (_, parameter) in enumerate(self._parameters):
@@ -236,16 +206,22 @@ class Watch:
         for row, (_, parameter) in enumerate(self._parameters):
             sample = spaced(parameter.detach(), width)
             after[row, : sample.numel()].copy_(sample)
-        meant = self._rows.values[self._first_gradient : self._first_weight] != 0
-        moved = after != before
-        free = [id(p) not in self._have_masters for _, p in self._parameters]
-        plain_rows = torch.tensor(free, device=moved.device)[:, None]
+        gradients, stepped = slice(self._first_gradient, self._first_weight), set(self._rows_of(optimizers))
+        meant, moved = self._rows.values[gradients] != 0, after != before
+        has_gradient = meant.any() | (not self._rows.is_holding(gradients.start, gradients.stop))
+        # values of a sparse gradient stand at other places than those of the weight
+        dense = [p.grad is None or p.grad.layout is torch.strided for _, p in self._parameters]
+        plain_rows = self._column([id(p) not in self._have_masters for _, p in self._parameters])
+        meant &= self._column([row in stepped and dense[row] for row in range(len(dense))])
         counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
-        flags = torch.stack([meant.any(), (meant & plain_rows).any() & ~(moved & plain_rows).any()])
+        flags = torch.stack([has_gradient, (meant & plain_rows).any() & ~(moved & plain_rows).any()])
         self._sampled[self._seen] = counts, flags, has_rate(optimizers), taken
         self._rows.count()
         if len(self._sampled) >= _KEPT_RESULTS:
             self._read_results()
+
+    def _column(self, flags: list[bool]) -> Tensor:
+        return torch.tensor(flags, dtype=torch.bool, device=self._moved.device)[:, None]
 
     def _count_sampled(self) -> None:
         """Add up the sampled steps that were taken; a skipped step moves nothing and is not counted. Syncs: yes."""
@@ -289,7 +265,7 @@ class Watch:
     def report(self) -> WatchReport:
         """What was seen so far. Syncs: yes, here and nowhere between reports."""
         self._read_results()
-        if self._seen == 0 and self._amp is None and self._rows.is_holding:
+        if self._seen == 0 and self._amp is None and self._rows.is_holding():
             self._timed(self._sample_weights)
             self._rows.count()  # a model that is only run, never trained
         moved = self._moved.tolist()
