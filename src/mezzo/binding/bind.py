@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._torch import is_graphed
-from ..casting import is_attention
+from ..casting import is_attention, runs_later
 from ..distributed import class_names
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES
@@ -41,8 +41,8 @@ def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Bindi
     Its modules keep their identity, names and state dict.
 
     Raises:
-        PolicyError: a required module rule matches nothing, or a module that stands in two places of the model has
-            different rules there.
+        PolicyError: a required module rule matches nothing, a module that stands in two places of the model has
+            different rules there, or a forward returns before its body has run.
 
     Writes: the class and the record of every module. Syncs: no.
     """
@@ -119,6 +119,11 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
             f"a policy cannot be bound to what torch.cuda.make_graphed_callables made of a {class_names(module)[0]}: it replays "
             "a graph that was captured without it. Prepare the model as it was, and write step = amp.capture(function), which "
             "captures whole steps."
+        )
+    if (own is not None or is_root) and binding.policy.is_low and runs_later(class_of(module).forward):
+        raise PolicyError(
+            f"a policy cannot be bound to the forward of {class_names(module)[0]}, a generator or coroutine, whose body runs when "
+            "forward has returned. Give it another name, and write a forward that returns the list of what it yields."
         )
     before, forward = record(module), module.__dict__.pop("forward", None)
     inner = (_own_forward(before) if forward is None else _Own(forward)) or in_place_of_forward(module, binding, own)

@@ -18,3 +18,4 @@ from .products import ProductWatch as ProductWatch
 from .provenance import backward_message as backward_message
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts
+from .region import runs_later as runs_later

@@ -223,7 +223,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
                 f"autocast()(func) requires a callable, but got {type(function).__name__}: autocast(...) decorates a "
                 f"function, not a {type(function).__name__}; or use `with`."
             )
-        if any(is_late(function) for is_late in _RUNS_LATER):
+        if runs_later(function):
             raise RegionTypeError(
                 f"autocast(...) was put on {getattr(function, '__name__', 'a function')}, a generator or coroutine, whose body "
                 "runs when the region has been left. Write `with mezzo.autocast(...):` inside, around code without await or yield."
@@ -266,8 +266,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     return nullcontext(), autocast.current()
 
 
-_RUNS_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-"""Kinds of functions that return before their body has run."""
+def runs_later(function: object) -> bool:
+    """Whether a function returns before its body has run: a generator or coroutine. Host only."""
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(is_late(function) for is_late in kinds)
 
 
 def _is_innermost(frame: _Frame) -> bool:
