@@ -57,6 +57,13 @@ def test_a_value_is_quoted_in_sixty_characters(value: object, text: str) -> None
 
 def test_whole_numbers_that_python_does_not_print_are_named_by_their_class() -> None:
     assert shown(10**5000) == "int" and shown((10**5000, 1)) == "tuple"
+
+
+def test_what_python_cannot_print_is_named_by_its_class() -> None:
+    nested: list[object] = []
+    for _ in range(10_000):
+        nested = [nested]
+    assert shown(nested) == "list" and shown({"a": nested}) == "dict"
     assert did_you_mean(10**5000, ["bf16", "fp16"]) == " Valid: bf16, fp16."
 
 

@@ -139,10 +139,10 @@ def first_line(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error quotes it: 60 characters at most, or its class where Python prints no number so long."""
+    """Return a value as an error quotes it: 60 characters at most, or its class where Python prints no number so long, nor anything nested so deeply."""
     try:
         text = repr(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."
 

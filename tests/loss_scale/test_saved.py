@@ -58,7 +58,7 @@ DAMAGED: dict[str, list[Any]] = {
     "growth_interval": [None, "x", 10**400, 2.5],
     "_growth_tracker": NO_COUNTS,
     "_skipped_in_a_row": NO_COUNTS,
-    "min_scale": [None, "x", [1], math.nan, 10**400, -1.0],
+    "min_scale": [None, "x", [1], math.nan, 10**400, -1.0, torch.ones(2)],
     "max_scale": ["x", math.nan, -1.0, 10**400],
     "hysteresis": [None, "x", 0, 10**400],
     "patience": ["x", [1], -1, 0, math.nan, True, 10**400, 10**5000],

@@ -96,7 +96,7 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last by a tensor
         raise CheckpointError(f"load_state_dict() got scale={shown(entries['scale'])}, which is no number.") from None
     floor = entries.get("min_scale", own.config.min_scale)
-    floor = floor_under(scale, floor) if math.isfinite(scale) else floor
+    floor = floor_under(scale, floor) if math.isfinite(scale) and is_number(floor) else floor
     if is_number(floor) and not (math.isfinite(scale) and scale > 0 and scale >= floor):
         raise CheckpointError(
             f"load_state_dict() got scale={scale:g}, and a scale is finite and at least min_scale={floor:g}. Below it "
