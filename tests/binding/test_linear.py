@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.binding.test_convolution import autocast, prepared, trained
 from tests.kernels.test_convolution import IS_COMPILED
-from tests.kernels.test_linear_training import needs_pairs
+from tests.kernels.test_linear_training import needs_kernel
 from tests.tolerance import relative
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -76,7 +76,7 @@ def check_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert float((one.float() - other.float()).norm()) <= 4 * relative(BF16) * float(other.float().norm())
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant"])
 def test_a_prepared_model_takes_it_inside_a_checkpoint_too(how: str, calls: Calls) -> None:
     model, x = Block(how), torch.randn(4, 8, 64)
@@ -93,7 +93,7 @@ class SelfAttention(Block):
         return self.second(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant"])
 def test_layers_of_attention_take_it_too(how: str, calls: Calls) -> None:
     model, x = SelfAttention(how), torch.randn(4, 8, 64)
@@ -102,7 +102,7 @@ def test_layers_of_attention_take_it_too(how: str, calls: Calls) -> None:
     assert calls.count == 2
 
 
-@needs_pairs
+@needs_kernel
 def test_a_copy_and_a_pickle_take_it_along(calls: Calls) -> None:
     model, x = prepared(Block()), torch.randn(8, 64)
     buffer = io.BytesIO()
@@ -114,7 +114,7 @@ def test_a_copy_and_a_pickle_take_it_along(calls: Calls) -> None:
     assert calls.count == 6
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
 def test_micro_batches_add_up(policy: str, calls: Calls) -> None:
     model, x = nn.Linear(64, 32), torch.randn(32, 64)
@@ -131,7 +131,7 @@ def test_micro_batches_add_up(policy: str, calls: Calls) -> None:
     assert calls.count == 2
 
 
-@needs_pairs
+@needs_kernel
 def test_tied_weights_get_the_gradients_of_both_uses(calls: Calls) -> None:
     def tied() -> nn.Module:
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_tied_weights_get_the_gradients_of_both_uses(calls: Calls) -> None:
     assert calls.count == 2
 
 
-@needs_pairs
+@needs_kernel
 def test_a_gradient_is_kept_as_the_kernel_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made, run = [], cpu.backward
 
@@ -174,7 +174,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layers_are_torchs_to_the_bit(name: str, calls: Calls) -> None:
     model, x = OTHERS[name](), torch.randn(8, 64)
@@ -183,13 +183,13 @@ def test_other_layers_are_torchs_to_the_bit(name: str, calls: Calls) -> None:
     assert calls.count == 0
 
 
-@needs_pairs
+@needs_kernel
 def test_a_parametrized_weight_is_trained_as_torch_trains_it(calls: Calls) -> None:
     model, x = weight_norm(nn.Linear(64, 32)), torch.randn(8, 64)
     check_close(trained(prepared(copy.deepcopy(model)), x), autocast(model, x))
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize(
     "policy",
     ["bf16, modules=none", "fp32", "bf16, module:Linear=fp32", "bf16, module:Linear=bf16", "bf16, op:linear=fp32"],
@@ -199,7 +199,7 @@ def test_policies_that_say_otherwise_leave_it_to_torch(policy: str, calls: Calls
     assert calls.count == 0
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
 def test_without_gradients_a_model_computes_what_it_does_in_training(
@@ -215,7 +215,7 @@ def test_without_gradients_a_model_computes_what_it_does_in_training(
     assert calls.forwards == 3
 
 
-@needs_pairs
+@needs_kernel
 def test_kept_copies_of_weights_are_read_without_gradients_and_changes_of_weights_seen(calls: Calls) -> None:
     model, x = Block(), torch.randn(8, 64)
     kept = mezzo.prepare(copy.deepcopy(model), None, "bf16", cache="persistent").model.eval()
@@ -233,21 +233,34 @@ def test_kept_copies_of_weights_are_read_without_gradients_and_changes_of_weight
     assert calls.count == 0
 
 
-@needs_pairs
+@needs_kernel
 def test_with_named_arguments_it_is_torchs(calls: Calls) -> None:
     model, x = prepared(nn.Sequential(nn.Linear(64, 32))), torch.randn(8, 64)
     model[0](input=x).float().sum().backward()
     assert calls.forwards == calls.count == 0
 
 
-@needs_pairs
+@needs_kernel
 def test_layers_so_small_that_calling_torchs_costs_more_are_taken() -> None:
     model = prepared(nn.Linear(64, 64))
     assert "_Linear" in str(model(torch.randn(2, 64)).float().grad_fn.next_functions)  # type: ignore[union-attr]
     assert "_Linear" not in str(model(torch.randn(1, 64)).float().grad_fn.next_functions)  # type: ignore[union-attr]
 
 
-@needs_pairs
+@needs_kernel
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_sequences_of_many_lengths_are_torchs(layout: torch.layout) -> None:
+    """Of which one kind has no shape that could be asked for."""
+    layer, rows = nn.Linear(64, 96), [torch.randn(30, 64), torch.randn(20, 64)]
+    batch = torch.nested.nested_tensor(rows, layout=layout)
+    with torch.autocast("cpu", BF16):
+        want = layer(batch)
+    for one, other in zip(prepared(layer)(batch).unbind(), want.unbind(), strict=True):
+        assert torch.equal(one.to(other.dtype), other)
+
+
+@needs_kernel
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_models_run_torchs(calls: Calls) -> None:
     model, x = Block(), torch.randn(8, 64)
@@ -266,10 +279,15 @@ def test_where_the_kernel_could_never_run_a_layer_is_torchs_without_a_detour(
         monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda unit=unit: unit in units)
     model = prepared(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(1, 1, 3)))
     inner = [None if (bound := record(module)) is None else bound.inner for module in model.children()]
-    assert inner == ([run_linear, run_convolution] if units == {"avx512_bf16"} else [None, None])
+    is_emulated = not units and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    has_pairs = units == {"avx512_bf16"}
+    assert inner == [run_linear if has_pairs or is_emulated else None, run_convolution if has_pairs else None]
 
 
 @pytest.mark.skipif(not IS_COMPILED, reason="no compiler")
 def test_torch_says_of_the_processor_what_the_kernels_say() -> None:
-    is_known = native_support("cpu", BF16).reason == "avx512_bf16"
-    assert is_known == cpu.is_faster() == convolution_kernel.is_faster()
+    units = native_support("cpu", BF16)
+    is_emulated = not units.native and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    has_pairs = units.reason == "avx512_bf16"
+    assert has_pairs == cpu.is_faster(has_many_rows=True) == convolution_kernel.is_faster()
+    assert (has_pairs or is_emulated) == cpu.is_faster()

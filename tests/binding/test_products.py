@@ -13,6 +13,7 @@ from tests.tolerance import relative
 from torch import Tensor, nn
 
 import mezzo
+from mezzo.binding import own_ops
 from mezzo.binding.module_rules import has_lstm_kernel
 from mezzo.casting import products, wide
 from mezzo.kernels import is_emulated
@@ -70,11 +71,12 @@ OPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Calls:
-    """Counts products that are taken."""
+    """Counts products that are taken, linear layers of few rows too, which are the kernel's of theirs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         monkeypatch.setattr(products, "SMALLEST", dict.fromkeys(products.SMALLEST, 1))
+        monkeypatch.setattr(own_ops, "takes_linear", lambda *_: False)
         for name in ("in_fp32", "wide_linear"):
             monkeypatch.setattr(products, name, self.counted(getattr(products, name)))
 
@@ -178,6 +180,7 @@ def test_the_longer_is_taken_in_parts(
 def test_few_rows_widen_some_of_a_large_weight(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a small weight some of many rows."""
     needs_emulation(low)
+    monkeypatch.setattr(own_ops, "takes_linear", lambda *_: False)
     monkeypatch.setattr(wide, "AT_ONCE", 1 << 18)
     for rows, width in ((64, 8192), (8192, 64)):
         kept = wide._Memory()

@@ -18,8 +18,8 @@ from mezzo.kernels.ops.linear_training import cpu
 
 BF16 = torch.bfloat16
 IS_COMPILED = registry.choose("linear_training", torch.device("cpu"), BF16).backend == "cpu"
-needs_pairs = pytest.mark.skipif(
-    not (IS_COMPILED and cpu.is_faster()), reason="the processor multiplies no pairs of bf16, or tiles, or no compiler"
+needs_kernel = pytest.mark.skipif(
+    not (IS_COMPILED and cpu.is_faster()), reason="the processor has tiles, or no AVX-512, or no compiler"
 )
 Operands = tuple[Tensor, Tensor, Tensor | None]
 
@@ -61,7 +61,7 @@ SHAPES = [  # rows, K and N
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 
 
-@needs_pairs
+@needs_kernel
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_everything_is_no_farther_from_fp64_than_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -80,7 +80,7 @@ def test_everything_is_no_farther_from_fp64_than_torchs(shape: tuple[int, ...], 
         assert distance(own, true) <= 1.02 * distance(other, true) + 1e-5 * float(true.norm())
 
 
-@needs_pairs
+@needs_kernel
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_number_is_a_sum_in_fp32_rounded_no_more_than_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -98,7 +98,7 @@ def test_each_number_is_a_sum_in_fp32_rounded_no_more_than_once(shape: tuple[int
         assert ((own - one).abs() <= rounding * one.abs() + count * 2**-24 * largest).all()
 
 
-@needs_pairs
+@needs_kernel
 def test_gradients_of_fp32_weights_are_not_rounded_to_bf16() -> None:
     given = operands((128, 64, 64))
     _, of_weight, of_bias = gradients(linear(*given), given, torch.randn(128, 64).to(BF16))
@@ -107,7 +107,7 @@ def test_gradients_of_fp32_weights_are_not_rounded_to_bf16() -> None:
         assert (found != found.to(BF16)).float().mean() > 0.9
 
 
-@needs_pairs
+@needs_kernel
 def test_an_fp32_input_is_cast_and_gets_an_fp32_gradient() -> None:
     x, weight, bias = operands((32, 64, 64))
     wide = x.detach().float().requires_grad_()
@@ -119,7 +119,7 @@ def test_an_fp32_input_is_cast_and_gets_an_fp32_gradient() -> None:
     assert torch.equal(found, want.float())
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("frozen", ["x", "bias", "both"])
 def test_what_wants_no_gradient_gets_none(frozen: str) -> None:
     given, full = operands((32, 64, 96)), operands((32, 64, 96))
@@ -134,7 +134,7 @@ def test_what_wants_no_gradient_gets_none(frozen: str) -> None:
     assert all(map(torch.equal, gradients(linear(*given), given, grad), [everything[name] for name in names]))
 
 
-@needs_pairs
+@needs_kernel
 def test_a_gradient_of_the_input_alone_is_torchs() -> None:
     x, weight, bias = operands((32, 64, 96))
     grad = torch.randn(32, 96).to(BF16)
@@ -142,7 +142,7 @@ def test_a_gradient_of_the_input_alone_is_torchs() -> None:
     assert torch.equal(found, grad @ weight.to(BF16))
 
 
-@needs_pairs
+@needs_kernel
 @DTYPES
 @pytest.mark.parametrize("shape", [(130, 70, 200), (20, 70, 2100), (300, 4200, 34), (70, 1100, 160)], ids=str)
 def test_threads_change_no_bit(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_threads_change_no_bit(shape: tuple[int, ...], dtype: torch.dtype, monke
         assert all(map(torch.equal, once, found()))
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("layout", ["expanded", "columns", "turned"])
 def test_however_the_gradient_lies_it_is_the_same(layout: str) -> None:
     given, grad = operands((64, 32, 48)), torch.randn(64, 48).to(BF16)
@@ -174,7 +174,7 @@ def test_however_the_gradient_lies_it_is_the_same(layout: str) -> None:
     assert all(map(torch.equal, *found))
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["x", "weight", "gradient"])
 @pytest.mark.parametrize("rows", [40, 10])
@@ -197,7 +197,7 @@ def test_inf_and_nan_arrive_where_they_belong(rows: int, where: str, value: floa
 
 
 class TorchsProducts:
-    """What the kernel computes, for processors without pairs: a second derivative is one of torch's ops around it."""
+    """What the kernel computes, for processors without it: a second derivative is one of torch's ops around it."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -231,7 +231,7 @@ class Products(Dtypes):
     OPS = ("mm", "addmm")
 
 
-@needs_pairs
+@needs_kernel
 def test_who_watches_ops_sees_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     given, grad = operands((64, 64, 64)), torch.randn(64, 64).to(BF16)
     assert takes_linear(*given)
@@ -245,7 +245,7 @@ def test_who_watches_ops_sees_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one, other)
 
 
-@needs_pairs
+@needs_kernel
 def test_batched_gradients_are_those_of_one_after_the_other() -> None:
     given, grads = operands((8, 32, 32)), torch.randn(3, 8, 32).to(BF16)
     out = linear(*given)
@@ -274,7 +274,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
 }  # fmt: skip
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     x, weight, bias = operands((128, 64, 64))
@@ -286,13 +286,22 @@ def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
         assert takes_linear(*REFUSED[name](x.detach(), weight, bias)) == (name == "a frozen weight")
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize("shape", [(512, 64, 2), (256, 256, 10), (2048, 256, 10), (4096, 4, 64)], ids=str)
 def test_a_narrow_layer_is_taken_where_products_are_few(shape: tuple[int, ...]) -> None:
     assert takes_linear(*operands(shape))
 
 
-@needs_pairs
+@needs_kernel
+def test_where_pairs_are_emulated_many_rows_of_many_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "is_faster", lambda has_many_rows: not has_many_rows)
+    for shape in ((128, 1024, 1024), (512, 128, 128), (256, 512, 512), (4096, 64, 64)):
+        assert takes_linear(*operands(shape))
+    for shape in ((256, 1024, 1024), (512, 512, 512), (4096, 256, 256)):
+        assert not takes_linear(*operands(shape))
+
+
+@needs_kernel
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_so_few_products_that_torch_calls_no_onednn_are_torchs(is_recorded: bool) -> None:
     with torch.set_grad_enabled(is_recorded):
@@ -300,7 +309,7 @@ def test_so_few_products_that_torch_calls_no_onednn_are_torchs(is_recorded: bool
         assert takes_linear(*operands((2, 64, 64)))
 
 
-@needs_pairs
+@needs_kernel
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_without_gradients_the_bits_are_those_with(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -315,7 +324,7 @@ def test_without_gradients_the_bits_are_those_with(shape: tuple[int, ...], dtype
         assert torch.equal(out, want)
 
 
-@needs_pairs
+@needs_kernel
 def test_a_weight_that_ends_beyond_its_memory_is_left_to_torch() -> None:
     x, weight, bias = operands((128, 64, 64))
     weight.untyped_storage().resize_(64)
@@ -327,7 +336,7 @@ def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPat
     assert not takes_linear(*operands((128, 64, 64)))
 
 
-@needs_pairs
+@needs_kernel
 def test_hooks_that_give_back_something_else_are_refused_before_anything_is_read() -> None:
     given = operands((32, 64, 64))
     wrongs: list[Callable[[Tensor], Tensor]] = [
@@ -340,7 +349,7 @@ def test_hooks_that_give_back_something_else_are_refused_before_anything_is_read
             loss.backward()  # type: ignore[no-untyped-call]
 
 
-@needs_pairs
+@needs_kernel
 @pytest.mark.parametrize(
     "grad", [torch.zeros(32, 64), torch.zeros(32, 62, dtype=BF16), torch.zeros(32, 64, dtype=BF16, device="meta")]
 )
@@ -351,7 +360,7 @@ def test_a_gradient_that_is_not_that_of_the_result_is_refused(grad: Tensor) -> N
         node.apply(grad)  # type: ignore[attr-defined]  # of every autograd function
 
 
-@needs_pairs
+@needs_kernel
 def test_operands_written_since_are_refused() -> None:
     x, weight, bias = operands((32, 64, 64))
     given = x * 1
@@ -366,7 +375,7 @@ def test_operands_written_since_are_refused() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-@needs_pairs
+@needs_kernel
 def test_what_waits_for_backward_is_the_input_and_the_weight_itself() -> None:
     x, weight, bias = operands((32, 64, 64))
     held: list[Tensor] = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
 from .._torch import is_unwatched, num_function_modes, own_parameters, tracing_state
-from ..casting import AttentionMode, RecurrentMode, cast_key, casts_to_bf16, kept_casts
+from ..casting import AttentionMode, RecurrentMode, cast_key, casts_to_bf16, count_products, kept_casts
 from ..formats import LOW_DTYPES, native_support
 from ..kernels import (
     FEWEST_GRU_STEPS,
@@ -64,11 +64,13 @@ def in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> 
 
 
 def _own_op(module: nn.Module) -> Callable[..., Any] | None:
-    if native_support("cpu", torch.bfloat16).reason == "avx512_bf16":  # elsewhere torch's are faster
-        if _runs_as(module, nn.Conv2d) and class_of(module)._conv_forward is nn.Conv2d._conv_forward:
-            return run_convolution
-        if _runs_as(module, nn.Linear):
-            return run_linear
+    units = native_support("cpu", torch.bfloat16)
+    has_pairs = units.reason == "avx512_bf16"  # beside tiles torch's are faster
+    is_emulated = not units.native and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if has_pairs and _runs_as(module, nn.Conv2d) and class_of(module)._conv_forward is nn.Conv2d._conv_forward:
+        return run_convolution
+    if (has_pairs or is_emulated) and _runs_as(module, nn.Linear):
+        return run_linear
     if _runs_as(module, nn.Dropout):
         return run_dropout
     return run_max_pool if _runs_as(module, nn.MaxPool2d, nn.MaxPool3d) else None
@@ -137,6 +139,7 @@ def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
             if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
+                count_products(aside, x, weight)
                 return linear(x, weight, bias)
     finally:
         put_back(aside)

@@ -15,6 +15,7 @@ from .function import custom_bwd as custom_bwd
 from .function import custom_fwd as custom_fwd
 from .mode import CastMode as CastMode
 from .products import ProductWatch as ProductWatch
+from .products import count_products as count_products
 from .provenance import backward_message as backward_message
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts

@@ -121,6 +121,13 @@ class ProductMode(AttentionMode):
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
+def count_products(modes: Sequence[object], input: Tensor, weight: Tensor) -> None:
+    """Count those of a linear layer that ran beside these modes. Host only."""
+    for mode in modes:
+        if isinstance(mode, ProductMode) and mode.counts:
+            mode.num_products += _of_linear(input, weight)
+
+
 def run_in_fp32(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], recomputes: bool = False) -> Any:
     """Run a large product in fp32 where the processor emulates the dtype that a region casts to, or that operands have.
 

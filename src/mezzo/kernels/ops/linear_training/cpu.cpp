@@ -1,9 +1,10 @@
 // Linear layers in bf16: y = x w' + b, and their gradients dx = g w, dw = g' x and db, the sum of g's rows. One operand of each product is
 // laid out in panels of 32 columns of the result, in pairs along the sum, as the instruction takes them (AVX512-BF16), and cast on the way; of
-// the other, pairs of 8 rows are broadcast. Where rows are few, w is not worth it, and is read as it lies. Sums are fp32, in one order for any
+// the other, pairs of 8 rows are broadcast. Where the processor has none, a pair is two products in fp32. Where rows are few, w is not worth it, and is read as it lies. Sums are fp32, in one order for any
 // number of threads, rounded once, or not at all where a gradient is fp32. A thread reads and writes the same rows of w and dw in all of them, those that it updates too where an optimizer shares
 // them out in order: rows that two processors write in turn go back and forth between their caches.
 
+#if !defined(MEZZO_ARITHMETIC)
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -13,6 +14,53 @@
 #include "pairs.h"
 
 #if defined(MEZZO_PAIRS)
+// What follows is compiled twice: in the processor's products of pairs, and in fp32 where it has none.
+#define MEZZO_ARITHMETIC ON_PAIRS
+namespace in_pairs {
+MEZZO_ARITHMETIC inline __m512 add_pairs(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+MEZZO_ARITHMETIC inline __m512i narrow_both(__m512 high, __m512 low) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+#include "cpu.cpp"
+}  // namespace in_pairs
+#undef MEZZO_ARITHMETIC
+#define MEZZO_ARITHMETIC
+namespace in_fp32 {
+inline __m512 first_of(__m512i pairs) { return (__m512)_mm512_slli_epi32(pairs, 16); }
+inline __m512 second_of(__m512i pairs) { return (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000))); }
+inline __m512 add_pairs(__m512 sum, __m512i a, __m512i b) {
+  return _mm512_fmadd_ps(second_of(a), second_of(b), _mm512_fmadd_ps(first_of(a), first_of(b), sum));
+}
+// Rounded as narrow_bf16 does, to the upper half.
+inline __m512i rounded(__m512 x) {
+  const __m512i bits = (__m512i)x, last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_mov_epi32(nearest, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+}
+inline __m512i narrow_both(__m512 high, __m512 low) {
+  const __m512i first = _mm512_add_epi32(_mm512_slli_epi32(lanes(), 2), _mm512_set1_epi32(1));
+  const __m512i upper = _mm512_or_si512(first, _mm512_slli_epi32(_mm512_add_epi32(first, _mm512_set1_epi32(2)), 16));
+  return _mm512_permutex2var_epi16(rounded(low), upper, rounded(high));
+}
+#include "cpu.cpp"
+}  // namespace in_fp32
+
+extern "C" void mezzo_linear_forward(
+    uint16_t* y, const uint16_t* x, const void* weight, const void* bias, int32_t weight_format, int32_t bias_format,
+    int64_t rows, int64_t inner, int64_t width, int32_t threads) {
+  (has_pairs() ? in_pairs::forward : in_fp32::forward)(y, x, weight, bias, weight_format, bias_format, rows, inner, width, threads);
+}
+
+extern "C" int32_t mezzo_linear_backward(
+    uint16_t* dx, void* dw, void* db, const uint16_t* grad, const uint16_t* x, const void* weight, int32_t weight_format, int32_t bias_format,
+    int64_t rows, int64_t inner, int64_t width, int32_t threads) {
+  return (has_pairs() ? in_pairs::backward : in_fp32::backward)(dx, dw, db, grad, x, weight, weight_format, bias_format, rows, inner, width, threads);
+}
+
+// Whether it is the faster one here: the processor has no tiles, on which torch's runs, and pairs where there are many rows.
+extern "C" int32_t mezzo_linear_is_faster(int32_t has_many_rows) { return !has_tiles() && (!has_many_rows || has_pairs()); }
+#else
+extern "C" int32_t mezzo_linear_is_faster(int32_t) { return 0; }
+#endif
+#else
 constexpr int64_t kPanel = 32;     // columns of sums: two registers
 constexpr int64_t kBlock = 64;     // rows that a thread multiplies with one panel after the other
 constexpr int64_t kPanels = 8;     // that it does so with, if they take no more than
@@ -60,13 +108,13 @@ uint16_t* scratch(int64_t elements) {
 
 // Up to 32 values as bf16, 0 for those beyond.
 inline __m512i load_low(const uint16_t* p, __mmask32 there) { return _mm512_maskz_loadu_epi16(there, p); }
-ON_PAIRS inline __m512i load_low(const float* p, __mmask32 there) {
+MEZZO_ARITHMETIC inline __m512i load_low(const float* p, __mmask32 there) {
   const __m512 low = _mm512_maskz_loadu_ps(__mmask16(there), p), high = _mm512_maskz_loadu_ps(__mmask16(there >> 16), p + 16);
-  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  return narrow_both(high, low);
 }
 
 // The columns [begin, end) of 32 rows from `first` on to [pairs of columns][32][2].
-template <class T> ON_PAIRS void pack_rows(uint16_t* to, const T* from, const Matrix& m, int64_t first, int64_t begin, int64_t end) {
+template <class T> MEZZO_ARITHMETIC void pack_rows(uint16_t* to, const T* from, const Matrix& m, int64_t first, int64_t begin, int64_t end) {
   for (int64_t column = begin; column < end; column += kPanel, to += kPanel * kPanel) {
     const __mmask32 there = first_words(end - column);
     for (int64_t half = 0; half < kPanel; half += 16) {
@@ -84,7 +132,7 @@ template <class T> ON_PAIRS void pack_rows(uint16_t* to, const T* from, const Ma
 }
 
 // The pairs of rows in [begin, end) of the columns [first, last) to panels [pairs of rows][32][2], `size` elements apart.
-template <class T> ON_PAIRS void pack_columns(uint16_t* to, int64_t size, const T* from, const Matrix& m, int64_t first, int64_t last, int64_t begin, int64_t end) {
+template <class T> MEZZO_ARITHMETIC void pack_columns(uint16_t* to, int64_t size, const T* from, const Matrix& m, int64_t first, int64_t last, int64_t begin, int64_t end) {
   const __m512i low = woven(32), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t pair = begin; pair < end; pair++) {
     uint16_t* at = to + pair * 2 * kPanel;
@@ -156,17 +204,17 @@ template <int R> struct Sums {
     for (int r = 0; r < R; r++) _mm512_store_ps(to + r * row, sum[r][0]), _mm512_store_ps(to + r * row + 16, sum[r][1]);
   }
   // Adds the products of a pair of each row with pairs of the columns.
-  ON_PAIRS inline __attribute__((always_inline)) void add(const uint16_t* a, int64_t row, __m512i left, __m512i right) {
+  MEZZO_ARITHMETIC inline __attribute__((always_inline)) void add(const uint16_t* a, int64_t row, __m512i left, __m512i right) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t pair;
       std::memcpy(&pair, a + r * row, 4);
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, (__m512bh)left);
-      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, (__m512bh)right);
+      const __m512i both = _mm512_set1_epi32(pair);
+      sum[r][0] = add_pairs(sum[r][0], both, left);
+      sum[r][1] = add_pairs(sum[r][1], both, right);
     }
   }
-  ON_PAIRS inline __attribute__((always_inline)) void write(const Result& to) const {
+  MEZZO_ARITHMETIC inline __attribute__((always_inline)) void write(const Result& to) const {
     const __mmask32 there = first_words(to.columns);
     const __m512 bias[2] = {_mm512_load_ps(to.bias), _mm512_load_ps(to.bias + 16)};
     int64_t at = to.at;
@@ -177,7 +225,7 @@ template <int R> struct Sums {
         _mm512_mask_storeu_ps(static_cast<float*>(to.data) + at, __mmask16(there), low);
         _mm512_mask_storeu_ps(static_cast<float*>(to.data) + at + 16, __mmask16(there >> 16), high);
       } else {
-        _mm512_mask_storeu_epi16(static_cast<uint16_t*>(to.data) + at, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        _mm512_mask_storeu_epi16(static_cast<uint16_t*>(to.data) + at, there, narrow_both(high, low));
       }
     }
   }
@@ -186,7 +234,7 @@ template <int R> struct Sums {
 constexpr float kNothing alignas(64)[kPanel] = {};
 
 // R rows of the products with a panel.
-template <int R> ON_PAIRS void multiply_panel(const Result& to, const Broadcast& a, const uint16_t* panel, int64_t pairs) {
+template <int R> MEZZO_ARITHMETIC void multiply_panel(const Result& to, const Broadcast& a, const uint16_t* panel, int64_t pairs) {
   Sums<R> sums;
   sums.clear();
   if (pairs >= kLong) to.template call_for<R>();
@@ -237,7 +285,7 @@ template <class T> struct Ahead {
 };
 
 // Adds the products of R rows with a piece of a panel to their sums [R][32], or begins them. The last piece's are written.
-template <int R, class T> ON_PAIRS void add_piece(float* sums, bool is_first, const Result* to, const Broadcast& a, const uint16_t* panel, int64_t pairs, Ahead<T>& ahead) {
+template <int R, class T> MEZZO_ARITHMETIC void add_piece(float* sums, bool is_first, const Result* to, const Broadcast& a, const uint16_t* panel, int64_t pairs, Ahead<T>& ahead) {
   Sums<R> own;
   if (is_first)
     own.clear();
@@ -317,7 +365,7 @@ template <class T> inline void call_for(const T* p) {
 }
 
 // The products of R rows of x and N of w, to [R][32].
-template <int R, int N, class T> ON_PAIRS void multiply_some(float* to, const uint16_t* x, const T* w, int64_t inner) {
+template <int R, int N, class T> MEZZO_ARITHMETIC void multiply_some(float* to, const uint16_t* x, const T* w, int64_t inner) {
   __m512 sum[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -325,14 +373,14 @@ template <int R, int N, class T> ON_PAIRS void multiply_some(float* to, const ui
     for (int n = 0; n < N; n++) sum[r][n] = _mm512_setzero_ps();
   for (int64_t i = 0; i < inner; i += kPanel) {
     const __mmask32 there = first_words(inner - i);
-    __m512bh of[N];
+    __m512i of[N];
 #pragma GCC unroll 3
-    for (int n = 0; n < N; n++) of[n] = (__m512bh)load_low(w + n * inner + i, there), call_for(w + (n + N) * inner + i);
+    for (int n = 0; n < N; n++) of[n] = load_low(w + n * inner + i, there), call_for(w + (n + N) * inner + i);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const __m512bh with = (__m512bh)_mm512_maskz_loadu_epi16(there, x + r * inner + i);
+      const __m512i with = _mm512_maskz_loadu_epi16(there, x + r * inner + i);
 #pragma GCC unroll 3
-      for (int n = 0; n < N; n++) sum[r][n] = _mm512_dpbf16_ps(sum[r][n], with, of[n]);
+      for (int n = 0; n < N; n++) sum[r][n] = add_pairs(sum[r][n], with, of[n]);
     }
   }
 #pragma GCC unroll 8
@@ -379,7 +427,7 @@ struct FewRows {
 };
 
 // sums = or += R rows of grad times rows of w, in pairs.
-template <int R, class T> ON_PAIRS void add_side(float* to, int64_t row, bool is_first, const uint16_t* grad, int64_t width, const T* w, int64_t inner, int64_t pairs, __mmask32 there) {
+template <int R, class T> MEZZO_ARITHMETIC void add_side(float* to, int64_t row, bool is_first, const uint16_t* grad, int64_t width, const T* w, int64_t inner, int64_t pairs, __mmask32 there) {
   const __m512i low = woven(32), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   Sums<R> sums;
   if (is_first)
@@ -406,7 +454,7 @@ template <class T> void add_run(const FewRows& f, const T* w, int64_t index, int
 }
 
 // 32 columns of one row of dx.
-ON_PAIRS void add_up_runs(const FewRows& f, int64_t r, int64_t column) {
+MEZZO_ARITHMETIC void add_up_runs(const FewRows& f, int64_t r, int64_t column) {
   const int64_t inner = f.w.columns, row = f.columns();
   Sums<1> all, one;
   all.clear();
@@ -447,17 +495,17 @@ void differentiate(const Gradient& g, int64_t first, const uint16_t* grad, const
 }
 
 // Sums of the columns of a packed panel.
-ON_PAIRS void add_up(void* to, int32_t format, int64_t first, int64_t columns, const uint16_t* panel, int64_t pairs) {
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+MEZZO_ARITHMETIC void add_up(void* to, int32_t format, int64_t first, int64_t columns, const uint16_t* panel, int64_t pairs) {
+  const __m512i ones = _mm512_set1_epi16(0x3f80);
   Sums<1> sums;
   sums.clear();
   for (int64_t p = 0; p < pairs; p++, panel += 2 * kPanel)
-    for (int half = 0; half < 2; half++) sums.sum[0][half] = _mm512_dpbf16_ps(sums.sum[0][half], (__m512bh)_mm512_load_si512(panel + half * kPanel), ones);
+    for (int half = 0; half < 2; half++) sums.sum[0][half] = add_pairs(sums.sum[0][half], _mm512_load_si512(panel + half * kPanel), ones);
   sums.write({to, format, first, 0, kNothing, columns - first});
 }
 
 // y [rows][width], bf16. x [rows][inner], bf16; weight [width][inner]; bias [width] or null. Inner and width are even.
-extern "C" void mezzo_linear_forward(
+void forward(
     uint16_t* y, const uint16_t* x, const void* weight, const void* bias, int32_t weight_format, int32_t bias_format,
     int64_t rows, int64_t inner, int64_t width, int32_t threads) {
   const Matrix w{weight, weight_format, width, inner};
@@ -468,7 +516,7 @@ extern "C" void mezzo_linear_forward(
 
 // dx [rows][inner], bf16, or null; dw as weight and db [width], or null, in the formats given. grad [rows][width], bf16; inner and width
 // are even. Returns whether there was memory for it.
-extern "C" int32_t mezzo_linear_backward(
+bool backward(
     uint16_t* dx, void* dw, void* db, const uint16_t* grad, const uint16_t* x, const void* weight, int32_t weight_format, int32_t bias_format,
     int64_t rows, int64_t inner, int64_t width, int32_t threads) {
   const Matrix g{grad, kBf16, rows, width}, input{x, kBf16, rows, inner}, w{weight, weight_format, width, inner};
@@ -501,6 +549,3 @@ extern "C" int32_t mezzo_linear_backward(
   return true;
 }
 #endif
-
-// Whether it is the faster one here: in pairs, where the processor has no tiles, on which torch's runs.
-extern "C" int32_t mezzo_linear_is_faster() { return has_pairs() && !has_tiles(); }

@@ -47,9 +47,9 @@ def backward(
 
 
 @functools.cache
-def is_faster() -> bool:
-    """Whether it is faster than torch's here: the processor multiplies pairs of bf16, and no tiles. Host only."""
-    return bool(_function("is_faster")())
+def is_faster(has_many_rows: bool = False) -> bool:
+    """Whether it is faster than torch's here: the processor multiplies no tiles, and pairs of bf16 where there are many rows. Host only."""
+    return bool(_function("is_faster")(has_many_rows))
 
 
-_function = c_functions(SOURCE, "mezzo_linear_", forward="PPPPiiqqqi", backward="PPPPPPiiqqqi:i", is_faster=":i")
+_function = c_functions(SOURCE, "mezzo_linear_", forward="PPPPiiqqqi", backward="PPPPPPiiqqqi:i", is_faster="i:i")
