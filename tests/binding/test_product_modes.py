@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.binding.test_products import LOW, NAMES, OPS, Calls, distance, needs_emulation, prepared, rounded, trained
+from tests.binding.test_products import (
+    LOW,
+    NAMES,
+    OPS,
+    Calls,
+    distance,
+    leave_linear_layers_to_torch,
+    needs_emulation,
+    prepared,
+    rounded,
+    trained,
+)
 from tests.tolerance import relative
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -279,9 +290,10 @@ def test_threads_have_memory_of_their_own(low: torch.dtype) -> None:
 
 @LOW
 @pytest.mark.parametrize("is_large", [True, False])
-def test_small_products_are_torchs(is_large: bool, low: torch.dtype) -> None:
+def test_small_products_are_torchs(is_large: bool, low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row more and the sums are fp32's."""
     needs_emulation(low)
+    leave_linear_layers_to_torch(monkeypatch)
     rows = products.SMALLEST[low] // 128**2 - (not is_large)
     model, x = nn.Linear(128, 128), torch.randn(rows, 128)
     with torch.no_grad():

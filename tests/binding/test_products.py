@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.binding import own_ops
 from mezzo.binding.module_rules import has_lstm_kernel
-from mezzo.casting import products, wide
+from mezzo.casting import mode, products, wide
 from mezzo.kernels import is_emulated
 
 LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -70,13 +70,19 @@ OPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
+def leave_linear_layers_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no layer of few rows take the kernel of those."""
+    for module in (own_ops, mode):
+        monkeypatch.setattr(module, "takes_linear", lambda *_: False)
+
+
 class Calls:
-    """Counts products that are taken, linear layers of few rows too, which are the kernel's of theirs."""
+    """Counts products that are taken."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         monkeypatch.setattr(products, "SMALLEST", dict.fromkeys(products.SMALLEST, 1))
-        monkeypatch.setattr(own_ops, "takes_linear", lambda *_: False)
+        leave_linear_layers_to_torch(monkeypatch)
         for name in ("in_fp32", "wide_linear"):
             monkeypatch.setattr(products, name, self.counted(getattr(products, name)))
 
@@ -180,7 +186,7 @@ def test_the_longer_is_taken_in_parts(
 def test_few_rows_widen_some_of_a_large_weight(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a small weight some of many rows."""
     needs_emulation(low)
-    monkeypatch.setattr(own_ops, "takes_linear", lambda *_: False)
+    leave_linear_layers_to_torch(monkeypatch)
     monkeypatch.setattr(wide, "AT_ONCE", 1 << 18)
     for rows, width in ((64, 8192), (8192, 64)):
         kept = wide._Memory()
