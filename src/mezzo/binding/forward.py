@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -166,7 +166,7 @@ class Bound:
         first: where the module's first parameter stands, once somebody asked.
         products: what is known of its products, once somebody asked.
         kept: casts of the module's weights that are kept, and what they are casts of.
-        wide: tensors in the module that its forward may not narrow for good, once somebody asked; False for none.
+        wide: tensors in the module that its forward may not narrow for good; None before somebody asked, False where there are none.
     """
 
     binding: Binding
@@ -180,7 +180,7 @@ class Bound:
     first: Place | None = field(default=None, init=False, repr=False)
     products: ProductWatch | None = field(default=None, init=False, repr=False)
     kept: tuple[object, tuple[Tensor, Tensor | None]] | None = field(default=None, init=False, repr=False)
-    wide: WideTensors | bool | None = field(default=None, init=False, repr=False)
+    wide: WideTensors | Literal[False] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.is_regular = self.own is None and not self.attends
@@ -299,7 +299,7 @@ def _open(
     if binding.emulates and not (resumes or between) and is_unwatched():
         bound.products = bound.products or ProductWatch(largest_matrix(module))
         region = bound.products.around(region, module.training, args, kwargs)
-    if isinstance(bound.wide, WideTensors) and is_eager and not traced:
+    if bound.wide and is_eager and not traced:
         region = bound.wide.around(region)
     is_inside = resumes or _here.binding is binding
     return region, args, kwargs, after, None if is_inside else binding.policy.output

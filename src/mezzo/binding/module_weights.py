@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class WideTensors:
         self._running, self._lock = 0, threading.Lock()
 
     @classmethod
-    def of(cls, model: nn.Module) -> WideTensors | bool:
+    def of(cls, model: nn.Module) -> WideTensors | Literal[False]:
         """Return those in a model; False for one that has none, whose forwards need not ask. Host only."""
         found = cls(model)
         return found if found._held else False
