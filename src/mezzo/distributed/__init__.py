@@ -28,3 +28,4 @@ from .sharded_checkpoint import load_checkpoint as load_checkpoint
 from .sharded_checkpoint import save_checkpoint as save_checkpoint
 from .wrapper import Wrapper as Wrapper
 from .wrapper import holding as holding
+from .wrapper import living as living

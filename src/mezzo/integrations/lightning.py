@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from ..distributed import living
 from ..errors import StepError
 from ..optim import parameters, wrapped_optimizer
 from ..policy import PolicyLike
@@ -257,7 +257,7 @@ class _PreparedByFabric(FabricStrategy):
 
 def _adopt_strategies(plugin: MezzoPrecision) -> None:
     """Make the strategy that holds a plugin prepare and clip through it; Fabric tells a plugin of neither."""
-    for found in gc.get_objects():
+    for found in living(FabricStrategy):
         kind = type(found)
-        if issubclass(kind, FabricStrategy) and not issubclass(kind, _PreparedByFabric) and found.precision is plugin:
+        if not issubclass(kind, _PreparedByFabric) and found.precision is plugin:
             found.__class__ = type(kind.__name__, (_PreparedByFabric, kind), {"__module__": kind.__module__})

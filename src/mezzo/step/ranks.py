@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ..distributed import (
     connect,
     holding,
     is_running,
+    living,
     refuse_flat,
     sharded_modules,
 )
@@ -103,7 +104,9 @@ def _lines(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[str]:
 def _is_stage(model: nn.Module) -> bool:
     """Whether a stage of torch's pipelines over several ranks holds a model, or a part of it. Takes a while where there are any."""
     home, own = "torch.distributed.pipelining.stage", set(model.modules())
-    stages = [found for found in gc.get_objects() if type(found).__module__ == home] if home in sys.modules else []
+    stages: list[Any] = (
+        [found for found in living(object) if type(found).__module__ == home] if home in sys.modules else []
+    )
     spread = [stage for stage in stages if hasattr(stage, "submod") and stage.group_size > 1]
     return any(not own.isdisjoint(stage.submod.modules()) for stage in spread)
 

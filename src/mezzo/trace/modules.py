@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 import weakref
@@ -18,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import dispatch_modes, storage_id, unwrapped
 from ..binding import innermost, record
+from ..distributed import living
 from ..errors import ConfigError, kind_of
 from .ops import tensors_in
 
@@ -82,8 +82,7 @@ def _prepared_around(module: nn.Module) -> nn.Module:
 
 
 def _living_modules() -> list[weakref.ref[nn.Module]]:
-    """Return every module of the process, from a walk over all of its objects: tens of milliseconds. Host only."""
-    return [weakref.ref(found) for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    return [weakref.ref(found) for found in living(nn.Module)]
 
 
 def _around(module: nn.Module, living: Sequence[nn.Module]) -> nn.Module:
