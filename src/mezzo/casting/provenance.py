@@ -39,7 +39,6 @@ _SIMPLEX = re.compile(
     r"^Expected (parameter|value argument) .*Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16", re.DOTALL
 )
 _LOW = re.compile(r"\b(Half|BFloat16)\b")
-_FP64 = "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights."
 _ADVICE = (
     (
         _TOO_LARGE,
@@ -51,7 +50,7 @@ _ADVICE = (
     (
         # not among what a kernel would have taken
         re.compile(r"([Gg]ot|found|scalar type|[Ii]nput type|!=)[^.]*\b[Dd]ouble\b"),
-        _FP64,
+        "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights.",
     ),
 )
 """What to write instead, whatever op it was."""
@@ -89,19 +88,21 @@ def _is_rounded_too_far(error: BaseException) -> bool:
 
 def _fix(error: RuntimeError, op: str | None, values: Iterable[object]) -> str:
     """Return what to write instead, in a call that has or got these values."""
-    is_wide = "all inputs must share" in str(error) and any(t.dtype is torch.float64 for t in _flat(values))
+    said = str(error)
+    if "all inputs must share" in said:  # and which dtypes came is not said
+        said += f"; got {', '.join(str(t.dtype) for t in _flat(values))}".replace("torch.float64", "Double")
     for words, advice in _ADVICE:
-        if words.search(str(error)) or (is_wide and advice is _FP64):
+        if words.search(said):
             return advice
     if op is not None and (op.endswith("_") or op == "__setitem__"):
         return "An op in place keeps the dtype of what it writes into: cast what is written, source.to(target.dtype)."
-    is_missing = _NO_KERNEL.search(str(error)) is not None
+    is_missing = _NO_KERNEL.search(said) is not None
     if op not in known_ops():
         return f"Cast its inputs{' to fp32, x.float()' if is_missing else ' to one dtype, x.to(other.dtype)'}."
     if is_missing:
         return f"Write op:{op}=fp32 in the policy: it has no 16-bit kernel here."
     row = op_table("torch", "cpu").get(op)
-    if row is not None and row.rule is Rule.LOW and _LOW.search(str(error)):
+    if row is not None and row.rule is Rule.LOW and _LOW.search(said):
         return (
             f"A region casts {op} always, so none was on around this call: cast there too, x.to(weight.dtype), or keep the weights of "
             "the module that is called there in fp32 by a rule of the policy, module:NAME=fp32."
