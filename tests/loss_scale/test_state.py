@@ -151,3 +151,13 @@ def test_multiply_keeps_the_graph() -> None:
     for state in (LossScale(scale=4.0), LossScale(scale=4.0).to("cpu")):
         (gradient,) = torch.autograd.grad(state.multiply(loss), loss)
         assert gradient.item() == 4.0
+
+
+@pytest.mark.parametrize("limit", [2**31 - 1, 2**31, 2**40, 2**63 - 1])
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_a_limit_beyond_int32_is_one_that_no_counter_reaches(limit: int, found: float) -> None:
+    config = ScalingConfig(init_scale=2.0, min_scale=2.0, growth_interval=limit, hysteresis=limit)
+    state, there = LossScale.start(config), LossScale.start(config, "cpu")
+    assert not there.is_exhausted(torch.tensor(found), config, limit)
+    assert next_state(there, torch.tensor(found), config).numbers() == next_state(state, found, config)
+    assert next_state(state, found, config).scale == 2.0

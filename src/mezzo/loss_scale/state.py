@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,8 @@ from ..policy import ScalingConfig
 
 _OVERFLOWS = 2.0**128 - 2.0**103
 """From here on a number rounds to inf in fp32."""
+_MOST = 2**31 - 1
+"""The largest count on a device, in int32; torch compares it with a larger number as if that were a small one."""
 
 Found = Tensor | float | bool
 """A finding: zero or False for clean; a host number or a 0-d tensor of any dtype."""
@@ -67,10 +68,8 @@ class LossScale:
         or a 0-d bool tensor if the state or the finding is one.
         """
         skipped = self.skipped_in_a_row + 1
-        at_floor = (self.scale <= config.min_scale) & (skipped >= config.hysteresis)
-        return (found_nonfinite != 0) & (
-            (at_floor & config.dynamic) | (skipped >= (math.inf if patience is None else patience))
-        )
+        at_floor = (self.scale <= config.min_scale) & (skipped >= min(config.hysteresis, _MOST))
+        return (found_nonfinite != 0) & ((at_floor & config.dynamic) | (skipped >= min(patience or _MOST, _MOST)))
 
 
 def next_state(state: LossScale, found_nonfinite: Found, config: ScalingConfig) -> LossScale:
@@ -101,8 +100,8 @@ def next_state(state: LossScale, found_nonfinite: Found, config: ScalingConfig) 
     tracker = (state.growth_tracker + 1) * clean
     if not config.dynamic:
         return LossScale(scale=state.scale, growth_tracker=tracker, skipped_in_a_row=skipped)
-    grows = clean & (tracker >= config.growth_interval)
-    backs_off = found & (skipped >= config.hysteresis)
+    grows = clean & (tracker >= min(config.growth_interval, _MOST))
+    backs_off = found & (skipped >= min(config.hysteresis, _MOST))
     larger = _clamp(state.scale * config.growth_factor, high=config.max_scale)
     smaller = _clamp(state.scale * config.backoff_factor, low=config.min_scale)
     return LossScale(
