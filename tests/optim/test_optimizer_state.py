@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.optim.streams import equal, feed, gradients, parameters, snapshot
 from torch import Tensor
 
+from mezzo.errors import ConfigError
 from mezzo.formats import format_of
 from mezzo.optim import SGD, AdamW
 
@@ -212,3 +214,29 @@ def test_masters_survive_a_model_that_was_trained_in_fp32() -> None:
             assert bool(((got.master(p) - want).abs() <= bound * want.abs() + (bound > 0) * 2.0**-25).all())
         go_on(got, steps=1)
         assert int(got.state[params[0]]["step"]) == 1
+
+
+class Counted(list[Tensor]):
+    """Parameters of a group that counts how often it is walked."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_a_parameter_is_found_in_its_group_without_a_walk_over_all_and_wherever_it_was_moved() -> None:
+    params = [torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)) for _ in range(8)]
+    optimizer = AdamW([{"params": params[:4], "master": "split"}, {"params": params[4:], "master": "kahan"}])
+    first, second = optimizer.param_groups
+    first["params"] = counted = Counted(first["params"])
+    assert [optimizer.aux_state(p)[0] for p in params] == ["split"] * 4 + ["kahan"] * 4
+    assert counted.walks == 1
+    second["params"].append(counted.pop(0))
+    assert [optimizer.aux_state(p)[0] for p in params] == ["kahan", *["split"] * 3, *["kahan"] * 4]
+    gone = second["params"].pop(1)
+    with pytest.raises(ConfigError, match="is not a parameter of this AdamW"):
+        optimizer.aux_state(gone)
+    optimizer.param_groups[1] = {**second, "master": "fp32"}
+    assert optimizer.aux_state(params[7])[0] == "fp32"

@@ -135,6 +135,7 @@ class MasterOptimizer(KeepsMasters):
         self._plans: dict[int, KeptBatches] = {}
         self._options: dict[int, tuple[list[Any], tuple[Any, ...]]] = {}
         self._entries: list[dict[str, Any]] = []
+        self._group_places = {}
         self.set_at = {}
 
     @abstractmethod
@@ -275,8 +276,7 @@ class MasterOptimizer(KeepsMasters):
         """Return the parameters of a group that have a gradient, after a look at what is there of each."""
         active = step.active(self.state)
         for one in active:
-            if one.grad.layout is not torch.strided:
-                check_dense(self, one.param, one.grad)
+            check_dense(self, one.param, one.grad)
             one.check(() if self.counts_moments else step.names)
         return active
 

@@ -260,6 +260,7 @@ class HasMasters(torch.optim.Optimizer):
 class KeepsMasters(HasMasters):
     """An optimizer that keeps masters itself, and saves and loads them."""
 
+    _group_places: dict[Tensor, tuple[dict[str, Any], int]]
     saves_own_options: bool = True
     """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
 
@@ -281,10 +282,14 @@ class KeepsMasters(HasMasters):
         return mode, self.state[param].get(AUX_STATE.get(mode, "")) if param in self.state else None
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
-        for group in self.param_groups:
-            if any(param is p for p in group["params"]):
-                return group
-        raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
+        """Return the group of a parameter, where it was found before if it is still there: groups are the user's to change."""
+        group, index = self._group_places.get(param, ({"params": ()}, 0))
+        is_there = any(param is p for p in group["params"][index : index + 1])
+        if not is_there or not any(group is one for one in self.param_groups):
+            self._group_places = {p: (one, i) for one in self.param_groups for i, p in enumerate(one["params"])}
+            if param not in self._group_places:
+                raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
+        return self._group_places[param][0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options as torch's optimizers do; `torch.load(weights_only=True)` reads them back.
