@@ -14,12 +14,11 @@ from torch.optim import optimizer as optimizer_hooks
 from .._torch import autograd_node, functorch_level
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name, is_count
+from ..kernels import move
 from ..optim import keeps_masters, parameters, stepped_optimizer
 from ..stamp import Stamp
 from ..step import Stepper, StepResult
-from ..trace import Histogram, floating, spaced
-from .sampled_rows import SampledRows
-from .taken_steps import has_rate, is_taken
+from ..trace import Histogram, SampledRows, floating, spaced
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
@@ -129,7 +128,7 @@ class Watch:
         if self._running == 0 and self._owns(optimizer):
             before = self._before
             if before is not None:
-                self._timed(lambda: self._compare_weights(before, [optimizer], is_taken(optimizer)))
+                self._timed(lambda: self._compare_weights(before, [optimizer], _is_taken(optimizer)))
             self._end_step()
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -215,7 +214,7 @@ class Watch:
         meant &= self._column([row in stepped and dense[row] for row in range(len(dense))])
         counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
         flags = torch.stack([has_gradient, (meant & plain_rows).any() & ~(moved & plain_rows).any()])
-        self._sampled[self._seen] = counts, flags, has_rate(optimizers), taken
+        self._sampled[self._seen] = counts, flags, _has_rate(optimizers), taken
         self._rows.count()
         if len(self._sampled) >= _KEPT_RESULTS:
             self._read_results()
@@ -330,6 +329,24 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _has_rate(optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
+    """Say whether a learning rate of any group is not 0: shape (), bool. Syncs: no."""
+    rates = [group.get("lr", 1.0) for optimizer in optimizers for group in optimizer.param_groups]
+    there = [rate for rate in rates if isinstance(rate, Tensor) and rate.device.type != "cpu"]
+    home = there[0].device if there else torch.device("cpu")
+    here = any(float(rate) != 0 for rate in rates if not any(rate is one for one in there))
+    found = torch.full((), here, dtype=torch.bool, device=home)
+    for rate in there:
+        found = found | move(rate.detach().reshape(()) != 0, home)
+    return found
+
+
+def _is_taken(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Say whether a step that just ran was not skipped on the device; None where nobody could skip it there. Syncs: no."""
+    found = getattr(optimizer, "found_inf", None)
+    return (found == 0).all() if isinstance(found, Tensor) else None
 
 
 def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Watch:

@@ -11,6 +11,7 @@ from .diagnosis import trace_loss as trace_loss
 from .exponents import BIAS as BIAS
 from .exponents import BINS as BINS
 from .exponents import Histogram as Histogram
+from .exponents import SampledRows as SampledRows
 from .exponents import largest_scale as largest_scale
 from .findings import Finding as Finding
 from .frames import line_pairs as line_pairs
@@ -18,7 +19,6 @@ from .frames import short_line as short_line
 from .frames import source_line as source_line
 from .lint_rules import LintWarning as LintWarning
 from .lint_rules import explain_lint as explain_lint
-from .measure import exponent_fields as exponent_fields
 from .measure import spaced as spaced
 from .modules import Place as Place
 from .modules import check_model as check_model
