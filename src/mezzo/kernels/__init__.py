@@ -4,7 +4,6 @@ from .device_numbers import GraphTables as GraphTables
 from .device_numbers import constant as constant
 from .device_numbers import factor_for as factor_for
 from .device_numbers import is_in_foreign_graph as is_in_foreign_graph
-from .device_numbers import kept_on_device as kept_on_device
 from .device_numbers import move as move
 from .device_numbers import num_asked as num_asked
 from .device_numbers import numbers_on as numbers_on
