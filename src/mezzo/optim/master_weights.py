@@ -10,7 +10,6 @@ from typing import Any, get_args, overload
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from .._torch import is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean, shown
@@ -32,6 +31,8 @@ from .optimizer_state import (
 from .saved_state import HOW, check_saved, each_entry
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
+_STATE_HOOKS = [f"register_{what}state_dict_{when}_hook" for what in ("", "load_") for when in ("pre", "post")]
+"""What is registered on the inner optimizer, whose state dict it is."""
 
 _log = logging.getLogger("mezzo.optim")
 
@@ -90,6 +91,8 @@ class MasterWeights(HasMasters):
         super().__setstate__({})
         self._guard = self.inner.register_step_pre_hook(self._refuse_a_step_alone)
         self.inner.load_state_dict = self.load_state_dict  # type: ignore[method-assign]  # who holds the inner one loads masters too
+        for name in _STATE_HOOKS:
+            setattr(self, name, getattr(self.inner, name))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in the base class
@@ -174,7 +177,8 @@ class MasterWeights(HasMasters):
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
         if (held := self.state.get(param)) is None:  # what it has state of is its own
-            self._check_own(param)
+            if param not in self._places():
+                raise ConfigError(f"{describe(param)} is not a parameter of this {type(self.inner).__name__}.")
         mode = self.masters.mode_of(param)
         return mode, None if held is None else held.get(AUX_STATE.get(mode, ""))
 
@@ -234,28 +238,8 @@ class MasterWeights(HasMasters):
             )
         take_masters_(self, params)
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Register the hook on the inner optimizer, whose state dict it is."""
-        return self.inner.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Register the hook on the inner optimizer, whose state dict it is."""
-        return self.inner.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Register the hook on the inner optimizer, which loads the state."""
-        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Register the hook on the inner optimizer, which loads the state."""
-        return self.inner.register_load_state_dict_post_hook(hook, prepend)
-
     def _places(self) -> dict[Tensor, int]:
         return {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
-
-    def _check_own(self, param: Tensor) -> None:
-        if not any(param is p for group in self.param_groups for p in group["params"]):
-            raise ConfigError(f"{describe(param)} is not a parameter of this {type(self.inner).__name__}.")
 
     def _take_aux(self, param: Tensor) -> Tensor | None:
         """Take the aux state of a parameter out of its state, which goes with it if nothing is left."""
