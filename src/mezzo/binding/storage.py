@@ -154,7 +154,10 @@ def convert_(
     has_own_grad_dtype = [p for p in changed.values() if p.grad_dtype is p.dtype]
     spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
     if spread:
-        _convert_spread_(model, {p: targets[p] for p in changed.values()})
+        to: dict[Tensor, torch.dtype] = {
+            p: targets[p] for p in changed.values()
+        }  # by way of their modules, which tell the sharding about it
+        apply_to_tensors_(model, lambda tensor: tensor.to(to[tensor]) if tensor in to else tensor)
     for p in changed.values():
         # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
         master = spread.pop(p) if p in spread else p.detach()
@@ -184,11 +187,6 @@ def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy
 
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() > 0 and not (tensor.is_meta or tensor.is_nested)
-
-
-def _convert_spread_(model: nn.Module, targets: Mapping[Tensor, torch.dtype]) -> None:
-    """Convert sharded parameters by way of their modules, which tell the sharding about it. Writes: storage."""
-    apply_to_tensors_(model, lambda tensor: tensor.to(targets[tensor]) if tensor in targets else tensor)
 
 
 def store_(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:

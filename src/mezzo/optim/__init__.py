@@ -15,6 +15,7 @@ from .base import is_hooked as is_hooked
 from .checks import check_finite as check_finite
 from .master_store import check_whole as check_whole
 from .master_weights import MasterWeights as MasterWeights
+from .optimizer_state import OWN_OPTIONS as OWN_OPTIONS
 from .saved_state import HOW as HOW
 from .saved_state import MOMENTS as MOMENTS
 from .saved_state import check_mapping as check_mapping

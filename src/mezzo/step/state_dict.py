@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..kernels import AUX_STATE, read_master
 from ..loss_scale import LossScale
 from ..optim import (
     HOW,
+    OWN_OPTIONS,
     check_mapping,
     check_saved,
     check_tensor,
@@ -36,7 +37,6 @@ FORMAT = 1
 """Version of the layout; a later one is refused."""
 
 _KEYS = ("format", "policy", "declared", "model", "optimizers", "outside", "scaling", "counters")
-_OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
 
 
 def save_run(policy: Policy, loss_scale: LossScale, counters: Counters) -> dict[str, Any]:
@@ -147,7 +147,8 @@ def load_(
     with ExitStack() as undo:
         for optimizer, entry in pairs:
             if not keeps_masters(optimizer):
-                undo.callback(_remember_optimizer(optimizer))
+                kept = {k: v for k, v in vars(optimizer).items() if k in ("state", "param_groups")}
+                undo.callback(vars(optimizer).update, kept)  # loading replaces both
                 _load_plain(optimizer, entry)
         loaded = load_weights_(inner, owners, {**state, "model": weights, "optimizers": entries})
         sentences = (*_load_outside_(beside, saved), *loaded)
@@ -260,7 +261,7 @@ def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]
     groups = []
     for index, group in enumerate(entry["param_groups"]):
         now = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
-        kept = {name: value for name, value in group.items() if name not in _OWN_OPTIONS}
+        kept = {name: value for name, value in group.items() if name not in OWN_OPTIONS}
         groups.append({**now, **kept, **{name: now[name] for name in HOW if name in now}})
     state = each_entry(entry, lambda kept: {name: value for name, value in kept.items() if name not in own})
     return {**entry, "state": state, "param_groups": groups}
@@ -358,7 +359,6 @@ def _check_weights(part: str, saved: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(part: str, saved: Any, kind: type[LossScale] | type[Counters]) -> None:
-    """Refuse numbers that no run could have saved."""
     if saved is None:
         return
     check_mapping(part, saved)
@@ -376,13 +376,3 @@ def _check_numbers(part: str, saved: Any, kind: type[LossScale] | type[Counters]
             refuse(f"{part}.{name}", f"is {shown(value)}, and must be a whole number from 0 to 2**31 - 1")
     if kind is LossScale and "scale" not in saved:
         refuse(part, "has no scale")
-
-
-def _remember_optimizer(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that gives an optimizer groups and state back as they are now. Loading replaces both."""
-    kept: dict[str, Any] = {k: v for k, v in vars(optimizer).items() if k in ("state", "param_groups")}
-
-    def put_back() -> None:
-        optimizer.__dict__.update(kept)
-
-    return put_back
