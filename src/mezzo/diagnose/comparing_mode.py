@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import OpOverload, autograd_node
-from ..formats import LOW_DTYPES, widest
+from ..formats import LOW_DTYPES
 from ..trace import (
     Call,
     Frame,
@@ -26,6 +26,7 @@ from ..trace import (
     flat,
     floating,
     flops_of,
+    length,
     op_facts,
     run_wide,
 )
@@ -63,19 +64,13 @@ def power(reference: Tensor, actual: Tensor) -> tuple[float, float]:
     Elements that the reference, fp32 or wider, itself has as inf or NaN, or as a mask, are left out. An element that is not finite
     where the reference is makes the error infinite.
     """
-    signal, noise = _energy(reference), _energy(actual.detach().to(reference.dtype) - reference)
+    signal, noise = length(reference) ** 2, length(actual.detach().to(reference.dtype) - reference) ** 2
     if signal < _MASK and math.isfinite(noise):
         return signal, noise
     keep = reference.isfinite() & (reference.abs() < _MASK)
     reference, actual = reference[keep], actual.detach()[keep].to(reference.dtype)
-    noise = _energy(actual - reference)
-    return _energy(reference), noise if math.isfinite(noise) else math.inf
-
-
-def _energy(tensor: Tensor) -> float:
-    if tensor.numel() == 0:
-        return 0.0
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=widest(tensor.device))) ** 2
+    noise = length(actual - reference) ** 2
+    return length(reference) ** 2, noise if math.isfinite(noise) else math.inf
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -24,6 +24,7 @@ from ..trace import (
     draws,
     flat,
     floating,
+    length,
     op_facts,
     run_wide,
 )
@@ -149,16 +150,12 @@ class Run:
     leaves: dict[str, Tensor]
 
 
-def _length(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=widest(tensor.device))) if tensor.numel() else 0.0
-
-
 def relative_error(actual: Tensor, true: Tensor) -> float:
     """Return the length of an error over that of the truth; inf where something finite came out not finite. Syncs: yes."""
     true = true.to(widest(true.device))
     known = true.isfinite() & (true.abs() < _MASK)
     true, got = true[known], actual.detach()[known].to(true.dtype)
-    error, size = _length(got - true), _length(true)
+    error, size = length(got - true), length(true)
     return 0.0 if error == 0 else math.inf if not math.isfinite(error) or size == 0 else error / size
 
 

@@ -19,6 +19,7 @@ from .frames import short_line as short_line
 from .frames import source_line as source_line
 from .lint_rules import LintWarning as LintWarning
 from .lint_rules import explain_lint as explain_lint
+from .measure import length as length
 from .measure import spaced as spaced
 from .modules import Place as Place
 from .modules import check_model as check_model

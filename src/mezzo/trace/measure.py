@@ -77,13 +77,18 @@ def tensor_facts(name: str, tensor: Tensor) -> TensorFacts:
     )
 
 
+def length(tensor: Tensor) -> float:
+    """Return the L2 norm, computed in fp64 where the device has it. Syncs: yes."""
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=widest(tensor.device))) if tensor.numel() else 0.0
+
+
 def rms(tensor: Tensor, *, is_finite: bool = False) -> float:
     """Return the root mean square of the finite values, computed in fp64 where the device has it. Syncs: yes."""
     if tensor.numel() == 0:
         return 0.0
     values = _readable(tensor.detach())
     values = values if is_finite else values.nan_to_num(0.0, 0.0, 0.0)
-    return float(torch.linalg.vector_norm(values, dtype=widest(values.device))) / math.sqrt(tensor.numel())
+    return length(values) / math.sqrt(tensor.numel())
 
 
 @contextmanager
