@@ -50,7 +50,7 @@ def schedule(points: Sequence[str], variants: Sequence[str], rounds: int) -> Ite
                 yield point, number, variant
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager["Worker"]):
     """A fresh Python process that serves one variant; ended on leaving the context, busy or not.
 
     Args:
@@ -76,9 +76,6 @@ class Worker:
         self._talks = talks
         self._failed = False
         self.send(json.dumps(job))
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()

@@ -46,14 +46,10 @@ def _behind(run: Run, known: _Known, wrong: Iterable[int]) -> list[int]:
     return _frontier(run, known, [i for i in wrong if run.values[i] not in known])
 
 
-def _next_ops(run: Run, index: int) -> list[OpRun]:
-    """Return the ops that read what an op made."""
-    return [op for op in run.ops[index + 1 :] if index in op.readers]
-
-
 def _follows(run: Run, index: int, op: OpRun) -> bool:
     """Say whether what reads an op's result does what the other run does in its place."""
-    return any(n.site.op == op.site.op and n.arguments == op.arguments for n in _next_ops(run, index))
+    readers = [n for n in run.ops[index + 1 :] if index in n.readers]
+    return any(n.site.op == op.site.op and n.arguments == op.arguments for n in readers)
 
 
 def part(a: Run, b: Run) -> MismatchFinding | None:
@@ -119,7 +115,6 @@ def _of_same_op(x: OpRun, y: OpRun) -> MismatchFinding:
 
 
 def _changed(x: OpRun, y: OpRun) -> str:
-    """Say which numbers two calls of an op were given that differ."""
     one, two = dict(x.arguments), dict(y.arguments)
     names = [n for n in (*one, *(n for n in two if n not in one)) if one.get(n) != two.get(n)]
     return "; ".join(f"{n} is {one.get(n, 'left out')} in a and {two.get(n, 'left out')} in b" for n in names)

@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def segments(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Records the steps of a run; made by `mezzo.record`.
 
     Attributes:
@@ -188,7 +188,6 @@ class Recorder:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Say what a file that could not be written means."""
         try:
             yield
         except (OSError, RuntimeError) as failure:  # of the file, and of torch's writer
@@ -272,9 +271,6 @@ class Recorder:
             self._image = FileImage()  # gives the memory back
             for left in self._segment.glob(f"*{PARTIAL}"):
                 left.unlink()
-
-    def __enter__(self) -> Recorder:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -19,7 +19,7 @@ from ..errors import ConfigError, listed
 from ..formats import widened
 from ..trace import Frame, floating, preserve_state
 from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
-from .observed_run import ROUNDINGS, OpRun, Run, jittered, observe, relative_error
+from .observed_run import ROUNDINGS, Run, jittered, observe, relative_error
 from .parting import part, place_of
 from .trial import LossFn, call, check_trial, loss_of
 
@@ -30,7 +30,6 @@ _LINE = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 
 
 def _callable(run: Runnable, name: str) -> Any:
-    """Return what can be called; an exported program is opened."""
     if isinstance(run, torch.export.ExportedProgram):
         return run.module()
     if not callable(run):
@@ -77,7 +76,6 @@ def _compared(run: Any, batch: Any, loss_fn: LossFn | None) -> Callable[[], Any]
 
 
 def _names(a: Any, b: Any, loss_fn: LossFn | None, count: int) -> list[str]:
-    """Return what the compared tensors are called."""
     if loss_fn is None:
         return [f"output {i}" for i in range(count)]
     ours, theirs = _trainable(a), _trainable(b)
@@ -279,12 +277,6 @@ def _gap(name: str, a: Tensor, b: Tensor) -> OutputGap:
     )
 
 
-def _worst(a: Run, b: Run) -> OpRun | None:
-    """Return the op that adds most error of its own on the way to the outputs."""
-    ops = [op for op in (*a.ops, *b.ops) if 0 < op.local]
-    return max(ops, key=lambda op: op.local, default=None)
-
-
 def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None) -> MismatchReport:
     """Run two things that should agree on one batch, op by op, and name the first op where they part.
 
@@ -332,7 +324,8 @@ def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None
             if is_compiled(run):
                 outputs[i] = _output(run, batch, loss_fn)
                 finding = finding or _of_compiled(run, batch, loss_fn, observed, outputs[i], names, side)
-    worst = None if finding is not None else _worst(ours, theirs)
+    inexact = [op for op in (*ours.ops, *theirs.ops) if finding is None and op.local > 0]
+    worst = max(inexact, key=lambda op: op.local, default=None)
     shared = [key for key in ours.modules if key in theirs.modules]
     pairs = [(key, ours.modules[key], theirs.modules[key]) for key in shared]
     return MismatchReport(

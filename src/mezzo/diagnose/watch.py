@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ _KEPT_RESULTS = 256
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
-class Watch:
+class Watch(AbstractContextManager["Watch"]):
     """Watches a run until it is closed; made by `mezzo.diagnose.watch`.
 
     Args:
@@ -147,7 +148,6 @@ class Watch:
             self._timed(lambda: self._put(row, parameter.grad))
 
     def _put(self, row: int, value: object) -> None:
-        """Keep a sample of the first floating tensor in a value."""
         found = next((v for _, v in floating(value)), None)
         if found is not None and found.numel():
             self._dtypes.add(found.dtype)
@@ -193,13 +193,7 @@ class Watch:
     def _compare_weights(
         self, before: Tensor, optimizers: Sequence[torch.optim.Optimizer], taken: Tensor | None
     ) -> None:
-        """Count samples with a gradient whose weight did not move; then count exponents.
-
-        Args:
-            before: samples of the weights before the step.
-            optimizers: that took it.
-            taken: whether the step was; None where its result will tell.
-        """
+        """Count samples with a gradient whose weight did not move, then exponents; `taken` is None where the step's result will tell."""
         after = torch.zeros_like(before)
         width = before.shape[1]
         for row, (_, parameter) in enumerate(self._parameters):
@@ -255,7 +249,6 @@ class Watch:
         self._count_sampled()
 
     def _compute(self) -> torch.dtype:
-        """Return the format low ops run in: the policy's, else the 16-bit one that was seen."""
         if self._amp is not None:
             return self._amp.policy.compute or torch.float32
         return next((dtype for dtype in LOW_DTYPES if dtype in self._dtypes), torch.float32)
@@ -323,9 +316,6 @@ class Watch:
         if self._amp is not None:
             for name in ("step", "backward"):
                 vars(self._amp).pop(name, None)
-
-    def __enter__(self) -> Watch:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

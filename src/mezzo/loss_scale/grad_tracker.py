@@ -89,9 +89,7 @@ class GradTracker:
 
     def watch(self, output: Tensor, captured: Tensor) -> None:
         """Note what the backward passes of a scaled output will do to gradients. Syncs: no."""
-        if torch.compiler.is_compiling():
-            self.is_blind = True
-        elif output.grad_fn is None:
+        if torch.compiler.is_compiling() or output.grad_fn is None:
             self.is_blind = True
         elif not self.is_off:
             if self._is_exploring:

@@ -31,10 +31,7 @@ def draws(call: Call) -> bool:
 def run_wide(call: Call, values: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor] | None:
     """Run an op in a wider format with some inputs exchanged, on the draws of the run.
 
-    Args:
-        call: the op as it ran.
-        values: what to put in the place of an argument, by its id.
-        dtype: fp32 or fp64.
+    `values` are put in the place of arguments, by their ids; the format is fp32 or fp64.
 
     Returns:
         One tensor for each of `call.out`; None where the format has no kernel, or cannot have the same draws: those of
@@ -52,9 +49,7 @@ def run_wide(call: Call, values: dict[int, Tensor], dtype: torch.dtype) -> list[
     return wide if is_same else None
 
 
-def run_in_fp32(call: Call, values: dict[int, Tensor]) -> list[Tensor] | None:
-    """Run an op in fp32, as `run_wide` does. Syncs: no."""
-    return run_wide(call, values, torch.float32)
+run_in_fp32 = partial(run_wide, dtype=torch.float32)
 
 
 def is_repaired(call: Call, wide: list[Tensor] | None) -> bool:

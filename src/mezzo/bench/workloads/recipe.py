@@ -27,6 +27,10 @@ def make_model(in_size: int, out_size: int, num_layers: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(in_size, out_size))
 
 
+def _random_batch(rows: int, in_size: int, out_size: int, device: torch.device) -> Batch:
+    return torch.randn(rows, in_size, device=device), torch.randn(rows, out_size, device=device)
+
+
 def mean_squared_error(model: nn.Module, batch: Batch) -> Tensor:
     """Return the loss of one batch of inputs and targets, shape (). Syncs: no."""
     inputs, targets = batch
@@ -86,13 +90,8 @@ class Recipe(Workload):
         """Return a seeded training of one variant. Writes: torch's random state."""
         torch.manual_seed(setting.seed)
         model = make_model(self.in_size, self.out_size, self.num_layers).to(setting.device)
-        batches = [
-            (
-                torch.randn(self.batch_size, self.in_size, device=setting.device),
-                torch.randn(self.batch_size, self.out_size, device=setting.device),
-            )
-            for _ in range(self.num_batches)
-        ]
+        sizes = self.batch_size, self.in_size, self.out_size
+        batches = [_random_batch(*sizes, setting.device) for _ in range(self.num_batches)]
         training = Training(optimizer=self.optimizer, lr=self.lr)
         steps = self.epochs * self.num_batches
         return training_session(variant, setting, model, batches, mean_squared_error, training, steps)
@@ -244,10 +243,7 @@ class Lora(Workload):
         torch.manual_seed(setting.seed)
         layers = [module for _ in range(self.layers) for module in (LoraLinear(self.width, self.rank), nn.ReLU())]
         model = nn.Sequential(*layers).to(setting.device)
-        batch: Batch = (
-            torch.randn(self.batches[0], self.width, device=setting.device),
-            torch.randn(self.batches[0], self.width, device=setting.device),
-        )
+        batch = _random_batch(self.batches[0], self.width, self.width, setting.device)
         training = Training(optimizer=self.optimizer, lr=self.lr, cache="persistent")
         return training_session(variant, setting, model, [batch], mean_squared_error, training, self.steps)
 
