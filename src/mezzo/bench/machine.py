@@ -20,7 +20,6 @@ GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem
 
 
 def _said(*command: str) -> str:
-    """Return what a command prints, or nothing if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

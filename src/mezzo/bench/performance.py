@@ -70,7 +70,6 @@ def _section(result: Result, picture: str | None) -> str:
 
 
 def _loaded(folder: Path) -> dict[Path, Result]:
-    """Return every stored result of a folder by its file."""
     stored = {path: load(path) for path in sorted(folder.glob("*.json"))}
     for path, result in stored.items():
         if result.workload not in WORKLOADS:

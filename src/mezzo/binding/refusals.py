@@ -61,12 +61,6 @@ def leaves_dtypes(
     Routers of mixtures of experts cast their layer to fp32 at each call. The policy decides in which dtype it runs, as
     torch.autocast does; the log says so once.
 
-    Args:
-        module: that is cast.
-        function: of the cast, from tensor to tensor.
-        binding: of the model.
-        is_running: whether a forward of the model is.
-
     Raises:
         StepError: another dtype outside of a forward, fp64, or another device with it, before anything is changed.
 

@@ -61,7 +61,6 @@ def _weights_as_table(table: Tensor, *given: Any) -> tuple[Any, ...]:
 
 
 def _widened(*given: Any) -> tuple[Any, ...]:
-    """Return arguments with 16-bit tensors in fp32. Syncs: no."""
     return tuple(t.float() if isinstance(t, Tensor) and t.dtype in LOW_DTYPES else t for t in given)
 
 

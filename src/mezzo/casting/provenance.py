@@ -87,7 +87,6 @@ def _is_rounded_too_far(error: BaseException) -> bool:
 
 
 def _fix(error: RuntimeError, op: str | None, values: Iterable[object]) -> str:
-    """Return what to write instead, in a call that has or got these values."""
     said = str(error)
     if "all inputs must share" in said:  # and which dtypes came is not said
         said += f"; got {', '.join(str(t.dtype) for t in _flat(values))}".replace("torch.float64", "Double")

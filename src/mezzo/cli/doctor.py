@@ -74,7 +74,6 @@ def _short(error: BaseException) -> str:
 
 
 def _tell_end(run: ScriptRun) -> None:
-    """Say how the script ended."""
     if run.error is not None and not isinstance(run.error, SystemExit):
         print("".join(traceback.format_exception(run.error)), file=sys.stderr, end="")
     if run.error is not None:
@@ -87,7 +86,6 @@ def _tell_end(run: ScriptRun) -> None:
 
 
 def _print(report: Report, options: argparse.Namespace) -> None:
-    """Print the report, and write the page if one was asked for."""
     if options.json:
         print(report.to_json())
     else:

@@ -68,7 +68,6 @@ def _with_none_as_python(argv: Sequence[str]) -> list[str]:
 
 
 def _launch_options(argv: Sequence[str]) -> tuple[int, int, list[str]]:
-    """Return how many processes to start, how often again, and the words for each of them."""
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ahead.add_argument("--nproc", type=int, default=0)
     ahead.add_argument("--max-restarts", "--max_restarts", type=int, default=0)

@@ -280,7 +280,6 @@ def _ops(ranking: tuple[OpError, ...]) -> Table:
 
 
 def _charts(modules: tuple[ModuleError, ...]) -> list[Block]:
-    """Draw local, inherited and total agreement over depth, forward and backward."""
     charts: list[Block] = []
     for title, found in (
         ("Results, in the order they were computed", [(m.path, m.forward) for m in modules]),

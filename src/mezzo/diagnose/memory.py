@@ -160,11 +160,7 @@ def _outline(model: nn.Module, policy: Policy, is_trained: bool) -> nn.Module:
 def _state_of_element(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, policy: Policy
 ) -> dict[torch.dtype, int]:
-    """Return the bytes by dtype that an optimizer keeps for one element, found by stepping a small parameter.
-
-    Raises:
-        ConfigError: the optimizer cannot be made from the options of its own group.
-    """
+    """Return the bytes by dtype that an optimizer keeps for one element, found by stepping a small parameter."""
     inner = wrapped_optimizer(optimizer)
     known = inspect.signature(type(inner).__init__).parameters
     options = {name: value for name, value in group.items() if name in known and name != "params"}

@@ -89,13 +89,11 @@ def _of_modules(found: StepFidelity) -> list[Candidate]:
 
 
 def _public_name(op: OpError) -> str | None:
-    """Return the name under which a policy can have a rule for an op."""
     name = next((n for n in (op.called, op.op) if n in known_ops()), None)
     return None if name in _CASTS else name
 
 
 def _of_ops(found: StepFidelity) -> list[Candidate]:
-    """Return a rule for each op that a policy can speak of."""
     groups: dict[str, list[int]] = defaultdict(list)
     for i, op in enumerate(found.ops):
         if (name := _public_name(op)) is not None:

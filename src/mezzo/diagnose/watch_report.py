@@ -154,7 +154,6 @@ class WatchReport(Report):
         return tuple(texts)
 
     def _of_steps(self) -> Iterator[str]:
-        """Say what steps did not do."""
         if self.skipped > _SKIPS and self.skipped > _SKIPPED_SHARE * self.num_steps:
             reason = next(s.reason for s in reversed(self.steps) if not s.applied)
             yield f"{self.skipped} of {self.num_steps} steps were skipped; the last because of: {reason}."

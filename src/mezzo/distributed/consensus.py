@@ -88,9 +88,6 @@ class RankConsensus:
     def handshake(self, describe_setup: Callable[[], RankSetup]) -> None:
         """Compare, the first time, what the ranks were prepared with, and give all the first one's masters.
 
-        Args:
-            describe_setup: says what this rank was prepared with.
-
         Raises:
             DistributedError: ranks differ; says in what. Raised on all of them.
 

@@ -205,12 +205,7 @@ def _read_(path: Path, tensors: dict[str, Any]) -> None:
 
 @contextmanager
 def _refusing(what: str, hint: str) -> Iterator[None]:
-    """Turn what torch raises inside the block into one sentence, the same on all ranks.
-
-    Raises:
-        CheckpointError: reading or writing failed, here or on another rank.
-        DistributedError: a rank is lost.
-    """
+    """Turn what torch raises inside the block, on this rank or another, into one sentence, the same on all."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

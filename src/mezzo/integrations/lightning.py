@@ -204,11 +204,7 @@ def _put_back(module: nn.Module, method: Any) -> None:
 
 
 def _postponed(strategy: Any) -> Callable[[], nn.Module | None]:
-    """Have a strategy of the Trainer wrap the model later: prepared weights may have another dtype.
-
-    Returns:
-        Wraps the model, if the strategy wanted to meanwhile. Writes: `configure_ddp` of the strategy until then.
-    """
+    """Have a strategy of the Trainer wrap the model later, by what is returned: prepared weights may have another dtype."""
     asked: list[None] = []
     vars(strategy)["configure_ddp"] = lambda: asked.append(None)
 

@@ -287,7 +287,6 @@ class MasterOptimizer(KeepsMasters):
         return batches_of(step, active)
 
     def _operands(self, step: GroupStep, batch: ParamBatch) -> Operands:
-        """Return what a kernel takes, checked. Syncs: no."""
         home = batch.step.device
         scale, clip, found = (getattr(self, name, None) for name in ("grad_scale", "clip_coef", "found_inf"))
         given: Any = [step.grads[index] for index in batch.indices]

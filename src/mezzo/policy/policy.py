@@ -73,7 +73,6 @@ class Policy(PolicyFields):
         return f"Policy.parse({str(self)!r})"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: every setting, and where it is written."""
         return to_html(self)
 
     def to_dict(self) -> dict[str, object]:

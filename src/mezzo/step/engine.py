@@ -275,7 +275,6 @@ class Engine:
 
     @property
     def _is_due(self) -> bool:
-        """Whether the invariants of the next step are looked at. Syncs: no."""
         number, every = self.num_steps + 1, self.policy.guard.check_every
         return every > 0 and (number <= ALWAYS or number % every == 0)
 
@@ -316,12 +315,7 @@ class Engine:
     ) -> None:
         """Close the step: buffers, loss scale, counters, and who waits for steps that were taken.
 
-        Args:
-            grads: of the optimizers.
-            flags: what was found.
-            result: the same on its way to the host.
-            skipped: who skipped, where the host knows.
-            is_said_at_once: callbacks are called, and a StoppedRun is raised, now; else when the next step begins.
+        Where the host knows who `skipped`, callbacks are called and a StoppedRun is raised: now, or else when the next step begins.
 
         Writes: buffers of a skipped step, the loss scale. Syncs: no.
         """

@@ -88,7 +88,6 @@ class StateReport:
             yield row.what, row.declared, observed + mark, str(row.nbytes) if row.nbytes else ""
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         return html_table(f"{self.policy}: {self._total}", _COLUMNS, self._cells())
 
     def __str__(self) -> str:

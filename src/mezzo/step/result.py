@@ -111,14 +111,8 @@ def check_grads(
 ) -> StepFlags[Any]:
     """Say what is wrong with the gradients of a step, if anything, and which optimizers may take it: numbers where the host decides, else tensors.
 
-    Args:
-        grads: of each optimizer that has any; at least one.
-        pending: what is known of the step so far.
-        written: floating buffers that the forward wrote.
-        skip: what several optimizers do when one has bad gradients.
-        consensus: makes the findings the same on all ranks; None on one rank.
-        num_optimizers: how many were prepared, with gradients or without.
-        max_norm: to which gradients will be clipped; None: not.
+    `grads` are of each optimizer that has any, of the `num_optimizers` that were prepared; `written` are floating buffers that the forward
+    wrote; gradients will be clipped to `max_norm`.
 
     Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
@@ -331,7 +325,6 @@ class StepResult:
         return self.applied
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         return f"<code>{escape(repr(self))}</code>"
 
     def __repr__(self) -> str:

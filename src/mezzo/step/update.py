@@ -248,18 +248,10 @@ def update_(
     clip: Clip,
     skip: Skip,
 ) -> list[Callable[[], None] | None]:
-    """Have each optimizer take its step, or leave everything as it is.
+    """Have each optimizer take its step, or leave everything as it is; return for each what must be called once the host knows that it skips.
 
-    Args:
-        grads: of the optimizers.
-        flags: what was found.
-        pending: the step; takes note if it ends halfway.
-        skipped: who skips, where the host knows; else the optimizers decide on the device.
-        clip: how gradients are clipped.
-        skip: "independent" clips the gradients of each optimizer by their own norm.
-
-    Returns:
-        For each optimizer what must be called once the host knows that it skips; None: nothing.
+    Where the host does not know who `skipped`, the optimizers decide on the device. With `skip` "independent" the gradients of each are
+    clipped by their own norm. `pending` takes note if the step ends halfway.
 
     Raises:
         StepError: an optimizer raised after another one had taken its step.

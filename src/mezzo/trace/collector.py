@@ -220,7 +220,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self.lints.clip(site, self.context.loss_scale)
 
     def _follow(self, call: Call, site: Site, bad: list[Tensor]) -> None:
-        """Take in an op while non-finite values are about."""
         sources = [
             s for s in call.inputs if (bad or self._causes.get(call.original(s[1])) is not None) and not is_finite(s[1])
         ]
@@ -281,7 +280,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                     self.sink("parameter", name, tensor)
 
     def _causes_of(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> Causes:
-        """Return the causes of those inputs that made the results bad."""
         if len(sources) > 1 and not call.facts.draws:
             sources = [s for s in sources if matters(call, s[1])] or sources
         causes = NO_CAUSE

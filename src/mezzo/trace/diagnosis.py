@@ -44,11 +44,7 @@ class Diagnosis:
 def rerun_traced(model: nn.Module, run: Callable[[], object], *, step: int, scale: float) -> Diagnosis:
     """Run a batch again, op by op, and leave model, gradients and random state as they were.
 
-    Args:
-        model: names are relative to it.
-        run: runs the batch.
-        step: number of the step, from 0.
-        scale: loss scale that gradients handed to backward carry.
+    Gradients that `run` hands to backward carry the loss scale; step numbers begin at 0.
 
     Returns:
         The report, the first fault in words, and the policy edit where an op of the model overflowed 16 bit. Nothing

@@ -233,7 +233,6 @@ def _is_stuck(record: TraceRecord, scale: float) -> bool:
 
 
 def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
-    """Report sizes that grow or shrink over depth while everything is still finite."""
     return Finding(
         verdict=trend.verdict,
         phase="forward" if trend.kind == "output" else "backward",

@@ -43,7 +43,6 @@ def edit_of(site: Site) -> str:
 
 
 def _edits(sites: Iterable[Site]) -> str:
-    """Return the rules for several places, each once."""
     return ", ".join(dict.fromkeys(edit for site in sites if (edit := edit_of(site))))
 
 
@@ -182,7 +181,6 @@ def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
 
 
 def _fix_underflow(event: Event) -> Fix:
-    """Fix a loss of precision where it happened, and in the op that failed on it."""
     flush, cast = event.flush, _narrowed_by_hand(event)
     if cast is not None and event.site.op not in FACTORS:
         bounded = f"the argument of {event.site.op}" if flush is None else f"the result of {flush.site.op} away from 0"

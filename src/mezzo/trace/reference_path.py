@@ -214,11 +214,8 @@ class ReferencePath:
     ) -> tuple[tuple[Site, ...], bool]:
         """Return what rules must cover where rounding alone moved an argument, or spoiled a matrix, and whether that was run.
 
-        Args:
-            call: the op that failed.
-            saved: what its forward op was given, if it is one of backward.
-            judged: as `judge` returned it.
-            alone: the op in wider formats on what it was given; finite where it overflowed.
+        Of the op that failed, `saved` is what its forward op was given, if it is one of backward; `judged` is what `judge` returned, and
+        `alone` the op in wider formats on what it was given, finite where it overflowed.
 
         Syncs: yes.
         """

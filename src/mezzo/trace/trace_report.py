@@ -161,7 +161,6 @@ def _others(findings: tuple[Finding, ...]) -> list[Block]:
 
 
 def _warnings(lints: list[Lint]) -> list[Block]:
-    """List lint rules that were broken beside the faults."""
     if not lints:
         return []
     # one line of a program runs in many modules
@@ -193,7 +192,6 @@ def _log2(x: float) -> float:
 
 
 def _charts(sizes: tuple[Size, ...], step: int) -> list[Block]:
-    """Draw the sizes of outputs and gradients over depth, for one step."""
     charts: list[Block] = []
     for title, kind, order in (
         ("Module outputs, in the order they were computed", "output", 1),

@@ -205,7 +205,6 @@ class Trace:
         self._follow(*module.parameters(), *(t for _, t in self._context.modules.inputs))
 
     def _follow(self, *leaves: Tensor) -> None:
-        """Watch the gradients of leaves arrive."""
         for leaf in leaves:
             if leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._followed:
                 self._followed[id(leaf)] = leaf

@@ -166,7 +166,6 @@ class Trainer:
         return mean * (len(own_rows) / len(rows))
 
     def _pause(self, progress: Progress) -> None:
-        """Evaluate, if that is asked, and write a checkpoint."""
         at = self.position
         at.seconds = time.perf_counter() - self._started
         if self._config.evaluate:

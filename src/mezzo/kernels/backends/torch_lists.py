@@ -96,7 +96,6 @@ def parts(operands: Operands, *, are_random: bool = True) -> Iterator[Part]:
 
 
 def _whole(operands: Operands) -> list[int]:
-    """Return the indices of the weights that lie in one piece each."""
     other = set(operands.other or ())
     return [index for index in range(len(operands.weights.values)) if index not in other]
 
@@ -116,7 +115,6 @@ def _runs(operands: Operands) -> Iterator[list[int]]:
 
 
 def _taken(operands: Operands, indices: Sequence[int]) -> Operands:
-    """Return what belongs to some of the weights."""
     own, grads = operands.weights, operands.grads
     if len(indices) == len(own.values):
         return operands

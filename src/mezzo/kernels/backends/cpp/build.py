@@ -149,7 +149,6 @@ def _carried(source: Path) -> ctypes.CDLL | None:
 
 
 def _built(cxx: str, source: Path, folder: Path, name: str) -> ctypes.CDLL:
-    """Compile into a folder and load from there."""
     with kernel_cache.opened(folder, make=True):
         code = _compiled(cxx, source, folder)
     kernel_cache.store(folder, name, code)

@@ -246,7 +246,6 @@ def _indices_of(order: tuple[int, ...]) -> Tensor:
 
 @kept_on_device
 def _indices_on(order: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the same on a device."""
     return on_device(_indices_of(order), device)
 
 

@@ -86,7 +86,6 @@ def backward(
 
 
 def _factors(weight: Tensor | None, shape: list[int]) -> Tensor:
-    """Return what the result is multiplied with, in fp32."""
     factors = as_fp32(weight)
     return torch.ones(shape, device="cpu", dtype=torch.float32) if factors is None else factors.contiguous()
 
