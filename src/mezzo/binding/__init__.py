@@ -5,6 +5,7 @@ from .bind import innermost as innermost
 from .bind import rebind as rebind
 from .bind import remember as remember
 from .bind import unbind as unbind
+from .bind import uncompiled as uncompiled
 from .forward import AfterForward as AfterForward
 from .forward import BeforeForward as BeforeForward
 from .forward import Binding as Binding

@@ -189,3 +189,12 @@ def innermost(model: nn.Module) -> nn.Module:
         return innermost(model.module)
     inner = getattr(model, "_orig_mod", None)
     return innermost(inner) if isinstance(inner, nn.Module) else model
+
+
+def uncompiled(name: str) -> str:
+    """Return a name without the levels torch.compile adds.
+
+    >>> uncompiled("layers._orig_mod.0._orig_mod")
+    'layers.0'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..binding import innermost
+from ..binding import innermost, uncompiled
 from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, listed, shown
 from ..formats import LOW_DTYPES, SMALLEST, dtype_name, is_count, is_number, parse_dtype
 from ..kernels import AUX_STATE, read_master
@@ -216,15 +216,10 @@ def unwrapped(saved: Any, model: nn.Module) -> Any:
     wanted = model.state_dict()
     if not isinstance(saved, Mapping) or saved.keys() == wanted.keys():
         return saved
-    own = {_uncompiled(name): name for name in wanted}
-    bare = {name: _uncompiled(str(name)) for name in saved}
+    own = {uncompiled(name): name for name in wanted}
+    bare = {name: uncompiled(str(name)) for name in saved}
     named = {own.get(short, own.get(short.removeprefix("module."), name)): saved[name] for name, short in bare.items()}
     return named if len(named) == len(saved) else saved
-
-
-def _uncompiled(name: str) -> str:
-    """Return the name that a weight has where nothing is compiled."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _with_masters(entry: Mapping[str, Any], wide: Mapping[int, Tensor]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import dispatch_modes, storage_id, unwrapped
-from ..binding import innermost, record
+from ..binding import innermost, record, uncompiled
 from ..distributed import living
 from ..errors import ConfigError, kind_of
 from .ops import tensors_in
@@ -31,15 +31,6 @@ def check_model(call: str, model: object) -> None:
             else ""
         )
         raise ConfigError(f"{call} was given {kind_of(model)} for model; give the nn.Module{own}.")
-
-
-def _readable(name: str) -> str:
-    """Return a name without the levels torch.compile adds.
-
-    >>> _readable("layers._orig_mod.0._orig_mod")
-    'layers.0'
-    """
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _call_arguments(args: tuple[Any, ...]) -> Any:
@@ -172,10 +163,10 @@ class ModuleStack:
         renamed = {id(part) for known in inner for part in known.modules()}
         for name, module in parts.items():
             if id(module) in renamed or id(module) not in self._names:
-                self._names[id(module)] = cls, _readable(name)
+                self._names[id(module)] = cls, uncompiled(name)
         self.roots.append(root)
         for name, parameter in root.named_parameters():
-            self._parameters.setdefault(id(parameter), (parameter, _readable(name)))
+            self._parameters.setdefault(id(parameter), (parameter, uncompiled(name)))
 
     def _place_of(self, module: nn.Module) -> Place:
         above, cls = self.place, type(module).__name__
@@ -228,7 +219,7 @@ class ModuleStack:
 
     def parameters(self) -> dict[int, str]:
         """Return the names of the parameters that roots hold now, by their ids. Host only."""
-        return {id(p): _readable(name) for root in reversed(self.roots) for name, p in root.named_parameters()}
+        return {id(p): uncompiled(name) for root in reversed(self.roots) for name, p in root.named_parameters()}
 
     def trained(self) -> dict[int, str]:
         """Return the names of those that are to have gradients, by their ids. Host only."""
@@ -247,7 +238,7 @@ class ModuleStack:
                 for name, held in named:
                     local = getattr(held, "_local_tensor", held)
                     if local.layout is torch.strided and storage_id(local) == key:
-                        return f"{kind} {_readable(name)}"
+                        return f"{kind} {uncompiled(name)}"
         for name, held in self.inputs:
             if held.layout is torch.strided and storage_id(held) == key:
                 return name
