@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from ..trace import preserve_state
 from .trial import LossFn, bind_copy, check_trial, device_of, loss_of
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer state", "weight casts", "activations"]
+_Tally = dict[Kind, Counter[torch.dtype]]
 _PROBE = 1024
 
 
@@ -125,24 +127,6 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-class _Tally:
-    """Adds bytes up by kind and dtype."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[Kind, dict[str, int]] = {}
-
-    def add(self, kind: Kind, dtype: torch.dtype, count: int) -> None:
-        by_dtype = self._bytes.setdefault(kind, {})
-        by_dtype[dtype_name(dtype)] = by_dtype.get(dtype_name(dtype), 0) + count
-
-    def shares(self) -> tuple[MemoryShare, ...]:
-        return tuple(
-            MemoryShare(kind=kind, bytes=sum(d.values()), dtypes=tuple(sorted(d.items(), key=lambda item: -item[1])))
-            for kind, d in self._bytes.items()
-            if sum(d.values())
-        )
-
-
 def _outline(model: nn.Module, policy: Policy, is_trained: bool) -> nn.Module:
     """Return a copy of a model without memory, its weights stored as `prepare` would store them."""
     memo: dict[int, Any] = {}
@@ -159,7 +143,7 @@ def _outline(model: nn.Module, policy: Policy, is_trained: bool) -> nn.Module:
 
 def _state_of_element(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, policy: Policy
-) -> dict[torch.dtype, int]:
+) -> Counter[torch.dtype]:
     """Return the bytes by dtype that an optimizer keeps for one element, found by stepping a small parameter."""
     inner = wrapped_optimizer(optimizer)
     known = inspect.signature(type(inner).__init__).parameters
@@ -178,14 +162,14 @@ def _state_of_element(
             f"{type(inner).__name__} was to be tried on a small parameter to learn its state, and {error}. "
             "Write the optimizer so that its constructor takes the options of its groups."
         ) from error
-    found: dict[torch.dtype, int] = {}
+    found = Counter[torch.dtype]()
     for value in small.state[probe].values():
         if isinstance(value, Tensor) and value.numel() >= _PROBE:
-            found[value.dtype] = found.get(value.dtype, 0) + value.nbytes // _PROBE
+            found[value.dtype] += value.nbytes // _PROBE
     return found
 
 
-def _saved_bytes(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy) -> dict[torch.dtype, int]:
+def _saved_bytes(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy) -> Counter[torch.dtype]:
     """Return the bytes by dtype that forward saves for backward, weights left out, each memory once."""
     found: dict[int, tuple[Tensor, torch.dtype]] = {}
 
@@ -197,10 +181,10 @@ def _saved_bytes(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: P
         weights = {storage_id(t) for t in (*runnable.parameters(), *runnable.buffers())}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = loss_of(runnable, batch, loss_fn)
-        sizes: dict[torch.dtype, int] = {}
+        sizes = Counter[torch.dtype]()
         for key, (tensor, dtype) in found.items():
             if key not in weights:
-                sizes[dtype] = sizes.get(dtype, 0) + tensor.untyped_storage().nbytes()
+                sizes[dtype] += tensor.untyped_storage().nbytes()
         del loss
     return sizes
 
@@ -249,26 +233,25 @@ def memory(
     )
     outline = _outline(model, chosen, bool(optimizers))
     stored = dict(zip(model.parameters(), outline.parameters(), strict=True))
-    tally = _Tally()
+    tally: _Tally = defaultdict(Counter)
     for p in outline.parameters():
-        tally.add("weights", p.dtype, p.numel() * p.itemsize)
+        tally["weights"][p.dtype] += p.numel() * p.itemsize
     for b in outline.buffers():
-        tally.add("buffers", b.dtype, b.numel() * b.itemsize)
+        tally["buffers"][b.dtype] += b.numel() * b.itemsize
     for one in optimizers:
         _count_optimizer(tally, one, stored, chosen)
     if batch is not None:
-        for dtype, count in _saved_bytes(model, batch, loss_fn, chosen).items():
-            tally.add("activations", dtype, count)
+        tally["activations"] = _saved_bytes(model, batch, loss_fn, chosen)
     elif chosen.is_low and chosen.compute is not None:
         cast = sum(p.numel() for p in _cast_weights(outline))
-        tally.add("weight casts", chosen.compute, cast * chosen.compute.itemsize)
+        tally["weight casts"][chosen.compute] = cast * chosen.compute.itemsize
     return MemoryReport(
         model=type(model).__name__,
         optimizers=tuple(type(o).__name__ for o in optimizers),
         policy=str(chosen),
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        shares=tally.shares(),
+        shares=tuple(_share(kind, counts) for kind, counts in tally.items() if counts.total()),
         has_batch=batch is not None,
     )
 
@@ -276,18 +259,23 @@ def memory(
 def _count_optimizer(
     tally: _Tally, optimizer: Optimizer, stored: dict[nn.Parameter, nn.Parameter], policy: Policy
 ) -> None:
-    learned: dict[tuple[int, torch.dtype], dict[torch.dtype, int]] = {}
+    learned: dict[tuple[int, torch.dtype], Counter[torch.dtype]] = {}
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if not p.requires_grad:
                 continue
             dtype = stored[p].dtype if p in stored else p.dtype
             grads = policy.grads or dtype
-            tally.add("gradients", grads, p.numel() * grads.itemsize)
+            tally["gradients"][grads] += p.numel() * grads.itemsize
             if (i, dtype) not in learned:
                 learned[i, dtype] = _state_of_element(optimizer, group, dtype, policy)
             for kept, count in learned[i, dtype].items():
-                tally.add("optimizer state", kept, p.numel() * count)
+                tally["optimizer state"][kept] += p.numel() * count
+
+
+def _share(kind: Kind, counts: Counter[torch.dtype]) -> MemoryShare:
+    dtypes = tuple((dtype_name(dtype), count) for dtype, count in counts.most_common())
+    return MemoryShare(kind=kind, bytes=counts.total(), dtypes=dtypes)
 
 
 def _cast_weights(outline: nn.Module) -> list[nn.Parameter]:
