@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +19,14 @@ from .trial import LossFn
 
 Backward = Callable[[Tensor], None]
 Batches = Sequence[tuple[Any, RandomState]]
+_Outcome = dict[str, Tensor]
+"""What forward and backward of a step came to, by name: losses, gradients, buffers."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What forward and backward of a step came to, by name: losses, gradients, buffers."""
-
-    tensors: dict[str, Tensor]
-
-    def differs_in(self, other: _Outcome) -> list[str]:
-        """Return the names of what is not bit for bit the same in both. Syncs: yes."""
-        mine, theirs = self.tensors, other.tensors
-        both = mine.keys() & theirs.keys()
-        return [name for name in {**mine, **theirs} if name not in both or not _same_bits(mine[name], theirs[name])]
+def _differing(one: _Outcome, other: _Outcome) -> list[str]:
+    """Return the names of what is not bit for bit the same in both. Syncs: yes."""
+    both = one.keys() & other.keys()
+    return [name for name in {**one, **other} if name not in both or not _same_bits(one[name], other[name])]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -84,23 +78,23 @@ class SecondRun:
             )
         first = self._outcome(losses)
         second = self._again(batches)
-        wrong = first.differs_in(second)
+        wrong = _differing(first, second)
         if not wrong:
             return
         third = self._again(batches)
-        if second.differs_in(third) and first.differs_in(third):
+        if _differing(second, third) and _differing(first, third):
             raise ConfigError(
                 f"record was asked to run step {step} twice, and three runs of it gave three results; {listed(wrong)} differ. The "
                 "step is not deterministic: draw random numbers from torch alone and write torch.use_deterministic_algorithms(True), "
                 "or leave twice_every out."
             )
-        raise InvariantError(_sentence(step, wrong, is_first=not second.differs_in(third)))
+        raise InvariantError(_sentence(step, wrong, is_first=not _differing(second, third)))
 
     def _outcome(self, losses: Sequence[Tensor]) -> _Outcome:
         model = self._amp.model
         grads = {f"the gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
         buffers = {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
-        return _Outcome({**{f"loss {i}": loss for i, loss in enumerate(losses)}, **grads, **buffers})
+        return {**{f"loss {i}": loss for i, loss in enumerate(losses)}, **grads, **buffers}
 
     def _again(self, batches: Batches) -> _Outcome:
         self._amp.zero_grad()
