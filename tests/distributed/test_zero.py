@@ -155,7 +155,7 @@ def test_weights_are_the_masters_of_all_ranks(policy: str, is_released: bool) ->
 
 
 def _run_on(
-    rank: int, policy: str, steps: range, state: dict[str, Any] | None = None
+    rank: int, policy: str, steps: range, state: dict[str, Any] | None = None, how: str = "all at once"
 ) -> tuple[mezzo.Stepper, ZeroRedundancyOptimizer]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -164,7 +164,7 @@ def _run_on(
     )
     amp = mezzo.prepare(net, optimizer, policy)
     if state is not None:
-        amp.load_state_dict(state)
+        _load(amp, state, how)
     ddp = DistributedDataParallel(net)
     for step in steps:
         amp.zero_grad()
@@ -174,24 +174,68 @@ def _run_on(
     return amp, optimizer
 
 
-def _resumed(rank: int, world: int, policy: str, later: str) -> tuple[Weights, Weights, Weights]:
+def _load(amp: mezzo.Stepper, state: dict[str, Any], how: str) -> None:
+    if how == "all at once":
+        amp.load_state_dict(state)
+    elif how == "weights first":
+        amp.model.load_state_dict(state["model"])
+    if how != "all at once":
+        amp.optimizers[0].load_state_dict(state["optimizers"][0])
+    if how == "optimizer first":
+        amp.model.load_state_dict(state["model"])
+
+
+def _resumed(rank: int, world: int, policy: str, later: str, how: str) -> tuple[Weights, Weights, Weights]:
     """Return what a checkpoint was made of, what a new run loads from it, and where that run ends after 2 more steps."""
     amp, optimizer = _run_on(rank, policy, range(2))
     saved = amp.export_weights()
     optimizer.consolidate_state_dict(to=0)
     box = [copy.deepcopy(amp.state_dict()) if rank == 0 else None]
     torch.distributed.broadcast_object_list(box)
-    loaded = _run_on(rank, later, range(0), copy.deepcopy(box[0]))[0].export_weights()
-    return saved, loaded, _run_on(rank, later, range(2, 4), box[0])[0].export_weights()
+    loaded = _run_on(rank, later, range(0), copy.deepcopy(box[0]), how)[0].export_weights()
+    return saved, loaded, _run_on(rank, later, range(2, 4), box[0], how)[0].export_weights()
 
 
-@pytest.mark.parametrize("later", ["bf16-master", "bf16-master, master=fp32"])
-@pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, master=fp32"])
-def test_a_resumed_run_goes_on_from_the_masters_of_all_ranks(policy: str, later: str) -> None:
+_FP32 = "bf16-master, master=fp32"
+
+
+@pytest.mark.parametrize(
+    ("policy", "later", "how"),
+    [
+        *((policy, later, "all at once") for policy in ("bf16-master", _FP32) for later in ("bf16-master", _FP32)),
+        ("bf16-master", "bf16-master", "optimizer first"),
+        ("bf16-master", _FP32, "weights first"),
+        (_FP32, "bf16-master", "weights first"),
+        ("bf16-master", "bf16", "all at once"),
+        ("bf16-master", "bf16", "weights first"),
+    ],
+)
+def test_a_resumed_run_goes_on_from_the_masters_of_all_ranks(policy: str, later: str, how: str) -> None:
     wanted = run(2, _straight_on, policy)
-    for (saved, loaded, end), goal in zip(run(2, _resumed, policy, later), wanted, strict=True):
+    for (saved, loaded, end), goal in zip(run(2, _resumed, policy, later, how), wanted, strict=True):
         assert all(torch.equal(loaded[name], value) for name, value in saved.items())
-        assert all(torch.equal(end[name], value) for name, value in goal.items())
+        assert later == "bf16" or all(torch.equal(end[name], value) for name, value in goal.items())
+
+
+def _refused(rank: int, world: int) -> tuple[str, bool]:
+    amp, optimizer = _run_on(rank, "bf16-master", range(1))
+    before, kept = amp.export_weights(), copy.deepcopy(optimizer.optim.state_dict())
+    state = {key: {"exp_avg": torch.zeros(1)} for key in range(4)}
+    with pytest.raises(mezzo.errors.CheckpointError) as caught:
+        optimizer.load_state_dict({"state": state, "param_groups": [{"params": [0, 1, 2, 3]}]})
+    after = amp.export_weights()
+    is_same = all(torch.equal(after[name], value) for name, value in before.items())
+    return str(caught.value), is_same and _equal(kept["state"], optimizer.optim.state_dict()["state"])
+
+
+def _equal(one: dict[int, Weights], other: dict[int, Weights]) -> bool:
+    return all(torch.equal(value, other[key][name]) for key, entry in one.items() for name, value in entry.items())
+
+
+def test_a_state_that_does_not_fit_is_refused_by_all_ranks_before_a_part_is_written() -> None:
+    for sentence, is_same in run(2, _refused):
+        assert "['exp_avg'] has shape [1], and [8, 6] is wanted. Nothing was loaded." in sentence
+        assert is_same
 
 
 def _straight_on(rank: int, world: int, policy: str) -> Weights:

@@ -16,7 +16,8 @@ from .adamw import Adam, AdamW
 from .base import MasterOptimizer, hook_steps
 from .checks import check_differentiable
 from .master_weights import MasterWeights
-from .optimizer_state import OWN_OPTIONS, HasMasters, own_state
+from .optimizer_state import OWN_OPTIONS, HasMasters, mode_of, own_state, take_master_
+from .saved_state import check_saved
 from .sgd import SGD
 
 
@@ -62,19 +63,24 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def local_part(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
-) -> tuple[torch.optim.Optimizer, Mapping[str, Any]]:
-    """Return the optimizer that keeps masters on this rank, and what was saved of its parameters; of any other, itself and all of it. Host only."""
-    inner = local_optimizer(optimizer)
-    if inner is optimizer or not keeps_masters(inner):
-        return optimizer, saved
+def load_divided_(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Give the part of a ZeroRedundancyOptimizer what was saved of its parameters, and the whole the options; it would copy all in the weights' dtype.
+
+    Raises: CheckpointError. Writes: as `KeepsMasters.load_state_dict`. Syncs: yes.
+    """
+    inner, saved = local_optimizer(optimizer), state_dict
+    check_saved(f"state of {type(optimizer).__name__}", saved, optimizer)
     names = [key for group in saved["param_groups"] for key in group["params"]]
     keys = dict(zip(parameters(optimizer), names, strict=True))
     own = [[keys[p] for p in group["params"]] for group in inner.param_groups]
     groups = [{**group, "params": part} for group, part in zip(saved["param_groups"], own, strict=True)]
     state = {key: kept for key, kept in saved["state"].items() if any(key in part for part in own)}
-    return inner, {**saved, "state": state, "param_groups": groups}
+    inner.load_state_dict({**saved, "state": state, "param_groups": groups})
+    for whole, group in zip(optimizer.param_groups, inner.param_groups, strict=True):
+        for p in [p for p in whole["params"] if not any(p is one for one in group["params"])]:  # whose owner writes it likewise
+            take_master_(p, saved["state"].get(keys[p], {}), mode_of(p, group))
+    options = [{**now, "params": group["params"]} for now, group in zip(inner.param_groups, saved["param_groups"], strict=True)]
+    super(type(optimizer), optimizer).load_state_dict({"state": {}, "param_groups": options})
 
 
 def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -109,13 +115,16 @@ def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = 
 
     Writes: the class of the optimizer, options of its groups, the dtype of its state. Syncs: no.
     """
+    inner = local_optimizer(optimizer)
+    if inner is not optimizer and isinstance(inner, MasterOptimizer):
+        kind = type(optimizer)
+        optimizer.__class__ = type(kind.__name__, (kind,), {"load_state_dict": load_divided_})
     if isinstance(optimizer, MasterWeights) or not {policy.params, policy.grads} & set(LOW_DTYPES):
         return optimizer
     if isinstance(optimizer, MasterOptimizer):
         if policy.params in LOW_DTYPES:
             _choose_master(optimizer, policy)
         return optimizer
-    inner = local_optimizer(optimizer)
     if inner is not optimizer:  # a ZeroRedundancyOptimizer sends whole weights after the step of each rank's part
         if isinstance(inner, MasterOptimizer) and policy.params in LOW_DTYPES:
             # the outer groups' options become those of its part in each step
@@ -140,6 +149,8 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     inner = local_optimizer(optimizer)
     if not isinstance(inner, MasterOptimizer):
         return optimizer
+    if inner is not optimizer:
+        optimizer.__class__ = type(optimizer).__base__
     for entry in inner.state.values():
         for name in (*AUX_STATE.values(), *(["step"] if isinstance(inner, AdoptedSGD) else [])):
             entry.pop(name, None)

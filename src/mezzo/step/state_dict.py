@@ -25,7 +25,6 @@ from ..optim import (
     each_entry,
     keeps_masters,
     local_optimizer,
-    local_part,
     parameters,
     refuse,
 )
@@ -142,20 +141,15 @@ def load_(
     _check_weights("model", weights, inner.state_dict())
     for index, (optimizer, entry) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         check_saved(f"optimizers[{index}]", entry, optimizer)
-    pairs = [local_part(optimizer, entry) for optimizer, entry in zip(optimizers, state["optimizers"], strict=True)]
-    owners, entries = [owner for owner, _ in pairs], [entry for _, entry in pairs]
     with ExitStack() as undo:
-        for optimizer, entry in pairs:
-            if not keeps_masters(optimizer):
+        for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
+            if not keeps_masters(local_optimizer(optimizer)):
                 kept = {k: v for k, v in vars(optimizer).items() if k in ("state", "param_groups")}
                 undo.callback(vars(optimizer).update, kept)  # loading replaces both
                 _load_plain(optimizer, entry)
-        loaded = load_weights_(inner, owners, {**state, "model": weights, "optimizers": entries})
+        loaded = load_weights_(inner, optimizers, {**state, "model": weights})
         sentences = (*_load_outside_(beside, saved), *loaded)
         undo.pop_all()
-    for optimizer, owner in zip(optimizers, owners, strict=True):  # a divided one writes its options over the part's
-        for group, own in zip(optimizer.param_groups, owner.param_groups, strict=True):
-            group.update({name: value for name, value in own.items() if name != "params"})
     return sentences
 
 
@@ -202,10 +196,11 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
             for index, p in enumerate(params)
             if p.dtype in LOW_DTYPES and p in names and saved[names[p]].dtype is torch.float32
         }
-        if keeps_masters(optimizer):
+        if keeps_masters(owner := local_optimizer(optimizer)):
             optimizer.load_state_dict(_with_masters(entry, wide))
+            own = {*parameters(owner)}
             fresh = {params[index]: value for index, value in wide.items() if index not in entry["state"]}
-            optimizer.set_masters_(fresh)
+            owner.set_masters_({p: value for p, value in fresh.items() if p in own})
         else:
             modes = _take_masters_(params, names, saved, entry)
             yield from (f"{count} {mode} masters became the fp32 weights" for mode, count in modes.items())
