@@ -52,6 +52,11 @@ def _write(amp: mezzo.Stepper, ddp: nn.Module, what: str, rank: int, before: dic
     elif what == "write":
         with torch.no_grad():
             weight.add_(0.125)
+    elif what == "write past versions":
+        for p in amp.model.parameters():
+            p.data.mul_(2)
+    elif what == "write one past versions":
+        weight.data.view(-1)[-1].mul_(2)
 
 
 def _late(fn: Callable[..., Any], *args: Any) -> Any:
@@ -77,7 +82,7 @@ def _alone(rank: int, world: int, policy: str, what: str, who: int | None) -> tu
         _step(amp, ddp, rank, number)
     if who in (None, rank):
         _write(amp, ddp, what, rank, before)
-    for number in range(SEEN, SEEN + 3):
+    for number in range(SEEN, SEEN + 4):
         try:
             _step(amp, ddp, rank, number)
         except MezzoError as error:
@@ -101,7 +106,15 @@ def test_what_one_rank_loads_or_writes_is_told_in_the_next_step(policy: str, wha
         assert "on rank 0; " in said and ("one rank only." in said or "Load the same checkpoint" in said)
 
 
-@pytest.mark.parametrize("what", ["load", "load weights", "load the optimizer's", "write"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+def test_what_one_rank_writes_past_versions_is_told_when_the_turn_of_a_written_weight_comes(policy: str) -> None:
+    for step, said in run(2, _alone, policy, "write past versions", 1):
+        assert step == SEEN + 1 and said.startswith(f"ranks disagree after step {SEEN + 1}: "), said
+    for step, said in run(2, _alone, policy, "write one past versions", 1):
+        assert SEEN < step <= SEEN + 4 and "of parameter '0.weight'" in said, said
+
+
+@pytest.mark.parametrize("what", ["load", "load weights", "load the optimizer's", "write", "write past versions"])
 def test_what_all_ranks_load_or_write_is_no_news(what: str) -> None:
     assert run(2, _alone, "bf16-master", what, None) == [(0, "trained")] * 2
 

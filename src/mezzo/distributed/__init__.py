@@ -19,6 +19,7 @@ from .group import is_running as is_running
 from .rank_consistency import RankSetup as RankSetup
 from .rank_consistency import Signals as Signals
 from .rank_consistency import checksum as checksum
+from .rank_consistency import digest_of_piece as digest_of_piece
 from .reducer import CommStats as CommStats
 from .reducer import is_summed_apart as is_summed_apart
 from .shard_plan import ShardPlan as ShardPlan

@@ -119,7 +119,7 @@ class RankConsensus:
         self._read_signals()
         self.num_steps += 1
         sent, self.signals = self.signals, Signals()
-        told = numbers_on(sent.numbers(), flags.device)
+        told = torch.cat([numbers_on(sent.numbers(), flags.device), sent.weights.to(flags)])
         both = self.group.to_device(torch.cat([(flags != 0).to(torch.float32), squares, told]))
         summed = self.group.sum_(both).to(flags.device)
         self._unread = (*to_host(summed[-len(told) :]), sent)

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NoReturn
 
@@ -25,6 +25,10 @@ _log = logging.getLogger("mezzo.distributed")
 
 Number = Tensor | float | int
 """A host number or a tensor of shape ()."""
+_PIECE = 1 << 14
+"""Elements of a parameter that are compared in one step."""
+_MIXER = -0x61C8864680B583EB
+"""Odd: 2^64 over the golden ratio. A product by it carries each bit of a sum into its upper ones (Knuth, volume 3, section 6.4)."""
 _BITS = 16
 """Of a digest, each sent as a number of its own: a sum over ranks that is neither 0 nor their number shows a difference, exactly."""
 
@@ -190,11 +194,13 @@ class Signals:
         is_loaded: something was loaded into weights or optimizers since the last step.
         is_written: weights were written since.
         call: lines that say what the step is told to do.
+        weights: what `digest_of_piece` says of the weights before the step; 0 where nobody looks.
     """
 
     is_loaded: bool = False
     is_written: bool = False
     call: tuple[str, ...] = ()
+    weights: Tensor = field(default_factory=lambda: torch.zeros(_BITS, dtype=torch.int64, device="cpu"))
 
     def numbers(self) -> tuple[float, ...]:
         """Return it as 0 and 1, as many on all ranks, to be summed. Host only."""
@@ -209,4 +215,15 @@ def hear(sums: Sequence[float], num_ranks: int) -> tuple[bool, bool]:
     """
     loaded, *shared = sums
     is_written, *bits = [0 < number < num_ranks for number in shared]
-    return loaded > 0 or is_written, any(bits)
+    return loaded > 0 or is_written or any(bits[_BITS:]), any(bits[:_BITS])
+
+
+def digest_of_piece(params: Sequence[Tensor], turn: int) -> Tensor:
+    """Return 0 and 1, from the bits of one piece of one parameter, the next in each turn; equal on ranks where those are.
+
+    A write that no version counter sees, as one through `.data`, shows without reading all in each step. Shape (16,), int64. Syncs: no.
+    """
+    turn, index = divmod(turn, len(params))
+    pieces = values(params[index].detach()).flatten().split(_PIECE)
+    product = checksum(pieces[turn % len(pieces)]) * _MIXER
+    return product.bitwise_right_shift(torch.arange(64 - _BITS, 64, device=product.device)).bitwise_and_(1)

@@ -15,7 +15,7 @@ from .._torch import is_capturing
 from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
-from ..kernels import any_dtensor, norm_and_finite
+from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
@@ -259,13 +259,15 @@ class Engine:
         return result
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:
-        """Have the other ranks told, with what this step finds, what it is, and whether something was loaded or written since the last. Host only."""
+        """Have the other ranks told, with what this step finds, what it is, and whether something was loaded or written since the last. Syncs: no."""
         if (consensus := self.consensus) is None or consensus.has_parts or not consensus.every:
             return
         stepped = [one for one in self._stepped if optimizer is None or one.optimizer is optimizer]
         which = [f"optimizer={one.index}" for one in stepped if optimizer is not None]
         call = f"amp.step({', '.join((*which, *clip.spelled()))})"
-        consensus.signals = self.news.signals((call, *(line for one in stepped for line in one.lines())))
+        whole = [p for p in self.names if not is_dtensor(p)]
+        lines = (call, *(line for one in stepped for line in one.lines()))
+        consensus.signals = self.news.signals(lines, whole, consensus.num_steps)
 
     def refuse_options(self, optimizer: Optimizer | None, *, has_closure: bool) -> None:
         """Refuse what `Stepped.refuse_options` does, of one optimizer or of all. Host only."""

@@ -23,6 +23,7 @@ from ..distributed import (
     check_sharded,
     check_storage,
     connect,
+    digest_of_piece,
     holding,
     is_running,
     living,
@@ -169,10 +170,11 @@ class News:
         """Take parameters as a step left them for known. Host only."""
         self._known_loads, self._params, self._versions = self.num_loads, params, versions_of(params)
 
-    def signals(self, call: tuple[str, ...]) -> Signals:
-        """Return what the others are told with a step of these lines. Host only."""
+    def signals(self, call: tuple[str, ...], params: Sequence[Tensor], turn: int) -> Signals:
+        """Return what the others are told with a step of these lines, which is the turn of one piece of what each has a whole copy of. Syncs: no."""
         is_loaded, is_written = self.num_loads != self._known_loads, versions_of(self._params) != self._versions
-        return Signals(is_loaded=is_loaded, is_written=is_written, call=call)
+        seen = {"weights": digest_of_piece(params, turn)} if params else {}
+        return Signals(is_loaded=is_loaded, is_written=is_written, call=call, **seen)
 
 
 def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
