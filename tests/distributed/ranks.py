@@ -80,8 +80,8 @@ class Ranks:
             theirs.close()
             self._members.append((process, ours))
 
-    def call(self, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
-        """Return what `fn(rank, world, *args)` did on each rank."""
+    def call(self, fn: Callable[..., Any], *args: Any, patience_s: float = PATIENCE_S) -> list[Outcome]:
+        """Return what `fn(rank, world, *args)` did on each rank; after a failure the others have `patience_s` left."""
         task = pickle.dumps((fn, args))
         for _, pipe in self._members:
             pipe.send_bytes(task)
@@ -92,7 +92,7 @@ class Ranks:
             for pipe in multiprocessing.connection.wait(list(waiting), timeout=0.5):
                 outcome = found[waiting[pipe]] = _receive(pipe)
                 if outcome.error:
-                    deadline = min(deadline, time.monotonic() + PATIENCE_S)
+                    deadline = min(deadline, time.monotonic() + patience_s)
         return [found.get(rank, Outcome(error="still waits")) for rank in range(len(self._members))]
 
     def end(self) -> None:
@@ -130,6 +130,6 @@ def outcomes(world: int, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
     """Return what each of `world` fresh ranks did, for functions that leave their group broken."""
     ranks = Ranks(world)
     try:
-        return ranks.call(fn, *args)
+        return ranks.call(fn, *args, patience_s=LIMIT_S)  # a rank may be meant to end, and the others then wait their time
     finally:
         ranks.end()

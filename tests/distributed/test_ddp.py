@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from datetime import timedelta
+from fcntl import LOCK_EX, LOCK_SH, flock
+from pathlib import Path
 
 import pytest
 import torch
@@ -270,15 +272,20 @@ def test_weights_that_drift_apart_are_noticed() -> None:
         assert "end each no_sync() block before the step's last backward" in message
 
 
-def _ends_in_backward(rank: int, world: int) -> str:
+def _ends_in_backward(rank: int, world: int, path: Path) -> str:
+    held = path.open()
+    if rank == 1:
+        flock(held, LOCK_EX)  # until the process has ended
     amp, model = _prepared(world, "fp32", wrapped_first=True)
-    amp.consensus.group.timeout = timedelta(seconds=3)
+    amp.consensus.group.timeout = timedelta(seconds=6)
     for step in range(2):
         amp.zero_grad()
         x, y = _batch(step, rank)
         loss = nn.functional.mse_loss(model(x), y)
         if step == 1 and rank == 1:
             os._exit(1)
+        if step == 1:
+            flock(held, LOCK_SH)
         try:
             amp.backward(loss)
         except DistributedError as error:
@@ -287,8 +294,10 @@ def _ends_in_backward(rank: int, world: int) -> str:
     return "nothing was noticed"
 
 
-def test_a_rank_that_ends_in_backward_is_named() -> None:
-    found = outcomes(3, _ends_in_backward)
+def test_a_rank_that_ends_in_backward_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "held by rank 1"
+    path.touch()
+    found = outcomes(3, _ends_in_backward, path)
     for rank in (0, 2):
         assert found[rank].value == (
             f"rank 1 ended, and rank {rank} waits for it. The output of rank 1 says why; if it holds no error, its batches ran "
