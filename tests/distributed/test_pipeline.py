@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.ranks import run
+from tests.distributed.ranks import outcomes, run
 from tests.tolerance import relative
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -175,6 +176,40 @@ def test_stages_in_replicas_are_told_to_name_all_ranks() -> None:
             "norm would be that of the stage. Write amp.consensus = mezzo.distributed.RankConsensus(group), of the ranks of all "
             "stages, before the first backward."
         )
+
+
+def _in_plain_copies(rank: int, world: int) -> str:
+    """Train stages whose DistributedDataParallel, each of one rank, was not told that a backward pass may leave weights out."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    net = _net()
+    part = net[2:] if rank else net[:2]
+    amp = mezzo.prepare(part, torch.optim.SGD(part.parameters(), lr=0.05), "fp32")
+    amp.consensus = RankConsensus(timeout=timedelta(seconds=6))
+    stage = PipelineStage(DistributedDataParallel(part, process_group=alone), rank, world, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda found, wanted: amp.scaled(_loss(found, wanted)))
+    for step in range(2):
+        amp.zero_grad()
+        x, y = _batch(step, None)
+        try:
+            with amp.external_backward():
+                schedule.step(target=y) if rank else schedule.step(x)
+        except DistributedError as error:
+            if rank == 0:
+                dist.destroy_process_group()  # as it does when the error ends its process
+            return str(error)
+        amp.step()
+    return "trained"
+
+
+def test_what_torch_asserts_of_stages_in_plain_copies_is_told_and_the_other_stages_hear_who_ended() -> None:
+    first, second = (found.value for found in outcomes(2, _in_plain_copies))
+    assert first == (
+        "DistributedDataParallel around a stage of a pipeline took the micro-batches of one step for several (torch asserts "
+        "'rebuilt_param_indices_'). Write DistributedDataParallel(stage, find_unused_parameters=True), and start again from the last checkpoint."
+    )
+    assert second.startswith("rank 0 ended, and rank 1 waits for it."), second
 
 
 def _not_said(rank: int, world: int) -> str:

@@ -25,6 +25,11 @@ _GRACE = timedelta(seconds=10)
 _LOSS_MARKS = (
     "gloo", "nccl", "timed out", "timeout caused pair closure", "connection closed", "connection reset", "broken pipe",
 )  # fmt: skip
+_STAGE_MARK = "rebuilt_param_indices_"
+_STAGE = (
+    "DistributedDataParallel around a stage of a pipeline took the micro-batches of one step for several (torch asserts "
+    f"'{_STAGE_MARK}'). Write DistributedDataParallel(stage, find_unused_parameters=True), and start again from the last checkpoint."
+)
 _EVEN = "give each rank as many batches (DistributedSampler, drop_last=True)"
 
 
@@ -197,13 +202,15 @@ class Group:
         """Turn the error of a lost rank inside the block into one that names the rank.
 
         Raises:
-            DistributedError: a rank ended, or did not answer in time.
+            DistributedError: a rank ended, or did not answer in time; or a stage of a pipeline is wrapped otherwise than torch can.
         """
         started = time.monotonic()
         try:
             yield
         except (RuntimeError, ValueError) as error:  # torch may fail again while it writes the first error down
             text = f"{error} {error.__context__ or ''}".casefold()
+            if _STAGE_MARK in text:
+                raise DistributedError(_STAGE) from error
             if isinstance(error, MezzoError) or not any(mark in text for mark in _LOSS_MARKS):
                 raise
             raise DistributedError(self._spell_loss(text, time.monotonic() - started)) from error

@@ -225,6 +225,13 @@ class Engine:
             if not self.replay.is_idle:
                 self.replay.stop_following()
 
+    @contextmanager
+    def external_backward(self) -> Iterator[None]:
+        """Take what backward passes of somebody else's leave inside the block; see `Stepper.external_backward`. Syncs: no."""
+        watched = NOTHING if self.consensus is None else self.consensus.watching()
+        with watched, self.gradients.external(self.scale):
+            yield
+
     def run_step(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
         """Take the step with the gradients that are there, whose backward pass has found the ranks; see `Stepper.step`."""
         if self.policy.guard.on_overflow == "retry":

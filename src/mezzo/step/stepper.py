@@ -154,13 +154,14 @@ class Stepper(PreparedRun):
 
         Raises:
             StepError: gradients of the last step were not dropped, or somebody else changed gradients.
+            DistributedError: a rank is lost.
 
         Syncs: no.
         """
         engine = self._engine
         engine.refuse_capture("amp.external_backward()")
         engine.find_ranks()
-        return engine.gradients.external(engine.scale)
+        return engine.external_backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale of this step; called inside `external_backward()`, for each micro-batch.
