@@ -521,6 +521,11 @@ def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any
     return ddp._comm_hooks
 
 
+def delayed_params(ddp: DistributedDataParallel) -> Sequence[Tensor]:
+    """Return the parameters whose gradients a wrapper sums apart, `delay_all_reduce_named_params`."""
+    return ddp._delay_all_reduce_params
+
+
 def fsdp_precision(module: Any) -> MixedPrecisionPolicy:
     """Return the precision that `fully_shard` was given for a module."""
     given: MixedPrecisionPolicy = module._get_fsdp_state()._mp_policy

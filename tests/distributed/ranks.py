@@ -130,6 +130,8 @@ def outcomes(world: int, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
     """Return what each of `world` fresh ranks did, for functions that leave their group broken."""
     ranks = Ranks(world)
     try:
-        return ranks.call(fn, *args, patience_s=LIMIT_S)  # a rank may be meant to end, and the others then wait their time
+        return ranks.call(
+            fn, *args, patience_s=LIMIT_S
+        )  # a rank may be meant to end, and the others then wait their time
     finally:
         ranks.end()

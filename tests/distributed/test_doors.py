@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.distributed.ranks import run
+from tests.distributed.ranks import outcomes, run
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import mezzo
 from mezzo.errors import MezzoError
@@ -119,3 +123,89 @@ def test_a_group_that_would_be_stored_in_two_dtypes_is_refused() -> None:
 def test_groups_of_one_dtype_train(policy: str, has_units: bool) -> None:
     first, second = run(2, _sharded, policy, has_units)
     assert first == second and len(first) == 3
+
+
+def _part(rank: int, world: int) -> str:
+    net = _net()
+    torch_fully_shard(net[0])
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32")
+    with pytest.raises(MezzoError) as caught:
+        _steps(amp, net, rank)
+    return str(caught.value)
+
+
+def test_what_lies_beside_a_sharded_part_is_named() -> None:
+    for sentence in run(2, _part):
+        assert sentence.endswith(
+            "Nothing averages the gradients of 1.weight, 1.bias, 2.weight and 1 more, which lie outside of what is sharded. Call "
+            "fully_shard on the model that holds them too."
+        )
+
+
+# --- options of DistributedDataParallel and ZeroRedundancyOptimizer ---------------------------------------------------
+
+_WAYS = {
+    "mixed_precision": "PolicyError: the DistributedDataParallel model has mixed_precision, and the policy casts weights too: two "
+    "mechanisms would, each its own way. Leave mixed_precision out.",
+    "delayed": "PolicyError: the DistributedDataParallel model has delay_all_reduce_named_params, which writes gradients before each "
+    "forward that amp.backward did not make. Leave it out.",
+    "builtin hook": "PolicyError: the DistributedDataParallel model sends gradients by another hook already (of an optimizer inside of "
+    "backward, or built into torch), and the policy's reduce=fp32 would not be kept. Leave it out.",
+    "bucket view": "PolicyError: 4 parameters (0.weight, 0.bias, 2.weight and 1 more) would be stored anew, and ZeroRedundancyOptimizer took hold of them as they "
+    "are. Leave parameters_as_bucket_view out, or keep weights in fp32 (params=fp32).",
+    "frozen": "DistributedError: 0.bias was frozen after DistributedDataParallel took the model, which waits for gradients of all "
+    "and would leave others unaveraged. Write DistributedDataParallel(model, find_unused_parameters=True), or wrap the model again.",
+    "static": "DistributedError: DistributedDataParallel(static_graph=True) learns the graph from its first backward pass, which ran inside "
+    "no_sync(). Leave static_graph out, or average the first one.",
+}
+
+
+def _way(rank: int, world: int, case: str) -> str:
+    net: nn.Module = _net()
+    before = [(p.dtype, p.data_ptr()) for p in net.parameters()]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options: dict[str, object] = {}
+    if case == "mixed_precision":
+        options["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16)
+    if case == "delayed":
+        options = {
+            "delay_all_reduce_named_params": [("2.weight", net[2].weight)],
+            "param_to_hook_all_reduce": net[0].weight,
+        }
+    if case in ("static", "found"):
+        options = {"static_graph": case == "static", "find_unused_parameters": case == "found"}
+    if case == "bucket view":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(), optimizer_class=mezzo.optim.AdamW, lr=0.1, parameters_as_bucket_view=True
+        )
+        before = [(p.dtype, p.data_ptr()) for p in net.parameters()]
+    ddp = DistributedDataParallel(net, **options) if case != "bucket view" else net
+    if case == "builtin hook":
+        ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+    try:
+        amp = mezzo.prepare(ddp, optimizer, "bf16-master" if case == "bucket view" else "fp32")
+        with ddp.no_sync() if case == "static" else nullcontext():
+            _steps(amp, ddp, rank, 1)
+        net[0].bias.requires_grad_(case not in ("frozen", "found"))
+        _steps(amp, ddp, rank)
+    except MezzoError as error:
+        is_same = case in ("frozen", "static") or [(p.dtype, p.data_ptr()) for p in net.parameters()] == before
+        return f"{type(error).__name__}: {error}{'' if is_same else ' (and was changed)'}"
+    return "trained"
+
+
+@pytest.mark.parametrize("case", _WAYS)
+def test_what_goes_its_own_way_is_refused(case: str) -> None:
+    found = run if case != "static" else _fresh
+    assert found(2, _way, case) == [_WAYS[case]] * 2
+
+
+def _fresh(world: int, fn: Callable[..., str], *args: str) -> list[str]:
+    return [found.value for found in outcomes(world, fn, *args)]
+
+
+def test_what_is_frozen_late_trains_where_the_wrapper_looks_for_it() -> None:
+    assert run(2, _way, "found") == ["trained"] * 2

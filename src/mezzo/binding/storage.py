@@ -130,7 +130,7 @@ def convert_(
 
     Raises:
         PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
-            DistributedDataParallel holds already (`is_replicated`), or whose memory another tensor of the model shows.
+            DistributedDataParallel (`is_replicated`) or ZeroRedundancyOptimizer holds already, or whose memory another tensor of the model shows.
 
     Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: no.
     """
@@ -148,6 +148,11 @@ def convert_(
             f"{len(changed)} parameters ({listed(list(changed))}) would be stored anew, and DistributedDataParallel took hold "
             "of them as they are. Write amp = mezzo.prepare(model, optimizer, policy) first, then "
             "ddp = DistributedDataParallel(amp.model)."
+        )
+    if changed and any(getattr(one, "parameters_as_bucket_view", False) for one in optimizers):
+        raise PolicyError(
+            f"{len(changed)} parameters ({listed(list(changed))}) would be stored anew, and ZeroRedundancyOptimizer took hold of them as "
+            f"they are. Leave parameters_as_bucket_view out, or keep weights in fp32 (params=fp32)."
         )
     if changed:
         _check_apart(model, changed, policy)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import active_ddp, comm_hooks, is_joining
+from .._torch import active_ddp, comm_hooks, delayed_params, is_joining
 from ..errors import ConfigError, DistributedError, PolicyError, listed
 from ..formats import dtype_name
 from ..policy import Policy
@@ -73,13 +73,22 @@ class ReplicaWrapper(Wrapper):
         self._was_called |= active_ddp() is self._ddp()
 
     def check_backward(self) -> None:
-        """Refuse a backward pass inside `with ddp.join():`, whose step not all ranks would take. Raises: DistributedError."""
+        """Refuse a backward pass that not all ranks would step behind, inside `with ddp.join():`, or that would not be averaged. Raises: DistributedError."""
         ddp = self._ddp()
         if ddp is not None and is_joining(ddp):
             raise DistributedError(
                 "amp.backward was called inside `with ddp.join():`, where a rank may run out of batches, and amp.step takes a "
                 "decision of all ranks. Give each rank as many batches (DistributedSampler pads, drop_last=True cuts), "
                 "and leave join() out."
+            )
+        frozen = (
+            [] if self._has("find_unused_parameters") else [n for n, p in self._params.items() if not p.requires_grad]
+        )
+        if frozen and self._was_called and self._has("require_backward_grad_sync"):
+            raise DistributedError(
+                f"{listed(frozen)} {'was' if len(frozen) == 1 else 'were'} frozen after DistributedDataParallel took the model, which waits "
+                "for gradients of all and would leave others unaveraged. Write DistributedDataParallel(model, find_unused_parameters=True), "
+                "or wrap the model again."
             )
         if self._is_spent and self.reducer is not None:
             self.reducer.averaged.clear()
@@ -115,7 +124,7 @@ class ReplicaWrapper(Wrapper):
         """Say why weights may differ after a step of some parameters, and what to do. Host only."""
         left_out, ddp, came_late = self._left_out(), self._ddp(), self._late(stepped)
         if self.reducer is None:
-            return UNKNOWN
+            return f"{UNKNOWN} Where weights are averaged now and then, as in local SGD, write amp.consensus.every = 0."
         if late := [name for name, p in _replicated(ddp).items() if id(p) in came_late] if ddp is not None else []:
             return (
                 f"DistributedDataParallel averages nothing of {listed(late)}, which came or were unfrozen after it took the model. "
@@ -150,16 +159,23 @@ def connect(ddp: DistributedDataParallel, policy: Policy) -> ReplicaWrapper:
         policy: `reduce` is the dtype of what is sent, `grads` that of sums over micro-batches.
 
     Raises:
-        PolicyError: the wrapper has a hook of torch's that sends another dtype.
+        PolicyError: the wrapper has a hook of torch's that sends another dtype, or casts weights or writes gradients itself.
 
     Writes: the wrapper's communication hook. Syncs: no.
     """
     wrapper = _connected.get(ddp)
     if wrapper is None:
+        _refuse_own_ways(ddp)
         wrapper = ReplicaWrapper(ddp)
         if _has_own_hook(ddp, policy):
             return wrapper
-        ddp.register_comm_hook(wrapper, _hook)
+        try:
+            ddp.register_comm_hook(wrapper, _hook)
+        except RuntimeError as error:
+            raise PolicyError(
+                "the DistributedDataParallel model sends gradients by another hook already (of an optimizer inside of backward, or built "
+                f"into torch), and the policy's reduce={dtype_name(policy.reduce)} would not be kept. Leave it out."
+            ) from error
         _connected[ddp] = wrapper
     wrapper.reduce_as(policy)
     return wrapper
@@ -184,6 +200,19 @@ def disconnect(model: nn.Module) -> bool:
 
 def _around(model: nn.Module) -> list[ReplicaWrapper]:
     return [wrapper for ddp, wrapper in _connected.items() if model in ddp.module.modules()]
+
+
+def _refuse_own_ways(ddp: DistributedDataParallel) -> None:
+    if ddp.mixed_precision is not None:
+        raise PolicyError(
+            "the DistributedDataParallel model has mixed_precision, and the policy casts weights too: two mechanisms would, each its own "
+            "way. Leave mixed_precision out."
+        )
+    if delayed_params(ddp):
+        raise PolicyError(
+            "the DistributedDataParallel model has delay_all_reduce_named_params, which writes gradients before each forward that "
+            "amp.backward did not make. Leave it out."
+        )
 
 
 def _has_own_hook(ddp: DistributedDataParallel, policy: Policy) -> bool:

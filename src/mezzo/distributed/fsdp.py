@@ -19,14 +19,14 @@ from .._torch import (
     holds_unreduced_grad,
     wrap_replicas,
 )
-from ..errors import DistributedError, PolicyError
+from ..errors import DistributedError, PolicyError, listed
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..policy import Policy, PolicyLike, as_policy
 from .group import is_running
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import WideReduceScatter, WideReplicas
-from .wrapper import Wrapper, holding
+from .wrapper import UNKNOWN, Wrapper, holding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -285,6 +285,16 @@ class ShardWrapper(Wrapper):
                     f"step() was called while gradients of '{name or 'the root'}' wait on their own rank: every backward of this step "
                     "ran under set_requires_gradient_sync(False). Write set_requires_gradient_sync(True) before the last one."
                 )
+
+    def why_apart(self, stepped: Iterable[Tensor]) -> str:
+        """Say why weights may differ after a step of some parameters, and what to do. Host only."""
+        whole = [name for name, p in self._model.named_parameters() if p.requires_grad and not is_dtensor(p)]
+        if not whole:
+            return UNKNOWN
+        return (
+            f"Nothing averages the gradients of {listed(whole)}, which lie outside of what is sharded. Call fully_shard on the model "
+            "that holds them too."
+        )
 
     def drop(self) -> None:
         """Drop gradients that a module holds back, which torch keeps where no optimizer sees them. Writes: they."""

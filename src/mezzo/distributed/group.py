@@ -25,11 +25,13 @@ _GRACE = timedelta(seconds=10)
 _LOSS_MARKS = (
     "gloo", "nccl", "timed out", "timeout caused pair closure", "connection closed", "connection reset", "broken pipe",
 )  # fmt: skip
-_STAGE_MARK = "rebuilt_param_indices_"
-_STAGE = (
-    "DistributedDataParallel around a stage of a pipeline took the micro-batches of one step for several (torch asserts "
-    f"'{_STAGE_MARK}'). Write DistributedDataParallel(stage, find_unused_parameters=True), and start again from the last checkpoint."
-)
+# What torch's reducer asserts, where a wrapper is used otherwise than it can.
+_ASSERTED = {
+    "rebuilt_param_indices_": "DistributedDataParallel around a stage of a pipeline took the micro-batches of one step for several (torch "
+    "asserts 'rebuilt_param_indices_'). Write DistributedDataParallel(stage, find_unused_parameters=True), and start again from the last checkpoint.",
+    "expect_autograd_hooks_": "DistributedDataParallel(static_graph=True) learns the graph from its first backward pass, which ran inside "
+    "no_sync(). Leave static_graph out, or average the first one.",
+}
 _EVEN = "give each rank as many batches (DistributedSampler, drop_last=True)"
 
 
@@ -202,15 +204,16 @@ class Group:
         """Turn the error of a lost rank inside the block into one that names the rank.
 
         Raises:
-            DistributedError: a rank ended, or did not answer in time; or a stage of a pipeline is wrapped otherwise than torch can.
+            DistributedError: a rank ended, or did not answer in time; or a wrapper is used otherwise than torch can.
         """
         started = time.monotonic()
         try:
             yield
         except (RuntimeError, ValueError) as error:  # torch may fail again while it writes the first error down
             text = f"{error} {error.__context__ or ''}".casefold()
-            if _STAGE_MARK in text:
-                raise DistributedError(_STAGE) from error
+            for mark, sentence in _ASSERTED.items():
+                if mark in text:
+                    raise DistributedError(sentence) from error
             if isinstance(error, MezzoError) or not any(mark in text for mark in _LOSS_MARKS):
                 raise
             raise DistributedError(self._spell_loss(text, time.monotonic() - started)) from error
