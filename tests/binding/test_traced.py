@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import mezzo
+from mezzo.binding import Binding, forward
+from mezzo.binding.module_rules import when_traced
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -174,3 +177,15 @@ def test_a_product_called_by_its_own_name_is_cast_under_functorch_as_the_policy_
     got = vmap(lambda one: model(one[None])[0])(x)
     assert got.dtype is model(x).dtype is (torch.float32 if is_wide else torch.bfloat16)
     check_close(got, wide(x), 1 if is_wide else 16)
+
+
+def test_a_model_that_is_moved_follows_the_rules_of_its_new_device() -> None:
+    class There:  # a stand-in for a parameter on an accelerator
+        is_cpu, device = False, torch.device("cuda")
+
+    policy = mezzo.Policy.parse("bf16")
+    moved, wanted = Binding(policy=policy, device_type="cpu"), when_traced(policy.replace(modules=()), "cuda")
+    moved.follow(There())  # type: ignore[arg-type]
+    with mock.patch.object(forward, "autocast") as region:
+        moved.region(None, traced=True)
+    assert region.call_args.kwargs["policy"] == wanted != when_traced(policy.replace(modules=()), "cpu")

@@ -146,7 +146,7 @@ class Binding:
         if first is None or self.device_type is None or (first.is_cpu and self.device_type == "cpu"):
             return
         if first.device.type != self.device_type:
-            self.device_type = None
+            self.device_type, self._traced_rules = None, when_traced(self._op_rules, first.device.type)
             self._regions.clear()
 
 

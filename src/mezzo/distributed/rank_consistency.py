@@ -224,6 +224,6 @@ def digest_of_piece(params: Sequence[Tensor], turn: int) -> Tensor:
     A write that no version counter sees, as one through `.data`, shows without reading all in each step. Shape (16,), int64. Syncs: no.
     """
     turn, index = divmod(turn, len(params))
-    pieces = values(params[index].detach()).flatten().split(_PIECE)
+    pieces = torch.split(values(params[index].detach()).flatten(), _PIECE)
     product = checksum(pieces[turn % len(pieces)]) * _MIXER
     return product.bitwise_right_shift(torch.arange(64 - _BITS, 64, device=product.device)).bitwise_and_(1)

@@ -154,7 +154,7 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(inner, MasterOptimizer):
         return optimizer
     if inner is not optimizer:
-        optimizer.__class__ = type(optimizer).__base__
+        optimizer.__class__ = type(optimizer).__bases__[0]
     for entry in inner.state.values():
         for name in (*AUX_STATE.values(), *(["step"] if isinstance(inner, AdoptedSGD) else [])):
             entry.pop(name, None)
