@@ -77,9 +77,8 @@ def load_divided_(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     state = {key: kept for key, kept in saved["state"].items() if any(key in part for part in own)}
     inner.load_state_dict({**saved, "state": state, "param_groups": groups})
     for whole, group in zip(optimizer.param_groups, inner.param_groups, strict=True):
-        for p in [
-            p for p in whole["params"] if not any(p is one for one in group["params"])
-        ]:  # whose owner writes it likewise
+        elsewhere = [p for p in whole["params"] if not any(p is one for one in group["params"])]
+        for p in elsewhere:  # its owner writes it likewise
             take_master_(p, saved["state"].get(keys[p], {}), mode_of(p, group))
     options = [
         {**now, "params": group["params"]} for now, group in zip(inner.param_groups, saved["param_groups"], strict=True)
