@@ -102,3 +102,14 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
     (tmp_path / "taken").touch()
     assert main(["demo", "--out", str(tmp_path / "taken")]) == 2
     assert capsys.readouterr().err == f"mezzo demo: {tmp_path / 'taken'}: File exists.\n"
+
+
+@pytest.mark.parametrize("option", ["--rows", "--rounds"])
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_rows_and_no_rounds_are_told_before_anything_is_made(
+    option: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mezzo.cli.demo.measure_both", lambda options: pytest.fail("measured"))
+    assert main(["demo", "--out", str(tmp_path / "new"), option, number]) == 2
+    assert capsys.readouterr().err == f"mezzo demo: {option} {number}: give at least 1, or leave it out.\n"
+    assert not (tmp_path / "new").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_a_fault_of_the_script_itself(path: str, capsys: pytest.CaptureFixture[s
     err = capsys.readouterr().err
     assert "ValueError: own fault" in err
     assert "mezzo doctor: the script ended by itself with ValueError('own fault')." in err
+    assert re.findall('File "(.*)"', err) == [path]
+
+
+def test_a_script_that_python_cannot_read_is_shown_alone(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(path).write_text("x = (\n", encoding="utf-8")
+    assert main(["doctor", path]) == 3
+    err = capsys.readouterr().err
+    assert re.findall('File "(.*)"', err) == [path]
+    assert "SyntaxError: '(' was never closed" in err
 
 
 def test_faulty_before_it_crashes(path: str) -> None:

@@ -336,6 +336,8 @@ def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path, capsys: pyt
         mezzo.replay(tmp_path / "run", 9, build)
     assert main(["replay", str(tmp_path / "run"), "--step", "2", "--model", f"{__file__}:build"]) == 2
     assert "step 2 was asked for" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "nothing"), "--step", "2", "--model", "not_there:build"]) == 2
+    assert "nothing" in capsys.readouterr().err  # before the model's module is looked for
     amp = mezzo.prepare(*build()[:2], policy="fp32")
     with mezzo.record(amp, tmp_path / "closure"), pytest.raises(ConfigError, match="with a closure"):
         amp.step(lambda: torch.zeros(()))

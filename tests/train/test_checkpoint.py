@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,24 @@ def test_what_is_no_checkpoint_is_told_what_to_do(content: bytes, tmp_path: Path
         f"{path} is not a checkpoint that can be read: File is not a zip file. "
         "Bring back a whole one, or start again with --overwrite."
     )
+
+
+def test_a_checkpoint_of_somebody_else_is_not_to_be_written_over() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.pt"
+        saving.save_checkpoint(path, STATE)
+        path.chmod(0)
+        path.parent.chmod(0o755)
+        is_root = os.geteuid() == 0
+        if is_root:  # who may read everything
+            os.seteuid(65534)
+        try:
+            with pytest.raises(CheckpointError) as refused:
+                saving.load_checkpoint(path)
+        finally:
+            if is_root:
+                os.seteuid(0)
+    assert str(refused.value) == f"{path} cannot be read: Permission denied. Have its owner let you read it."
 
 
 def test_a_checkpoint_whose_bits_changed_is_refused(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -106,6 +109,26 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(reviews: Path, undisturbe
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["report"] == json.loads((undisturbed.out / "result.json").read_text())["report"]
     assert_same_end(killed, undisturbed)
+
+
+def test_ended_by_the_keyboard_it_says_how_to_go_on(
+    reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = long_run(reviews, tmp_path / "my run")
+
+    def press_ctrl_c() -> None:
+        while not (config.out / "checkpoint.pt").exists():
+            time.sleep(0.002)
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=press_ctrl_c, daemon=True)
+    thread.start()
+    assert main(["train", *words(config)]) == 130
+    thread.join()
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("mezzo train: ended by the keyboard. Go on from the last checkpoint with: mezzo train ")
+    assert shlex.split(last.partition(" with: mezzo train ")[2]) == ["--resume", "--out", str(config.out)]
+    assert not (config.out / "result.json").exists()
 
 
 def test_a_disk_that_fills_up_costs_nothing_but_time(

@@ -25,6 +25,7 @@ from ..bench import (
     row,
     text_table,
 )
+from ..errors import ConfigError
 from ..formats import dtype_name, native_support
 from ..policy import Policy
 from .bench import measured, save
@@ -105,6 +106,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         BenchError: a device that is not there, or a variant that failed.
+        ConfigError: no rounds, or no rows.
         OSError: the folder cannot be made.
 
     Writes: the folder of the demo, standard output and error. Syncs: yes.
@@ -112,6 +114,9 @@ def run(argv: Sequence[str]) -> int:
     import tyro
 
     options = tyro.cli(DemoOptions, prog="mezzo demo", args=list(argv), default=DemoOptions(device=default_device()))
+    for name in ("rounds", "rows"):
+        if (value := getattr(options, name)) < 1:
+            raise ConfigError(f"--{name} {value}: give at least 1, or leave it out.")
     options.out.mkdir(parents=True, exist_ok=True)
     results = measure_both(options)
     pictures = [save(result, options.out)[1] for result in results]

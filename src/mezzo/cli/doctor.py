@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from types import TracebackType
 
 from ..diagnose import ScriptRun, check_up, trace_script
 from ..errors import ConfigError
@@ -73,9 +74,17 @@ def _short(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
+def _script_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without what runs the script: mezzo and Python's runpy."""
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (trace_script.__module__, "runpy"):
+        frames = frames.tb_next
+    return frames
+
+
 def _tell_end(run: ScriptRun) -> None:
     if run.error is not None and not isinstance(run.error, SystemExit):
-        print("".join(traceback.format_exception(run.error)), file=sys.stderr, end="")
+        error = run.error.with_traceback(_script_frames(run.error.__traceback__))
+        print("".join(traceback.format_exception(error)), file=sys.stderr, end="")
     if run.error is not None:
         print(f"mezzo doctor: the script ended by itself with {_short(run.error)}.", file=sys.stderr)
     if run.children:

@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from pathlib import Path
@@ -112,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
     """Run `mezzo train` with the words after it.
 
     Returns:
-        0 done, 2 another rank says what went wrong.
+        0 done, 2 another rank says what went wrong. Ended by the keyboard it says how to go on.
 
     Writes: the run's folder, standard output of the first rank.
     """
@@ -130,6 +132,11 @@ def run(argv: Sequence[str]) -> int:
         result = train(config)
     except FailedOnOtherRank:
         return 2
+    except KeyboardInterrupt:
+        if RunFolder(path=config.out).checkpoint.exists():
+            again = f"mezzo train --resume --out {shlex.quote(str(config.out))}"
+            print(f"mezzo train: ended by the keyboard. Go on from the last checkpoint with: {again}", file=sys.stderr)
+        raise
     if int(os.environ.get("RANK", "0")) > 0:
         return 0
     if as_json:

@@ -84,6 +84,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         _check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
         written = state["format"]
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Have its owner let you read it.") from None
     except Exception as error:  # torch.load raises many kinds
         raise CheckpointError(
             f"{path} is not a checkpoint that can be read: {first_line(error)}. Bring back a whole one, or start again with --overwrite."
