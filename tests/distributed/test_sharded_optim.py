@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from tests.distributed.ranks import run
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -117,3 +119,39 @@ def test_where_a_part_lies_in_the_whole() -> None:
         assert found[6:] == (["stochastic rounding"] if rank < 2 else [])  # ranks 2 and 3 have no column
     plain = nn.Parameter(torch.ones(2))
     assert (is_dtensor(plain), local(plain) is plain, num_shards(plain), global_offset(plain)) == (False, True, 1, 0)
+
+
+def _step(amp: mezzo.Stepper, net: nn.Module, step: int, rank: int) -> None:
+    amp.zero_grad()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    amp.backward((net(x).float() - x.sum(1, keepdim=True)).square().mean())
+    amp.step()
+
+
+def _made(policy: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, mezzo.Stepper]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    mezzo.distributed.fully_shard(net, policy)
+    optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.05, master=mezzo.Policy.parse(policy).master)
+    return net, optimizer, mezzo.prepare(net, optimizer, policy)
+
+
+def _consolidated(rank: int, world: int, policy: str) -> bool:
+    net, optimizer, amp = _made(policy, 0)
+    _step(amp, net, 0, rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        options = StateDictOptions(full_state_dict=True)
+        weights, state = get_state_dict(net, optimizer, options=options)
+        again, other, later = _made(policy, 1)
+        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=options)
+    for stepper, model in ((amp, net), (later, again)):
+        _step(stepper, model, 1, rank)
+    return all(
+        torch.equal(p.full_tensor(), q.full_tensor()) for p, q in zip(net.parameters(), again.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master, master=fp32"])
+def test_a_state_that_torch_puts_together_goes_on_bit_for_bit(policy: str) -> None:
+    assert run(2, _consolidated, policy) == [True, True]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch import has_load_hooks
 from ..errors import ConfigError, OperandError
-from ..formats import LOW_DTYPES, describe
+from ..formats import LOW_DTYPES, describe, dtype_name
 from ..kernels import AUX_STATE, check_shape, give_master_, like_dtensor, local, read_master, store_master
 from ..policy import Master
 from .saved_state import check_saved, each_entry
@@ -308,8 +308,9 @@ class KeepsMasters(HasMasters):
                     self.init_state(group, p, self.state[p])
         state_dict = super().state_dict()
         state = each_entry(state_dict, lambda e: {**e, "step": e["step"].clone()} if "step" in e else e)
-        if self.saves_own_options:
-            return {**state_dict, "state": state}
+        if self.saves_own_options:  # a dtype by its name: torch.distributed.checkpoint.state_dict takes none apart
+            named = [{**group, "state_dtype": dtype_name(group["state_dtype"])} for group in state_dict["param_groups"]]
+            return {**state_dict, "state": state, "param_groups": named}
         groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
 
