@@ -503,11 +503,6 @@ def active_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
-def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Whether a wrapper runs inside `with ddp.join():`. Without it such a run ends in a collective that nobody answers."""
-    return bool(ddp._join_config.enable)
-
-
 def is_pipeline_dry_run() -> bool:
     """Whether a pipeline stage is finding out shapes by a loss of uninitialised memory (2.13; older torch runs no loss there).
 
@@ -516,14 +511,12 @@ def is_pipeline_dry_run() -> bool:
     return any(frame.f_code.co_name == "_backward_metadata_inference" for frame, _ in walk_stack(sys._getframe()))
 
 
-def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], Any]]:
-    """Return the communication hooks that somebody registered on a wrapper."""
-    return ddp._comm_hooks
-
-
-def delayed_params(ddp: DistributedDataParallel) -> Sequence[Tensor]:
-    """Return the parameters whose gradients a wrapper sums apart, `delay_all_reduce_named_params`."""
-    return ddp._delay_all_reduce_params
+is_joining: Callable[[DistributedDataParallel], bool] = attrgetter("_join_config.enable")
+"""Whether a wrapper runs inside `with ddp.join():`. Without it such a run ends in a collective that nobody answers."""
+comm_hooks: Callable[[DistributedDataParallel], Sequence[tuple[Callable[..., Any], Any]]] = attrgetter("_comm_hooks")
+"""The communication hooks that somebody registered on a wrapper."""
+delayed_params: Callable[[DistributedDataParallel], Sequence[Tensor]] = attrgetter("_delay_all_reduce_params")
+"""The parameters whose gradients a wrapper sums apart, `delay_all_reduce_named_params`."""
 
 
 def fsdp_precision(module: Any) -> MixedPrecisionPolicy:
