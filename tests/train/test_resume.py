@@ -146,3 +146,17 @@ def test_a_disk_that_fills_up_costs_nothing_but_time(
     assert load_checkpoint(filled.out / "checkpoint.pt")["position"]["step"] == 0
     assert main(["train", "--resume", "--out", str(filled.out)]) == 0
     assert_same_end(filled, undisturbed)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_is_answered_by_the_first_rank_alone(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(config: TrainConfig) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "checkpoint.pt").touch()
+    monkeypatch.setattr("mezzo.cli.train.train", stopped)
+    monkeypatch.setenv("RANK", f"{rank}")
+    assert main(["train", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.count("--resume") == (rank == 0)

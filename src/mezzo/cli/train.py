@@ -133,7 +133,7 @@ def run(argv: Sequence[str]) -> int:
     except FailedOnOtherRank:
         return 2
     except KeyboardInterrupt:
-        if RunFolder(path=config.out).checkpoint.exists():
+        if int(os.environ.get("RANK", "0")) == 0 and RunFolder(path=config.out).checkpoint.exists():
             again = f"mezzo train --resume --out {shlex.quote(str(config.out))}"
             print(f"mezzo train: ended by the keyboard. Go on from the last checkpoint with: {again}", file=sys.stderr)
         raise
