@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ..diagnose import named_function, replay, trace
+from ..diagnose import named_function, replay, segment_of, trace
 
 SAME, DIFFERENT, BAD_INPUT = 0, 1, 2
 
@@ -41,10 +40,8 @@ def run(argv: Sequence[str]) -> int:
         options = _parser().parse_args(list(argv))
     except SystemExit as end:
         return SAME if end.code in (None, 0) else BAD_INPUT
-
-    def build() -> Any:  # once the record is known to hold the step
-        return named_function(options.model)()
-
+    segment_of(options.folder, options.step)  # before anything of the user's is run
+    build = named_function(options.model)
     around = {"around": trace} if options.trace else {}
     found = replay(options.folder, options.step, build, policy=options.policy, **around)
     reports = [replace(found, traced=None), *([found.traced] if found.traced else [])]

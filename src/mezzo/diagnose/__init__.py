@@ -22,6 +22,7 @@ from .recorder import Recorder as Recorder
 from .recorder import record as record
 from .replayer import ReplayedStep as ReplayedStep
 from .replayer import replay as replay
+from .replayer import segment_of as segment_of
 from .two_runs import mismatch as mismatch
 from .watch import Watch as Watch
 from .watch import watch as watch

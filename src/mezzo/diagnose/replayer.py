@@ -94,7 +94,7 @@ class ReplayedStep(Report):
         return f"Run again: {same}."
 
 
-def _segment(folder: Path, step: int) -> tuple[int, Path]:
+def segment_of(folder: Path, step: int) -> tuple[int, Path]:
     """Return the last snapshot before a step: its step and folder. Steps may be kept in later ones, whose snapshot a kill left unfinished."""
     known = segments(folder)
     begin = known[0][0] if known else math.inf
@@ -201,7 +201,7 @@ def replay(
     Writes: the models that `build` made; random state comes back. Syncs: yes.
     """
     kept = as_path("replay", "folder", folder)
-    first, path = _segment(kept, step)
+    first, path = segment_of(kept, step)
     start = step_data.read(path / START, partial(torch.load, weights_only=True))
     if not isinstance(start, dict) or start.get("format") != FORMAT:
         raise DataError(f"{str(path / START)!r} is no snapshot of a record of this version.")
