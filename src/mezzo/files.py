@@ -1,4 +1,4 @@
-"""Files that are whole or not there: a kill or a full disk in the middle of a write leaves what was there before."""
+"""Files that are whole or not there: a kill or a full disk in the middle of a write leaves what was there before; and a log that is best effort."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from .errors import ConfigError, MezzoError, kind_of
 
@@ -44,6 +44,19 @@ def _why_no_name(path: Path) -> str:
     return (
         f"a part of it has {longest} bytes, and no name has more than {LONGEST_NAME}" if longest > LONGEST_NAME else ""
     )
+
+
+def check_writable(option: str, path: Path, raising: type[MezzoError] = ConfigError) -> None:
+    """Refuse a file, or a folder for files, that cannot be written, before what takes long begins. Host only.
+
+    Raises:
+        ConfigError: or `raising`: it cannot be written; names the option that asked for it.
+    """
+    shut = path if path.exists() else path.parent
+    if not os.access(shut, os.W_OK | (os.X_OK if shut.is_dir() else 0)):
+        raise raising(
+            f"{option} {path}: {shut} cannot be written. Name a {'folder' if path.is_dir() else 'file'} that can be."
+        )
 
 
 def flush_to_disk(path: Path) -> None:
@@ -101,6 +114,27 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, several
     """
     with replacing(path, several=several) as partial, open(partial, "wb") as file:
         write(file)
+
+
+class BestEffort:
+    """A text stream that drops what it cannot take: no run ends because its log is on a full disk, or its terminal is gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what the stream takes. Returns: the length of the text."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what the stream takes."""
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class FileImage(io.RawIOBase):

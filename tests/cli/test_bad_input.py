@@ -185,3 +185,12 @@ def test_a_stream_that_takes_no_such_text_or_is_closed(words: str, closed: str) 
     command = f"{sys.executable} -m mezzo {words} {closed}"
     ended = subprocess.run(["sh", "-c", command], env=plain, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("folder", "held"), [("nothing", "there is no such folder"), (".", "it holds no step")])
+def test_a_replay_looks_at_its_folder_before_it_runs_the_model(
+    folder: str, held: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "makes.py").write_text("raise SystemError('ran')\n")
+    words = ["--step", "1", "--model", f"{tmp_path / 'makes.py'}:build"]
+    assert held in refused(capsys, "replay", str(tmp_path / folder), *words)

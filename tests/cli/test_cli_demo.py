@@ -113,3 +113,13 @@ def test_no_rows_and_no_rounds_are_told_before_anything_is_made(
     assert main(["demo", "--out", str(tmp_path / "new"), option, number]) == 2
     assert capsys.readouterr().err == f"mezzo demo: {option} {number}: give at least 1, or leave it out.\n"
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_is_shut_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mezzo.cli.demo.measure_both", lambda options: pytest.fail("measured"))
+    monkeypatch.setattr("mezzo.files.os.access", lambda path, how: False)
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    told = f"mezzo demo: --out {tmp_path}: {tmp_path} cannot be written. Name a folder that can be.\n"
+    assert capsys.readouterr().err == told

@@ -136,3 +136,31 @@ def test_a_module_on_the_path_is_found(
     assert main(["doctor", "--json", "--policy", "bf16", "--model", "subject_on_path:faulty"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert [r["model"] for r in data["reports"]] == ["Sequential"] * 3
+
+
+@pytest.mark.parametrize("words", [["{}/wrong.py"], ["--model", "{}/wrong.py:make"]])
+@pytest.mark.parametrize(
+    "text", ["import torch\nx = (1,\n", "import torch\ndef make():\n    raise ValueError('mine')\nmake()\n"]
+)
+def test_what_fails_of_the_user_is_shown_without_our_frames(
+    words: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.py").write_text(text, encoding="utf-8")
+    assert main(["doctor", *(word.format(tmp_path) for word in words)]) == 3
+    told = capsys.readouterr().err
+    assert "mezzo/" not in told and "runpy" not in told and "importlib" not in told
+    assert f'File "{tmp_path / "wrong.py"}", line' in told
+    assert told.splitlines()[-1].startswith("mezzo doctor: ") and "ended by itself with" in told
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_script_runs(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mezzo.files.os.access", lambda path, how: False)
+    assert main(["doctor", "--html", str(tmp_path / "a.html"), path]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert (
+        told.err
+        == f"mezzo doctor: --html {tmp_path / 'a.html'}: {tmp_path} cannot be written. Name a file that can be.\n"
+    )

@@ -36,6 +36,7 @@ from ..bench import (
     short_name,
     with_figures,
 )
+from ..files import check_writable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -125,13 +126,18 @@ def measured(workload: Workload, plan: Plan, tests: str) -> Result:
         return measure(workload, plan, tests=tests, progress=progress)
 
 
+def open_folder(folder: Path) -> None:
+    """Make the folder that a result goes into. Raises: ConfigError, OSError: it cannot be written, or made. Writes: the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    check_writable("--out", folder)
+
+
 def save(result: Result, folder: Path) -> tuple[Path, Path]:
     """Write a result's JSON and picture into a folder and return their paths.
 
     Writes: both files, over those of the same day, machine and kind; other sizes, and results of compiled variants alone, get
     a number.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     stem = f"{result.workload}_{short_name(result.machine)}_{result.date[:10]}"
     names = (f"{stem}{suffix}.json" for suffix in itertools.chain([""], (f"_{n}" for n in itertools.count(2))))
     data = next(path for path in map(folder.joinpath, names) if not path.exists() or load(path).kind == result.kind)
@@ -155,6 +161,7 @@ def run_one(name: str, argv: Sequence[str]) -> Result:
     """Measure one workload as its command line says, save it and print it. Writes: files, standard output."""
     options, plan, workload = parse(name, argv)
     workload = workload.quick() if options.quick else workload
+    open_folder(options.out)
     tests = tests_of(workload) if options.check else "not run: --no-check"
     result = measured(workload, plan, tests)
     data, picture = save(result, options.out)

@@ -28,7 +28,7 @@ from ..bench import (
 from ..errors import ConfigError
 from ..formats import dtype_name, native_support
 from ..policy import Policy
-from .bench import measured, save
+from .bench import measured, open_folder, save
 
 NOT_TESTED = "not run: a demonstration"
 MEANING = """prepare: mezzo.prepare with the policy behind it; kept: the C library keeps what a step frees, for the next (docs/memory.md).
@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         BenchError: a device that is not there, or a variant that failed.
-        ConfigError: no rounds, or no rows.
+        ConfigError: no rounds, or no rows, or a folder that cannot be written.
         OSError: the folder cannot be made.
 
     Writes: the folder of the demo, standard output and error. Syncs: yes.
@@ -117,7 +117,7 @@ def run(argv: Sequence[str]) -> int:
     for name in ("rounds", "rows"):
         if (value := getattr(options, name)) < 1:
             raise ConfigError(f"--{name} {value}: give at least 1, or leave it out.")
-    options.out.mkdir(parents=True, exist_ok=True)
+    open_folder(options.out)
     results = measure_both(options)
     pictures = [save(result, options.out)[1] for result in results]
     pictures += [options.out / "reviews" / name / "curves.png" for name in VARIANTS]

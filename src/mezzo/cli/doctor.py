@@ -12,7 +12,9 @@ from pathlib import Path
 from types import TracebackType
 
 from ..diagnose import ScriptRun, check_up, trace_script
-from ..errors import ConfigError
+from ..errors import ConfigError, MezzoError
+from ..extras import check_installed
+from ..files import check_writable
 from ..report import Report, render_text
 
 _LONGEST = 200
@@ -20,6 +22,8 @@ _OTHER = {
     True: "--model: a script runs in the precision it asks for itself",
     False: "a script: with --model one step is looked at",
 }
+_RUNNERS = ("mezzo", "runpy", "importlib", "_frozen_importlib", "_frozen_importlib_external")
+"""Packages whose frames lead to those of a user."""
 HEALTHY, FAULTY, BAD_INPUT, UNSEEN, UNTRACED = 0, 1, 2, 3, 4
 
 
@@ -61,6 +65,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--html {options.html}: a folder; give the path of a file.")
     if options.html is not None and not options.html.parent.is_dir():
         raise ConfigError(f"--html {options.html}: its folder does not exist; create it first.")
+    if options.html is not None:
+        check_installed("--html", ["jinja2"])
+        check_writable("--html", options.html)
 
 
 def _code(run: ScriptRun) -> int:
@@ -74,19 +81,24 @@ def _short(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def _script_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without what runs the script: mezzo and Python's runpy."""
-    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (trace_script.__module__, "runpy"):
+def _user_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an error from the first frame that is the user's: none for what Python cannot read, all where there is none."""
+    frames = error.__traceback__
+    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] in _RUNNERS:
         frames = frames.tb_next
-    return frames
+    return error.__traceback__ if frames is None and not isinstance(error, SyntaxError) else frames
+
+
+def _tell_error(what: str, error: BaseException) -> None:
+    """Say that what the user wrote has failed, without the frames of what runs it."""
+    if not isinstance(error, SystemExit):
+        print("".join(traceback.format_exception(error.with_traceback(_user_frames(error)))), file=sys.stderr, end="")
+    print(f"mezzo doctor: {what} ended by itself with {_short(error)}.", file=sys.stderr)
 
 
 def _tell_end(run: ScriptRun) -> None:
-    if run.error is not None and not isinstance(run.error, SystemExit):
-        error = run.error.with_traceback(_script_frames(run.error.__traceback__))
-        print("".join(traceback.format_exception(error)), file=sys.stderr, end="")
     if run.error is not None:
-        print(f"mezzo doctor: the script ended by itself with {_short(run.error)}.", file=sys.stderr)
+        _tell_error("the script", run.error)
     if run.children:
         told = ", ".join(f"rank {r.record.rank} {r.answer}" for r in run.children)
         print(f"mezzo doctor: {len(run.children)} processes of the script were traced: {told}.", file=sys.stderr)
@@ -123,7 +135,13 @@ def run(argv: Sequence[str]) -> int:
     _check(options)
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         if options.model is not None:
-            report: Report = check_up(options.model, "auto" if options.policy is None else options.policy)
+            try:
+                report: Report = check_up(options.model, "auto" if options.policy is None else options.policy)
+            except MezzoError:
+                raise
+            except Exception as error:
+                _tell_error(options.model, error)
+                return UNSEEN
             code = HEALTHY if report.is_healthy else UNSEEN if report.document().is_unseen else FAULTY
         else:
             traced = trace_script(
