@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
+from typing import TextIO, cast
 
 from .. import __version__
 from ..errors import ConfigError, MezzoError, did_you_mean
 from ..extras import check_installed
+from ..files import BestEffort
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ COMMANDS = {
     "train": Command("train a BERT text classifier", ("tyro", "rich", "matplotlib", "transformers", "sklearn")),
     "completion": Command("print the completion script of a shell: bash, zsh or fish", ("tyro",)),
 }
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 
 
@@ -71,13 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _accept_any_text() -> None:
-    """Have what a terminal cannot show printed as escapes, and what is printed to a closed stream dropped."""
+    """Have what a terminal cannot show printed as escapes, and what a closed stream, or standard error, does not take dropped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if not isinstance(sys.stderr, BestEffort):
+        sys.stderr = cast(TextIO, BestEffort(sys.stderr))
 
 
 def _run(name: str, words: Sequence[str]) -> int:
@@ -97,14 +103,23 @@ def _run(name: str, words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_the_rest()
         return 141
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{error.filename or 'standard output'}: " if error.filename or error.errno in _FULL else ""
         return _refuse(name, f"{where}{error.strerror or error}.")
 
 
 def _refuse(name: str, sentence: str) -> int:
     """Print why a command is not done, half an emoji, which UTF-8 lacks, as its escape. Returns: the exit code."""
     print(f"mezzo {name}: {sentence.encode('utf-8', 'backslashreplace').decode()}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_the_rest()
     return 2
+
+
+def _drop_the_rest() -> None:
+    """Drop what standard output did not take, which Python would try again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,18 +7,23 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import field, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import tyro
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..train import FailedOnOtherRank, RunFolder, TrainConfig, TrainResult, launch
 from ..train import run as train
 
+_ENDS = {128 + signal.SIGINT: "the keyboard", 128 + signal.SIGTERM: "SIGTERM"}
 DESCRIPTION = "Train a BERT text classifier, in mixed precision unless --no-amp, and test the best model."
 
 
@@ -97,24 +102,76 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
     return TrainConfig(**{f.name: getattr(options, f.name) for f in dataclasses.fields(default)}), options.json
 
 
-def _print(result: TrainResult) -> None:
+def _print(result: TrainResult, as_json: bool) -> None:
+    try:
+        print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False) if as_json else _text(result), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DataError(f"the result cannot be printed: {error.strerror}. It is in {result.folder.result}.") from error
+
+
+def _text(result: TrainResult) -> str:
     folder = result.folder
-    print(result.report_text)
-    print(f"test accuracy   {result.accuracy:.4f}")
-    print(f"best model      update {result.best_step}, dev accuracy {result.dev_accuracy:.4f}")
-    print(f"training        {result.applied_steps} updates, {result.skipped_steps} skipped, {result.seconds:.1f} s")
-    print(f"peak memory     {result.peak_memory_bytes / 2**20:.0f} MiB")
     shared = f", {result.ranks} ranks" if result.ranks > 1 else ""
-    print(f"precision       {result.policy} on {result.device}{shared}")
-    for name in ("best", "curves", "metrics", "result"):
-        print(f"{name:<15} {getattr(folder, name)}")
+    lines = (
+        result.report_text,
+        f"test accuracy   {result.accuracy:.4f}",
+        f"best model      update {result.best_step}, dev accuracy {result.dev_accuracy:.4f}",
+        f"training        {result.applied_steps} updates, {result.skipped_steps} skipped, {result.seconds:.1f} s",
+        f"peak memory     {result.peak_memory_bytes / 2**20:.0f} MiB",
+        f"precision       {result.policy} on {result.device}{shared}",
+        *(f"{name:<15} {getattr(folder, name)}" for name in ("best", "curves", "metrics", "result")),
+    )
+    return "\n".join(lines)
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Have SIGTERM end the block as Ctrl-C does, where there is no launcher, which sends it to its ranks."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_first() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is replaced; None where there is none."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+
+def _tell_end(config: TrainConfig, nproc: int, before: tuple[int, int] | None, code: int) -> int:
+    """Say, on the first rank, of a run that Ctrl-C or SIGTERM ended how to go on. Returns: the exit code it was given."""
+    if code in _ENDS and _is_first():
+        goes_on = config.resume or _written(RunFolder(path=config.out).checkpoint) != before
+        ranks = ("--nproc", str(nproc)) if nproc else ()
+        again = shlex.join(["mezzo", "train", "--resume", "--out", str(config.out), *ranks])
+        rest = (
+            f". Go on from the last checkpoint with: {again}"
+            if goes_on
+            else " before its first checkpoint, with nothing to go on from."
+        )
+        print(f"mezzo train: ended by {_ENDS[code]}{rest}", file=sys.stderr)
+    return code
 
 
 def run(argv: Sequence[str]) -> int:
     """Run `mezzo train` with the words after it.
 
     Returns:
-        0 done, 2 another rank says what went wrong. Ended by the keyboard it says how to go on.
+        0 done, 2 another rank says what went wrong, 130 ended by Ctrl-C, 143 by SIGTERM, which it tells how to go on from.
 
     Writes: the run's folder, standard output of the first rank.
     """
@@ -125,22 +182,19 @@ def run(argv: Sequence[str]) -> int:
             f"--max-restarts {max_restarts} starts again what --nproc has started, and --nproc was left out. Write --nproc 1, "
             "or give it to torchrun."
         )
+    ended = partial(_tell_end, config, nproc, _written(RunFolder(path=config.out).checkpoint))
     if nproc:
         config.num_micro_batches(max(nproc, 1))
-        return launch(["train", *words], nproc=nproc, max_restarts=max_restarts)
+        return ended(launch(["train", *words], nproc=nproc, max_restarts=max_restarts))
     try:
-        result = train(config)
+        with _ending_on_sigterm():
+            result = train(config)
     except FailedOnOtherRank:
         return 2
-    except KeyboardInterrupt:
-        if int(os.environ.get("RANK", "0")) == 0 and RunFolder(path=config.out).checkpoint.exists():
-            again = f"mezzo train --resume --out {shlex.quote(str(config.out))}"
-            print(f"mezzo train: ended by the keyboard. Go on from the last checkpoint with: {again}", file=sys.stderr)
-        raise
-    if int(os.environ.get("RANK", "0")) > 0:
-        return 0
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
-    else:
-        _print(result)
+    except KeyboardInterrupt as end:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher says it
+            raise
+        return ended(128 + (end.args[0] if end.args else signal.SIGINT))
+    if _is_first():
+        _print(result, as_json)
     return 0

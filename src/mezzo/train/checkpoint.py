@@ -33,7 +33,9 @@ def writing(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk, and Ctrl-C, in a RuntimeError
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
         cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(error)
         kept = "; the one before it is kept" if path.exists() and not isinstance(cause, NotADirectoryError) else ""

@@ -6,6 +6,9 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO, cast
+
+from ..files import BestEffort
 
 SMOOTHING = 0.95
 
@@ -50,7 +53,7 @@ class Lines(Progress):
 
     def note(self, text: str) -> None:
         """Print a line. Writes: standard error."""
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=BestEffort(sys.stderr), flush=True)
 
 
 @contextmanager
@@ -69,7 +72,7 @@ def progress_bar(done: int, total: int, *, every: int = 0, is_shown: bool = True
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    console = Console(stderr=True)
+    console = Console(file=cast(TextIO, BestEffort(sys.stderr)))
     numbers = TextColumn("loss {task.fields[loss]}  scale {task.fields[scale]:g}  skipped {task.fields[skipped]}")
     columns = (BarColumn(), MofNCompleteColumn(), numbers, TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:

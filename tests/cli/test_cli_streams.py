@@ -1,0 +1,127 @@
+"""What the commands print to a disk that is full, or after Ctrl-C and SIGTERM: nothing is lost, and one sentence says what to do."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.train.small import emotion_rows, tiny, words, write_tsv
+
+from mezzo.cli import main
+from mezzo.train import TrainConfig, trainer
+
+FULL = Path("/dev/full")
+
+
+class FullDisk(io.StringIO):
+    """A stream on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    return tiny(write_tsv(tmp_path / "rows.tsv", emotion_rows(90)), tmp_path / "a run", epochs=1, log_every=1)
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    assert main(["train", *words(config)]) == 0
+    assert (config.out / "result.json").exists()
+
+
+def test_a_result_that_cannot_be_printed_is_where_the_sentence_says(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", FullDisk())
+        assert main(["train", *words(config)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        said
+        == f"mezzo train: the result cannot be printed: No space left on device. It is in {config.out / 'result.json'}."
+    )
+    assert (config.out / "result.json").exists() and (config.out / "curves.png").exists()
+
+
+@pytest.mark.skipif(not FULL.is_char_device(), reason="needs /dev/full")
+def test_standard_output_on_a_full_disk_is_named_once() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "mezzo", "--version"]
+    with FULL.open("w") as full:
+        ended = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, "mezzo --version: standard output: No space left on device.\n")
+
+
+def ending(at: int, end: Callable[[], object]) -> Callable[..., None]:
+    """Return `Trainer._update` that calls `end` before some update, from 0."""
+    update = trainer.Trainer._update
+
+    def ended(self: trainer.Trainer, *args: object) -> None:
+        if self.position.step == at:
+            end()
+        update(self, *args)  # type: ignore[arg-type]
+
+    return ended
+
+
+@pytest.mark.parametrize(("number", "code", "what"), [("SIGINT", 130, "the keyboard"), ("SIGTERM", 143, "SIGTERM")])
+def test_a_run_that_is_ended_says_how_to_go_on(
+    number: str,
+    code: int,
+    what: str,
+    config: TrainConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = config.replace(eval_every=2)
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_update", ending(3, lambda: signal.raise_signal(getattr(signal, number))))
+        assert main(["train", *words(config)]) == code
+    assert signal.getsignal(signal.SIGTERM) is before
+    told = capsys.readouterr().err.splitlines()[-1]
+    way_on = f"Go on from the last checkpoint with: mezzo train --resume --out '{config.out}'"
+    assert told == f"mezzo train: ended by {what}. {way_on}"
+    assert main(["train", "--resume", "--out", str(config.out)]) == 0
+
+
+def test_a_run_that_is_ended_before_its_first_checkpoint_has_none(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words(config)]) == 0
+    before = (config.out / "checkpoint.pt").read_bytes()
+    capsys.readouterr()
+
+    def end(config: TrainConfig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mezzo.train.loop.load_corpus", end)
+    assert main(["train", *words(config), "--overwrite"]) == 130
+    told = "mezzo train: ended by the keyboard before its first checkpoint, with nothing to go on from.\n"
+    assert capsys.readouterr().err == told
+    assert (config.out / "checkpoint.pt").read_bytes() == before
+
+
+def test_an_interrupt_in_a_checkpoint_is_an_interrupt(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch.save turns what ends a write into a RuntimeError."""
+
+    class Ended(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("mezzo.train.checkpoint.write_atomically", lambda path, write: write(Ended()))
+    monkeypatch.setattr("mezzo.train.loop._open_folder", lambda config, folder: None)
+    monkeypatch.setattr("mezzo.train.trainer.MetricsLog", lambda path, step: trainer.NoLog())
+    assert main(["train", *words(config)]) == 130
+    assert "ended by the keyboard before its first checkpoint" in capsys.readouterr().err
