@@ -153,9 +153,9 @@ def test_ctrl_c_is_answered_by_the_first_rank_alone(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(config: TrainConfig) -> None:
+        (tmp_path / "checkpoint.pt").touch()
         raise KeyboardInterrupt
 
-    (tmp_path / "checkpoint.pt").touch()
     monkeypatch.setattr("mezzo.cli.train.train", stopped)
     monkeypatch.setenv("RANK", f"{rank}")
     assert main(["train", "--out", str(tmp_path)]) == 130
