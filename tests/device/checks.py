@@ -23,7 +23,7 @@ import mezzo
 from mezzo import formats, random_state
 from mezzo.casting import weight_casts
 from mezzo.diagnose.explain import _seconds
-from mezzo.diagnose.watch import is_taken
+from mezzo.diagnose.watch import _is_taken
 from mezzo.errors import ConfigError, StepError
 from mezzo.kernels import registry
 from mezzo.kernels.ops import gradients as reference
@@ -53,7 +53,7 @@ def whether_a_step_was_taken_is_asked_without_waiting() -> None:
     for found, taken in ((0.0, True), (1.0, False)):
         optimizer.found_inf = torch.tensor(found, device="sim")
         with sim.watching() as seen:
-            is_moving = is_taken(optimizer)
+            is_moving = _is_taken(optimizer)
         assert not seen.stops + seen.waits and bool(is_moving) is taken, seen.stops
 
 

@@ -128,7 +128,8 @@ def recorded(amp: mezzo.Stepper, x: Tensor, path: Path, build: Callable[[], Any]
     for batch in recorder.batches([x]):
         amp.backward(amp.model(batch).sum())
     again: mezzo.diagnose.ReplayedStep = mezzo.replay(path, 3, build, policy="fp32")
-    print(report, again, mezzo.diagnose.record, mezzo.diagnose.replay)
+    begin: tuple[int, Path] = mezzo.diagnose.segment_of(path, 3)
+    print(report, again, begin, mezzo.diagnose.record, mezzo.diagnose.replay)
 
 
 CAUGHT: tuple[type[mezzo.errors.MezzoError], ...] = (
