@@ -159,9 +159,8 @@ def convert_(
     has_own_grad_dtype = [p for p in changed.values() if p.grad_dtype is p.dtype]
     spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
     if spread:
-        to: dict[Tensor, torch.dtype] = {
-            p: targets[p] for p in changed.values()
-        }  # by way of their modules, which tell the sharding about it
+        # By way of their modules, which tell the sharding about it.
+        to: dict[Tensor, torch.dtype] = {p: targets[p] for p in changed.values()}
         apply_to_tensors_(model, lambda tensor: tensor.to(to[tensor]) if tensor in to else tensor)
     for p in changed.values():
         # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.

@@ -81,9 +81,9 @@ class ReplicaWrapper(Wrapper):
                 "decision of all ranks. Give each rank as many batches (DistributedSampler pads, drop_last=True cuts), "
                 "and leave join() out."
             )
-        frozen = [name for name, p in self._params.items() if not p.requires_grad]
-        averages = self._was_called and self._has("require_backward_grad_sync")
-        if frozen and averages and not self._has("find_unused_parameters"):
+        waits_for_all = self._was_called and not self._has("find_unused_parameters")
+        averages = waits_for_all and self._has("require_backward_grad_sync")
+        if averages and (frozen := [name for name, p in self._params.items() if not p.requires_grad]):
             raise DistributedError(
                 f"{listed(frozen)} {'was' if len(frozen) == 1 else 'were'} frozen after DistributedDataParallel took the model, which waits "
                 "for gradients of all and would leave others unaveraged. Write DistributedDataParallel(model, find_unused_parameters=True), "
