@@ -135,12 +135,13 @@ def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) != 1 or kwargs or is_compiling():
         return nn.Linear.forward(module, *args, **kwargs)
     x, weight, bias = args[0], module.weight, module.bias
+    if not isinstance(x, Tensor) or x.numel() * module.out_features <= SMALLEST_LINEAR:
+        return F.linear(x, weight, bias)
     aside = set_modes_aside(AttentionMode)
     try:
-        if isinstance(x, Tensor) and not num_function_modes() and tracing_state() is None:
-            if x.numel() * module.out_features > SMALLEST_LINEAR and casts_to_bf16() and takes_linear(x, weight, bias):
-                count_products(aside, x, weight)
-                return linear(x, weight, bias)
+        if not num_function_modes() and tracing_state() is None and casts_to_bf16() and takes_linear(x, weight, bias):
+            count_products(aside, x, weight)
+            return linear(x, weight, bias)
     finally:
         put_back(aside)
     return F.linear(x, weight, bias)
