@@ -22,12 +22,15 @@ ON_TILES inline void set_tiles(const TileConfig& config) {
   _tile_loadconfig(&config);
 }
 
-// Whether the processor multiplies tiles of bf16, and Linux lets this process keep tiles.
+// Whether the processor multiplies tiles of bf16, and Linux lets this process keep tiles. Asked once: a virtual machine is left for each answer, 5 us.
 inline bool has_tiles() {
-  unsigned a, b, c, d = 0;
-  constexpr unsigned both = 1u << 24 | 1u << 22;  // AMX-TILE, AMX-BF16
-  constexpr int ask = 0x1023, tile_data = 18;     // ARCH_REQ_XCOMP_PERM
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & both) == both && !syscall(SYS_arch_prctl, ask, tile_data);
+  static const bool has = [] {
+    unsigned a, b, c, d = 0;
+    constexpr unsigned both = 1u << 24 | 1u << 22;  // AMX-TILE, AMX-BF16
+    constexpr int ask = 0x1023, tile_data = 18;     // ARCH_REQ_XCOMP_PERM
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & both) == both && !syscall(SYS_arch_prctl, ask, tile_data);
+  }();
+  return has;
 }
 #else
 inline bool has_tiles() { return false; }
@@ -38,8 +41,11 @@ inline bool has_tiles() { return false; }
 #define ON_PAIRS __attribute__((target("avx512bf16")))
 
 inline bool has_pairs() {
-  unsigned a = 0, b, c, d;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
+  static const bool has = [] {
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
+  }();
+  return has;
 }
 
 // 2^x, to 3e-6 of it, for what is not too large to round.
