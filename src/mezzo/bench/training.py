@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypeVar
 
@@ -187,19 +188,14 @@ def _wrapped(
 
         library = Accelerator(mixed_precision=dtype_name(setting.dtype), cpu=setting.device.type == "cpu")
         wrapped, stepped = library.prepare(model, optimizer)
-
-        def clip() -> object:
-            return library.clip_grad_norm_(wrapped.parameters(), max_norm)
-
+        clip = partial(library.clip_grad_norm_, list(wrapped.parameters()), max_norm)
     else:
         from lightning.fabric import Fabric
 
         precision: Any = f"{dtype_name(setting.dtype).removeprefix('fp')}-mixed"
         library = Fabric(accelerator=setting.device.type, devices=1, precision=precision)
         wrapped, stepped = library.setup(model, optimizer)
-
-        def clip() -> object:
-            return library.clip_gradients(wrapped, stepped, max_norm=max_norm)
+        clip = partial(library.clip_gradients, wrapped, stepped, max_norm=max_norm)
 
     def step(batch: Batch) -> Tensor:
         with library.autocast():
@@ -212,6 +208,30 @@ def _wrapped(
         return loss.detach()
 
     return step
+
+
+def mean_square(output: Tensor) -> Tensor:
+    """Return the mean of the squares of a tensor, in fp32, shape (). Syncs: no."""
+    return output.float().square().mean()
+
+
+def repeated(
+    unit: Callable[[int], Tensor],
+    units: int,
+    *,
+    loss: Callable[[Tensor], Tensor] = lambda last: last,
+    warm_up: int = WARM_UP_STEPS,
+    batches: Sequence[tuple[Tensor, ...]] = (),
+) -> Session:
+    """Return the session whose run calls a unit with 0, 1, ... and makes its loss of what the last one returned."""
+
+    def run(times: int) -> Tensor:
+        for number in range(times):
+            last = unit(number)
+        return loss(last)
+
+    data_bytes = sum(part.nbytes for batch in batches for part in batch)
+    return Session(warm_up=lambda: run(warm_up), run=lambda: run(units), units=units, data_bytes=data_bytes)
 
 
 def training_session(
@@ -228,18 +248,7 @@ def training_session(
     Writes: `model`, fp32, on the device. Syncs: no, unless the variant's own step does.
     """
     step = training_step(variant, setting, model, loss_of, training)
-
-    def run(times: int) -> Tensor:
-        for number in range(times):
-            loss = step(batches[number % len(batches)])
-        return loss
-
-    return Session(
-        warm_up=lambda: run(WARM_UP_STEPS),
-        run=lambda: run(steps),
-        units=steps,
-        data_bytes=sum(part.nbytes for batch in batches for part in batch),
-    )
+    return repeated(lambda number: step(batches[number % len(batches)]), steps, batches=batches)
 
 
 def forward(variant: Variant, setting: Setting, model: nn.Module, cache: CacheName = "region") -> Callable[..., Tensor]:

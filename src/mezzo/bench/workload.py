@@ -173,20 +173,14 @@ class Workload(abc.ABC):
             if not numbers or any(isinstance(n, int) and n < 1 for n in numbers):
                 raise BenchError(f"{option} {' '.join(map(str, numbers))}: sizes and counts start at 1.")
 
-    def demand(self, condition: bool, message: str) -> None:
-        """Raise `BenchError` with a message unless a condition holds."""
-        if not condition:
-            raise BenchError(message)
-
-    def demand_known(self, option: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
-        """Raise `BenchError` for the first name that is not a known one; the nearest is named."""
-        for name in names:
-            self.demand(name in known, f"{option} {name} does not exist.{did_you_mean(name, known)}")
-
     @property
     def label(self) -> str:
         """What the one point of a workload of one size is called."""
         raise NotImplementedError
+
+    def at(self, label: str, axis: str = "", value: float = 0.0, **numbers: object) -> Point:
+        """Return the point of this workload at which some of its numbers are others."""
+        return Point(label=label, workload=dataclasses.replace(self, **numbers), axis=axis, value=value)
 
     def points(self) -> tuple[Point, ...]:
         """Return the sizes at which this workload is measured: one, unless a subclass has more."""
@@ -211,6 +205,19 @@ class Workload(abc.ABC):
     @abc.abstractmethod
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return the least work of one unit when large products run in a format; nothing where none is stated."""
+
+
+def check_multiple(option: str, number: int, divisor: int, said: str = "") -> None:
+    """Refuse with a `BenchError` a number that is no multiple of the width of a head, or of what is said to be its divisor."""
+    if number % divisor:
+        raise BenchError(f"{option} {number} is not a multiple of {said or f'{divisor}, the width of a head'}.")
+
+
+def check_known(option: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Refuse with a `BenchError` the first name that is not a known one; the nearest is named."""
+    for name in names:
+        if name not in known:
+            raise BenchError(f"{option} {name} does not exist.{did_you_mean(name, known)}")
 
 
 def find_workload(name: str, others: Iterable[str] = ()) -> type[Workload]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..roofline import Phase
-from ..training import WARM_UP_STEPS, Training, forward, training_session
+from ..training import Training, forward, repeated, training_session
 from ..variant import Variant
-from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
+from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload, check_known, check_multiple
 
 IMPORTS = ("transformers.models.bert.modeling_bert",)
 """What a workload with a BERT loads ahead of its memory's baseline."""
@@ -169,9 +169,7 @@ class Text(Workload):
     def check(self) -> None:
         """Refuse widths that do not divide into heads."""
         Workload.check(self)
-        self.demand(
-            self.width % BERT_HEAD == 0, f"--width {self.width} is not a multiple of {BERT_HEAD}, the width of a head."
-        )
+        check_multiple("--width", self.width, BERT_HEAD)
 
     @property
     def label(self) -> str:
@@ -249,12 +247,12 @@ class Overhead(Workload):
     def check(self) -> None:
         """Refuse numbers that make no BERT, and modes that do not exist."""
         Workload.check(self)
-        self.demand_known("--modes", self.modes, MODES)
-        self.demand(self.width % self.heads == 0, f"--width {self.width} is not a multiple of --heads {self.heads}.")
+        check_known("--modes", self.modes, MODES)
+        check_multiple("--width", self.width, self.heads, f"--heads {self.heads}")
 
     def points(self) -> tuple[Point, ...]:
         """Return training and evaluation."""
-        return tuple(Point(label=mode, workload=dataclasses.replace(self, modes=(mode,))) for mode in self.modes)
+        return tuple(self.at(mode, modes=(mode,)) for mode in self.modes)
 
     @property
     def size(self) -> BertSize:
@@ -276,13 +274,7 @@ class Overhead(Workload):
             batch = (ids, mask, labels)
             return training_session(variant, setting, model, [batch], classification_loss, training, self.steps)
         call = forward(variant, setting, model)
-
-        def run(times: int) -> Tensor:
-            for _ in range(times):
-                loss = nn.functional.cross_entropy(call(ids, mask).float(), labels)
-            return loss
-
-        return Session(warm_up=lambda: run(WARM_UP_STEPS), run=lambda: run(self.steps), units=self.steps)
+        return repeated(lambda _: nn.functional.cross_entropy(call(ids, mask).float(), labels), self.steps)
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return the least work of a step: next to nothing, which is the point."""

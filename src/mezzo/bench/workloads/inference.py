@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..roofline import Phase
-from ..training import forward
+from ..training import forward, mean_square, repeated
 from ..variant import Variant
-from ..workload import REGION_TESTS, Point, Session, Setting, Workload
+from ..workload import REGION_TESTS, Point, Session, Setting, Workload, check_known, check_multiple
 from .bert import BERT_HEAD, IMPORTS, BertLogits, BertSize, random_tokens
 
 MODELS = ("decoder", "bert")
@@ -106,22 +105,14 @@ class Inference(Workload):
     def check(self) -> None:
         """Refuse models that do not exist, and widths that do not divide into heads."""
         Workload.check(self)
-        self.demand_known("--models", self.models, MODELS)
-        for option, width, head in (
-            ("--decoder-width", self.decoder_width, DECODER_HEAD),
-            ("--bert-width", self.bert_width, BERT_HEAD),
-        ):
-            self.demand(width % head == 0, f"{option} {width} is not a multiple of {head}, the width of a head.")
+        check_known("--models", self.models, MODELS)
+        check_multiple("--decoder-width", self.decoder_width, DECODER_HEAD)
+        check_multiple("--bert-width", self.bert_width, BERT_HEAD)
 
     def points(self) -> tuple[Point, ...]:
         """Return each model at each batch size."""
         return tuple(
-            Point(
-                label=f"{model}, batch {n}",
-                workload=dataclasses.replace(self, models=(model,), batches=(n,)),
-                axis=f"batch of {model}",
-                value=n,
-            )
+            self.at(f"{model}, batch {n}", f"batch of {model}", n, models=(model,), batches=(n,))
             for model in self.models
             for n in self.batches
         )
@@ -155,17 +146,8 @@ class Inference(Workload):
             shape = (self.batches[0], self.decoder_tokens, self.decoder_width)
             inputs = (torch.randn(shape, device=setting.device),)
         call = forward(variant, setting, model, cache="persistent")
-
-        def run(times: int) -> Tensor:
-            for _ in range(times):
-                output = call(*inputs)
-            return output.float().square().mean()
-
-        return Session(
-            warm_up=lambda: run(WARM_UP_FORWARDS),
-            run=lambda: run(self.forwards),
-            units=self.forwards,
-            data_bytes=sum(x.nbytes for x in inputs),
+        return repeated(
+            lambda _: call(*inputs), self.forwards, loss=mean_square, warm_up=WARM_UP_FORWARDS, batches=[inputs]
         )
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:

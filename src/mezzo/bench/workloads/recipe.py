@@ -154,17 +154,16 @@ class Scaling(Workload):
     variants: ClassVar = ("fp32", "tf32", "torch-autocast", "torch-amp", "mezzo-amp", "prepare", "prepare-master")
     optimizer: ClassVar = "SGD"
 
-    def _at(self, width: int, batch: int, depth: int) -> Scaling:
-        return dataclasses.replace(self, width=width, batch=batch, depth=depth)
-
     def points(self) -> tuple[Point, ...]:
         """Return every size of every axis."""
-        found = [("width", n, self._at(n, self.batch, self.depth)) for n in self.widths]
-        found += [("batch", n, self._at(self.width, n, self.depth)) for n in self.batches]
-        found += [("depth", n, self._at(self.width, self.batch, n)) for n in self.depths]
-        small = [self._at(n, SMALL_BATCH, self.depth) for n in self.parameter_widths]
-        found += [("parameters", one.recipe.parameters, one) for one in small]
-        return tuple(Point(label=f"{axis} {n}", workload=one, axis=axis, value=n) for axis, n, one in found)
+        small = [dataclasses.replace(self, width=n, batch=SMALL_BATCH) for n in self.parameter_widths]
+        counts = [one.recipe.parameters for one in small]
+        return (
+            *(self.at(f"width {n}", "width", n, width=n) for n in self.widths),
+            *(self.at(f"batch {n}", "batch", n, batch=n) for n in self.batches),
+            *(self.at(f"depth {n}", "depth", n, depth=n) for n in self.depths),
+            *(one.at(f"parameters {n}", "parameters", n) for one, n in zip(small, counts, strict=True)),
+        )
 
     @property
     def recipe(self) -> Recipe:
@@ -233,10 +232,7 @@ class Lora(Workload):
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each batch size."""
-        return tuple(
-            Point(label=f"batch {n}", workload=dataclasses.replace(self, batches=(n,)), axis="batch", value=n)
-            for n in self.batches
-        )
+        return tuple(self.at(f"batch {n}", "batch", n, batches=(n,)) for n in self.batches)
 
     def build(self, variant: Variant, setting: Setting) -> Session:
         """Return a seeded training of one batch size. Writes: torch's random state."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..roofline import Phase
-from ..training import WARM_UP_STEPS, Training, training_step
+from ..training import Training, mean_square, repeated, training_step
 from ..variant import Variant
 from ..workload import Point, Session, Setting, Workload
 
@@ -89,11 +88,12 @@ class Step(Workload):
     def points(self) -> tuple[Point, ...]:
         """Return one point for each number of parameters."""
         return tuple(
-            Point(
-                label=f"{n:.0e} parameters",
-                workload=dataclasses.replace(self, parameters=(n,), steps=min(self.steps, max(2, FEW_STEPS // n))),
-                axis="parameters",
-                value=n,
+            self.at(
+                f"{n:.0e} parameters",
+                "parameters",
+                n,
+                parameters=(n,),
+                steps=min(self.steps, max(2, FEW_STEPS // n)),
             )
             for n in self.parameters
         )
@@ -111,14 +111,7 @@ class Step(Workload):
             optimizer=self.optimizer, lr=1e-4, weight_decay=0.01, max_norm=NEVER_CLIPPED, init_scale=1.0
         )
         step = training_step(variant, setting, model, lambda given, _: given(), training)
-
-        def run(times: int) -> Tensor:
-            for _ in range(times):
-                step(None)
-            first: Tensor = next(model.parameters()).detach()[:1].float()
-            return first.square().mean()
-
-        return Session(warm_up=lambda: run(WARM_UP_STEPS), run=lambda: run(self.steps), units=self.steps)
+        return repeated(step, self.steps, loss=lambda _: mean_square(next(model.parameters()).detach()[:1]))
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return one pass for the norm and one for the update; nothing smaller knows the norm before it clips.

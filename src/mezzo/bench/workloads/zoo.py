@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..roofline import Phase, count_flops
 from ..training import Training, training_session
 from ..variant import Variant
-from ..workload import TRAINING_TESTS, Session, Setting, Workload
+from ..workload import TRAINING_TESTS, Session, Setting, Workload, check_multiple
 from .bert import BertLogits, BertSize
 
 HEAD = 64
@@ -118,7 +118,7 @@ class TokenSteps(ModelSteps):
     def check(self) -> None:
         """Refuse widths that do not divide into heads."""
         Workload.check(self)
-        self.demand(self.width % HEAD == 0, f"--width {self.width} is not a multiple of {HEAD}, the width of a head.")
+        check_multiple("--width", self.width, HEAD)
 
     def make_batch(self) -> Batch:
         """Return token numbers and the tokens that follow, int64 [batch, tokens] both."""
@@ -264,8 +264,8 @@ class Vit(PictureSteps):
     def check(self) -> None:
         """Refuse widths that do not divide into heads, and pictures that do not divide into patches."""
         Workload.check(self)
-        self.demand(self.width % HEAD == 0, f"--width {self.width} is not a multiple of {HEAD}, the width of a head.")
-        self.demand(self.pixels % self.patch == 0, f"--pixels {self.pixels} is not a multiple of --patch {self.patch}.")
+        check_multiple("--width", self.width, HEAD)
+        check_multiple("--pixels", self.pixels, self.patch, f"--patch {self.patch}")
 
     def make_model(self) -> nn.Module:
         """Return a vision transformer of the transformers library without dropout."""
