@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -29,20 +29,18 @@ class _Void(Exception):
     """An evaluation met inf or NaN, so the optimizer's step is left where it is and taken back."""
 
 
-class _Snapshot:
-    """Weights and state of an optimizer before a step that may be left halfway; costs the memory of both."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._weights = {p: p.detach().clone(memory_format=torch.preserve_format) for p in parameters(optimizer)}
-        self._state: Mapping[str, Any] = copy.deepcopy(optimizer.state_dict())
+def _remember(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that gives an optimizer weights and state back after a step that was left halfway; it holds copies of both."""
+    weights = {p: p.detach().clone(memory_format=torch.preserve_format) for p in parameters(optimizer)}
+    state = copy.deepcopy(optimizer.state_dict())
 
     @torch.no_grad()
-    def restore_(self) -> None:
-        """Put everything back. Writes: weights and state."""
-        for p, value in self._weights.items():
+    def put_back() -> None:
+        for p, value in weights.items():
             p.copy_(value)
-        self._optimizer.load_state_dict(dict(self._state))
+        optimizer.load_state_dict(state)
+
+    return put_back
 
 
 class _Evaluations:
@@ -126,7 +124,7 @@ def _evaluate_again(engine: Engine, optimizer: Optimizer, closure: Closure, scal
 
     Writes: what it gives back. Syncs: at each evaluation.
     """
-    before = _Snapshot(optimizer)
+    put_back = _remember(optimizer)
 
     def evaluate() -> Any:
         loss = closure()
@@ -143,11 +141,11 @@ def _evaluate_again(engine: Engine, optimizer: Optimizer, closure: Closure, scal
     except _Void:
         pass
     finally:
-        before.restore_()
+        put_back()
 
 
 def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip) -> StepResult:
-    before = _Snapshot(optimizer)
+    put_back = _remember(optimizer)
     recovery = engine.recovery
     if recovery.guard.may_stop:
         recovery.replay.keep_closure(partial(_evaluate_again, engine, optimizer, closure))
@@ -158,9 +156,9 @@ def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip)
                 evaluations.unscale()
             optimizer.step(evaluations)
         except _Void:
-            before.restore_()
+            put_back()
         except BaseException as error:
-            before.restore_()
+            put_back()
             if not isinstance(error, TypeError) or evaluations.loss is not None:
                 raise
             raise StepError(

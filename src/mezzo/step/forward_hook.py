@@ -15,6 +15,7 @@ from ..binding import AfterForward, BeforeForward
 from ..distributed import is_running
 from ..errors import StepError, listed
 from ..formats import LOW_DTYPES, dtype_name
+from ..loss_scale import parameters
 from .engine import Engine
 from .ranks import wrapper_around
 
@@ -60,36 +61,30 @@ class ForwardHook:
     def look(self) -> None:
         """Take modules, groups and frozen parameters as they are now for what is known. Host only."""
         self._registries = [own_modules(module) for module in self._model.modules()]
-        self._children = self._all_children()
-        self._sizes = self._all_sizes()
+        self._structure = self._structure_now()
         self._layouts = {
             p: (p.shape, p.dtype) for p in self._engine.gradients.parameters() if p.layout is torch.strided
         }
-        self._bytes = self._all_bytes()
+        self._bytes = [p.nbytes for p in self._layouts]
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if self._with_frozen else []
 
     def is_changed(self) -> bool:
         """Whether a module, a group, a frozen parameter or, before a backward, the size of a weight is not as it was. Host only."""
         return (
-            self._all_children() != self._children
-            or self._all_sizes() != self._sizes
-            or (torch.is_grad_enabled() and self._all_bytes() != self._bytes)
+            self._structure_now() != self._structure
+            or (torch.is_grad_enabled() and [p.nbytes for p in self._layouts] != self._bytes)
             or any([p.requires_grad for p in self._frozen])
         )
 
-    def _all_children(self) -> list[nn.Module | None]:
-        return [child for registry in self._registries if registry for child in registry.values()]
-
-    def _all_sizes(self) -> list[int]:
-        return [len(group["params"]) for optimizer in self._groups for group in optimizer.param_groups]
-
-    def _all_bytes(self) -> list[int]:
-        return [p.nbytes for p in self._layouts]
+    def _structure_now(self) -> list[nn.Module | int | None]:
+        """Return the children of all modules, and the sizes of all groups. Host only."""
+        children = [child for registry in self._registries if registry for child in registry.values()]
+        return children + [len(group["params"]) for optimizer in self._groups for group in optimizer.param_groups]
 
     def _refuse_swapped(self) -> None:
         """Refuse, by a StepError, weights that `.data` gave another dtype, or a shape that what their optimizer keeps of them does not have. Host only."""
         for optimizer in self._groups:
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for p in parameters(optimizer):
                 shape, dtype = self._layouts.get(p, (p.shape, p.dtype))
                 kept = optimizer.state.get(p, {}).items() if p.shape != shape else ()
                 held = [name for name, value in kept if isinstance(value, Tensor) and value.shape == shape]

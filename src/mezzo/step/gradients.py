@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,8 +55,7 @@ def grads_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> l
     return found
 
 
-# contextlib.nullcontext in two calls of C: "" takes whatever it is formatted with, and is false
-NOTHING: AbstractContextManager[Any] = type("", (), dict.fromkeys(("__enter__", "__exit__"), staticmethod("".format)))()
+NOTHING: AbstractContextManager[Any] = nullcontext()
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 
 

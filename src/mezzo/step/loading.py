@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .._torch import version
 from ..formats import LOW_DTYPES
 from ..optim import keeps_masters, local_optimizer, parameters
 from . import state_dict as checkpoint
@@ -67,7 +68,7 @@ class MastersFollow:
     def _before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
         names = [name for name, _ in module.named_parameters()]
         self._loaded = {name: state[prefix + name] for name in names if prefix + name in state}
-        for p in [p for p, version in self._restored.items() if p._version != version]:
+        for p in [p for p, seen in self._restored.items() if version(p) != seen]:
             del self._restored[p]
 
     @torch.no_grad()
@@ -94,7 +95,7 @@ class MastersFollow:
 
 def _note(owner: weakref.ref[Optimizer], restored: dict[Tensor, int], _: object) -> None:
     if (optimizer := owner()) is not None:
-        restored.update((p, p._version) for p in parameters(optimizer))
+        restored.update((p, version(p)) for p in parameters(optimizer))
 
 
 class _Inert:

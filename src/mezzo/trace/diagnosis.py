@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import random_state
-from .._torch import dispatch_modes, function_modes
+from .._torch import dispatch_modes, function_modes, own_buffers
 from ..binding import innermost, record
 from ..formats import LOW_DTYPES
 from .collector import Collector
@@ -79,9 +79,7 @@ def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
 
     Names are relative to the model; steps are counted from 0. Writes: the modes of this thread.
     """
-    functions = function_modes()
-    is_aside = threading.current_thread() is not threading.main_thread()
-    if is_aside or functions or dispatch_modes():
+    if threading.current_thread() is not threading.main_thread() or function_modes() or dispatch_modes():
         return None
     policy = None if (bound := record(innermost(model))) is None else bound.binding.policy
     is_narrow = policy is not None and (policy.output or policy.compute) in LOW_DTYPES
@@ -92,16 +90,15 @@ def _of_batch(report: TraceReport) -> Diagnosis:
     fault = next(iter(report.findings), None)
     if fault is None:
         return Diagnosis(report=report)
+    sentence = f"Run again op by op, the last batch shows {_found(fault)}"
     if fault.verdict == "loss-scale":
-        return Diagnosis(report=report, sentence=f"Run again op by op, the last batch shows {_found(fault)}")
-    is_models = fault.verdict == "overflow" and fault.path != OUTSIDE
+        return Diagnosis(report=report, sentence=sentence)
+    edit, is_models = fault.fix.edit, fault.verdict == "overflow" and fault.path != OUTSIDE
     return Diagnosis(
         report=report,
-        sentence=f"Run again op by op, the last batch shows {_found(fault)}",
-        fix=f"Add '{fault.fix.edit}' to the policy; {fault.fix.advice}"
-        if fault.fix.edit
-        else f"Fix: {fault.fix.advice}",
-        edit=fault.fix.edit if is_models else "",
+        sentence=sentence,
+        fix=f"Add '{edit}' to the policy; {fault.fix.advice}" if edit else f"Fix: {fault.fix.advice}",
+        edit=edit if is_models else "",
     )
 
 
@@ -128,7 +125,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     """Give gradients, buffers, mode and random state back after the block. Writes: what it gives back. Syncs: no."""
     grads = {p: p.grad for p in model.parameters()}
     buffers = {b: b.detach().clone() for b in model.buffers()}
-    places = {m: dict(m._buffers) for m in model.modules() if m._buffers}
+    places = [(own_buffers(m), dict(own_buffers(m))) for m in model.modules()]
     training = {m: m.training for m in model.modules()}
     for p in grads:
         p.grad = None
@@ -138,8 +135,8 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     finally:
         for p, grad in grads.items():
             p.grad = grad
-        for module, held in places.items():
-            module._buffers.update(held)
+        for registry, held in places:
+            registry.update(held)
         with torch.no_grad():
             for buffer, before in buffers.items():
                 buffer.copy_(before)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._torch import storage_id, version
 from ..errors import listed
+from ..optim import parameters
 from .frames import short_line
 from .lint_rules import LintWatch
 from .measure import amax, rms
@@ -47,7 +48,7 @@ _DIVERGED, _FEW = 1e3, 4
 
 def _size_of(optimizer: torch.optim.Optimizer) -> float:
     """Return the root mean square of an optimizer's weights. Syncs: yes."""
-    found = [v for group in optimizer.param_groups for p in group["params"] if (v := plain(p)) is not None]
+    found = [v for p in parameters(optimizer) if (v := plain(p)) is not None]
     squares = sum(rms(v, is_finite=True) ** 2 * v.numel() for v in found)
     return math.sqrt(squares / max(1, sum(v.numel() for v in found)))
 
@@ -125,9 +126,8 @@ class IdleSteps:
 
     def before(self, optimizer: torch.optim.Optimizer, ops: int, has_closure: bool, scale: float) -> None:
         """Look at the gradients of a step, given how many ops ran before it and what they were multiplied by; a closure brings its own. Syncs: yes."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        arrived = max((self._arrived.pop(id(p), 0) for p in parameters), default=0)
-        grads = {id(p): plain(p.grad) for p in parameters if p.grad is not None}
+        arrived = max((self._arrived.pop(id(p), 0) for p in parameters(optimizer)), default=0)
+        grads = {id(p): plain(p.grad) for p in parameters(optimizer) if p.grad is not None}
         found = list(grads.values())
         self._had |= grads.keys()
         is_empty = not has_closure and not any(g is None or amax(g) for g in found)
@@ -153,7 +153,7 @@ class IdleSteps:
         )
         if optimizer in self._is_sum:
             self._count("uncleared-gradients", optimizer, site, name, self._is_sum.pop(optimizer))
-        kept = next((p for group in optimizer.param_groups for p in group["params"] if self._stamp(p)[0]), None)
+        kept = next((p for p in parameters(optimizer) if self._stamp(p)[0]), None)
         if kept is not None:
             self._left[id(kept)] = optimizer, self._stamp(kept)
         size, (start, before) = _size_of(optimizer), self._sizes[optimizer]
@@ -222,7 +222,7 @@ class IdleSteps:
                 lints.add("zero-learning-rate", site, torch.float32, what, still)
 
     def _tell_replaced(self, lints: LintWatch, named: Mapping[int, str]) -> None:
-        params = {o: {id(p) for group in o.param_groups for p in group["params"]} for o in self._steps}
+        params = {o: set(map(id, parameters(o))) for o in self._steps}
         held, least = set().union(*params.values()), _LEAST["no-gradients"]
         left = [name for key, name in named.items() if key not in held and self._brought[key] >= least]
         for optimizer, (site, steps) in self._steps.items() if left else ():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._torch import own_buffers, own_parameters, storage_id
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
+from ..optim import parameters
 from .frames import Owner, caller
 from .lint_rules import LintWatch
 from .measure import amax, rerun_wide
@@ -166,11 +167,10 @@ class UpdateWatch:
         self._clear()
         if type(optimizer).__module__.startswith("mezzo."):
             return
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.dtype in LOW_DTYPES and p.grad is not None:
-                    self._before[id(p)] = p.detach().clone()
-                    self._gradients.add(storage_id(p.grad))
+        for p in parameters(optimizer):
+            if p.dtype in LOW_DTYPES and p.grad is not None:
+                self._before[id(p)] = p.detach().clone()
+                self._gradients.add(storage_id(p.grad))
 
     def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in one op, given what tensors are called. Syncs: where it adds to 16 bit in a forward or by hand."""
@@ -236,14 +236,12 @@ class UpdateWatch:
             return
         for tensor, want in zip(call.out, wide, strict=True):
             old = before[id(tensor)]
-            meant = want != old.float()
-            intended, lost = int(meant.sum()), int((meant & (tensor.detach() == old)).sum())
-            times = (self._by_hand.get(tensor) or 0) + 1 if 2 * lost > intended else 0
+            counts = _counts(want != old.float(), tensor, old)
+            times = _next_row(self._by_hand.get(tensor) or 0, counts)
             self._by_hand.note(tensor, times)
             if times > (1 if tensor.numel() > 1 else _STEPS):
                 name = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
-                self.lost.append(LostUpdate(name=name, dtype=dtype_name(tensor.dtype), optimizer="the program", intended=intended,
-                                            lost=lost, site=site))  # fmt: skip
+                self.add(name, tensor, "the program", counts, site)
 
     def _see_chain(self, call: Call, site: Site) -> None:
         """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it."""
@@ -262,13 +260,11 @@ class UpdateWatch:
             (t, other, times) for t, other in (given, given[::-1]) if (times := self._steps_of(t, place)) is not None
         ]
         state, added, times = before[0] if before else (given[0], given[1], 0)
-        meant = added.detach() != 0
-        intended, lost = int(meant.sum()), int((meant & (out.detach() == state.detach())).sum())
-        times = times + 1 if 2 * lost > intended else 0
+        counts = _counts(added.detach() != 0, out, state)
+        times = _next_row(times, counts)
         self._chains.note(out, (place, times))
         if times == _STEPS:
-            self.lost.append(LostUpdate(name=f"a state of {tuple(out.shape)}", dtype=dtype_name(out.dtype), optimizer="",
-                                        intended=intended, lost=lost, site=site))  # fmt: skip
+            self.add(f"a state of {tuple(out.shape)}", out, "", counts, site)
 
     def _steps_of(self, state: Tensor, place: object) -> int | None:
         """Return how many steps in a row a line did not move a state; None where the line did not make it. Syncs: no."""
@@ -278,22 +274,31 @@ class UpdateWatch:
     def end(self, optimizer: torch.optim.Optimizer, names: dict[int, str], site: Site) -> None:
         """Count what was lost in the step that ended, and lives on nowhere. Syncs: yes."""
         kept = set().union(*self._keepers.live())
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                meant = self._intended.get(id(p))
-                if meant is None or id(p) in kept or not bool(meant.any()):
-                    continue
-                self.lost.append(
-                    LostUpdate(
-                        name=names[id(p)],
-                        dtype=dtype_name(p.dtype),
-                        optimizer=type(optimizer).__name__,
-                        intended=int(meant.sum()),
-                        lost=int((meant & (p.detach() == self._before[id(p)])).sum()),
-                        site=site,
-                    )
-                )
+        for p in parameters(optimizer):
+            meant = self._intended.get(id(p))
+            if meant is not None and id(p) not in kept and bool(meant.any()):
+                counts = _counts(meant, p, self._before[id(p)])
+                self.add(names[id(p)], p, type(optimizer).__name__, counts, site)
         self._clear()
+
+    def add(self, name: str, tensor: Tensor, optimizer: str, counts: tuple[int, int], site: Site) -> None:
+        """Note a lost update: how many elements it meant to change, and how many of them it left. Host only."""
+        intended, lost = counts
+        dtype = dtype_name(tensor.dtype)
+        self.lost.append(
+            LostUpdate(name=name, dtype=dtype, optimizer=optimizer, intended=intended, lost=lost, site=site)
+        )
+
+
+def _counts(meant: Tensor, now: Tensor, before: Tensor) -> tuple[int, int]:
+    """Return how many elements an update means to change, and how many of them are as they were. Syncs: yes."""
+    return int(meant.sum()), int((meant & (now.detach() == before.detach())).sum())
+
+
+def _next_row(times: int, counts: tuple[int, int]) -> int:
+    """Return how many updates in a row were lost, the last one included; 0 if that one reached half of what it meant to change."""
+    intended, lost = counts
+    return times + 1 if 2 * lost > intended else 0
 
 
 def _states(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -394,5 +399,4 @@ class StateWatch:
         if self._lints.of_risks and 2 * int((meant & is_whole).sum()) > intended:
             self._lints.add("half-accumulator", made.site, state.dtype, key[1], 0.0, made.kernel)
         if self._times[key] == 2 and len(self._updates.lost) < _TOLD:
-            self._updates.lost.append(LostUpdate(name=key[1], dtype=dtype_name(state.dtype), optimizer="the forward", intended=intended,
-                                                 lost=lost, site=made.site))  # fmt: skip
+            self._updates.add(key[1], state, "the forward", (intended, lost), made.site)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import dispatch_modes, storage_id, unwrapped
+from .._torch import dispatch_modes, local_tensor, storage_id, unwrapped
 from ..binding import innermost, record, uncompiled
 from ..distributed import living
 from ..errors import ConfigError, kind_of
@@ -236,7 +236,7 @@ class ModuleStack:
         for root in self.roots:
             for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
                 for name, held in named:
-                    local = getattr(held, "_local_tensor", held)
+                    local = local_tensor(held)
                     if local.layout is torch.strided and storage_id(local) == key:
                         return f"{kind} {uncompiled(name)}"
         for name, held in self.inputs:

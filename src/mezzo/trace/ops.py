@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, has_no_memory, sparse_values, tree_map, unwrapped
+from .._torch import OpOverload, has_no_memory, local_tensor, sparse_values, tree_map, unwrapped
 from ..formats import widest
 
 _RENAMED = {
@@ -159,8 +159,7 @@ def plain(tensor: Tensor) -> Tensor | None:
 
     Complex tensors come as their real view, sparse ones as their values, distributed ones as their local part.
     """
-    tensor = getattr(tensor, "_local_tensor", tensor)
-    tensor = unwrapped(tensor)
+    tensor = unwrapped(local_tensor(tensor))
     if tensor.is_meta or has_no_memory(tensor) or has_no_values(type(tensor)):
         return None
     if tensor.layout is torch.sparse_coo:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import autograd_node, dispatch_modes, function_modes
 from ..errors import RegionError
 from ..formats import dtype_name
+from ..optim import parameters
 from .collector import Collector
 from .context import TraceContext
 from .evidence import PendingOutputs, leaves_behind
@@ -286,7 +287,7 @@ class Trace:
             return
         if optimizer not in self._context.optimizers:
             self._context.optimizers.append(optimizer)
-        late = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._followed]
+        late = [p for p in parameters(optimizer) if id(p) not in self._followed]
         self._follow(*late)
         for p in late:
             self._on_gradient(p)
@@ -306,12 +307,12 @@ class Trace:
             return
         site = self._context.site("step")
         self._context.is_optimizer_running = False
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        names = {id(p): self._context.parameter_name(p) for p in parameters}
+        params = parameters(optimizer)
+        names = {id(p): self._context.parameter_name(p) for p in params}
         with self._collector.aside():
             self._idle.after(optimizer, site, self._collector.ops)
             self._collector.updates.end(optimizer, names, site)
-            bad = [(p, v) for p in parameters if (v := plain(p)) is not None and not is_finite(v)]
+            bad = [(p, v) for p in params if (v := plain(p)) is not None and not is_finite(v)]
         for p, values in bad:
             self._collector.sink("parameter", names[id(p)], values)
         self._updates += 1
