@@ -101,16 +101,21 @@ def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def set_modes_aside(*kinds: type[Any]) -> list[Any]:
-    """Take function modes of these kinds off, for ops that they leave alone, if no other one is at work; `put_back` is to follow. Host only."""
-    modes = function_modes() if num_function_modes() else []
-    return [pop_function_mode() for _ in modes] if all([isinstance(mode, kinds) for mode in modes]) else []
+class ModesAside:
+    """Takes function modes of these kinds off inside a block, for ops that they leave alone, if no other one is at work. Host only."""
 
+    def __init__(self, *kinds: type[Any]) -> None:
+        self._kinds = kinds
 
-def put_back(modes: list[Any]) -> None:
-    """Put function modes back that were set aside. Host only."""
-    while modes:
-        push_function_mode(modes.pop())
+    def __enter__(self) -> list[Any]:
+        modes = function_modes() if num_function_modes() else []
+        is_known = all([isinstance(mode, self._kinds) for mode in modes])
+        self._modes = [pop_function_mode() for _ in modes] if is_known else []
+        return self._modes
+
+    def __exit__(self, *_: object) -> None:
+        while self._modes:
+            push_function_mode(self._modes.pop())
 
 
 def run_ruled(
@@ -132,13 +137,10 @@ def run_ruled(
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
     norm = None
     if low is not None and not is_compiling():
-        aside = set_modes_aside(CastMode, AttentionMode)
-        try:
+        with ModesAside(CastMode, AttentionMode):
             norm = _low_norm(module, forward, args, kwargs, low, traced)
             if norm is not None and num_function_modes() == 0:
                 return norm(module, *args)  # all its ops say their dtype: no region needed
-        finally:
-            put_back(aside)
     with regions.region(precision, traced):
         if norm is not None:
             return norm(module, *args)

@@ -31,7 +31,7 @@ from ..kernels import (
 from ..policy import Rule
 from .forward import Binding, Bound, record
 from .hand_written import class_of, hand_written_gelu, hand_written_rms_norm
-from .module_rules import Precision, put_back, set_modes_aside
+from .module_rules import ModesAside, Precision
 
 SMALLEST_POOL = 1 << 14
 """Elements of an input from which on two copies cost less than they save."""
@@ -137,25 +137,19 @@ def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
     x, weight, bias = args[0], module.weight, module.bias
     if not isinstance(x, Tensor) or x.numel() * module.out_features <= SMALLEST_LINEAR:
         return F.linear(x, weight, bias)
-    aside = set_modes_aside(AttentionMode)
-    try:
+    with ModesAside(AttentionMode) as aside:
         if not num_function_modes() and tracing_state() is None and casts_to_bf16() and takes_linear(x, weight, bias):
             count_products(aside, x, weight)
             return linear(x, weight, bias)
-    finally:
-        put_back(aside)
     return F.linear(x, weight, bias)
 
 
 def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a `Conv2d`, with gradients by mezzo's kernel where a region casts to bf16 and that is the faster one: the same bits forward. Syncs: no."""
-    aside = set_modes_aside(AttentionMode)
-    try:
+    with ModesAside(AttentionMode):
         operands = _convolved(module, *args) if len(args) == 1 and not kwargs else None
         if operands is not None:
             return convolution(*operands, module.stride, module.padding)
-    finally:
-        put_back(aside)
     return type(module)._mezzo_class.forward(module, *args, **kwargs)
 
 
@@ -180,12 +174,10 @@ def _convolved(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] |
 def run_dropout(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a `Dropout`, with torch's random numbers drawn by mezzo's kernel where that is the faster one and nobody looks on."""
     if len(args) == 1 and not kwargs and module.training and not (module.inplace or is_compiling()):
-        x, aside = args[0], set_modes_aside(AttentionMode)
-        try:
+        x = args[0]
+        with ModesAside(AttentionMode):
             if isinstance(x, Tensor) and not num_function_modes() and takes_dropout(x, module.p):
                 return dropout(x, module.p)
-        finally:
-            put_back(aside)
     return type(module)._mezzo_class.forward(module, *args, **kwargs)
 
 

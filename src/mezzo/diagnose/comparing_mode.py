@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -180,8 +180,7 @@ class ModuleTally:
     weights: Tally = field(default_factory=Tally)
 
 
-@dataclass(frozen=True, slots=True)
-class OpKey:
+class OpKey(NamedTuple):
     """What calls of one op are added up: the same op on the same line of the same module."""
 
     phase: Phase
@@ -251,7 +250,8 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         is_narrow = any(t.dtype in LOW_DTYPES for t in (*call.out, *(t for _, t in call.inputs)))
         if not call.out or not (is_narrow or local_in or full_in or any(t in self.fp32 for t in call.out)):
             return
-        key = _key(call, site)
+        kernel, dtype, frame = call.facts.kernel, call.out[0].dtype, site.library or site.user
+        key = OpKey(site.phase, site.root, site.module, site.op, site.called, kernel, dtype, frame)
         if is_narrow:
             self.low_flops[key] += flops
         local = self._in_fp32(call, {}) if is_narrow else [t.detach().float() for t in call.out]
@@ -297,16 +297,3 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             for _, tensor in floating(output):
                 self.outputs.merge(self.fp32.tally(tensor))
                 self.count_result(tensor)
-
-
-def _key(call: Call, site: Site) -> OpKey:
-    return OpKey(
-        phase=site.phase,
-        root=site.root,
-        module=site.module,
-        op=site.op,
-        called=site.called,
-        kernel=call.facts.kernel,
-        dtype=call.out[0].dtype,
-        frame=site.library or site.user,
-    )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, MezzoError, first_line, kind_of
 from ..files import as_path, move_into_place
 from ..kernels import is_dtensor, like_dtensor, local
+from ..optim import parameters
 from .group import Group, is_running
 
 Place = tuple[str | int, ...]
@@ -109,11 +110,11 @@ def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, 
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         plain = _empty(saved[_PLAIN], None)
         _read_(path, {_PLAIN: plain})
-        locations = _Locations(amp)
+        like = _belonging(amp)
         tensors: dict[str, Tensor] = {}
 
         def target(location: Place) -> Tensor:
-            return tensors.setdefault(_key(location), _empty(saved[_key(location)], locations.like(location)))
+            return tensors.setdefault(_key(location), _empty(saved[_key(location)], like(location)))
 
         whole = _put_together(_unpacked(plain), target)
         _read_(path, tensors)
@@ -167,26 +168,21 @@ def _unpacked(packed: Tensor) -> Any:
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
 
 
-class _Locations:
-    """Knows the tensors of a run that saved ones belong to, and so how they must be sharded."""
+def _belonging(amp: Saveable) -> Callable[[Place], Tensor | None]:
+    """Return a function that says which weight of a run a saved tensor is, or belongs to, and so how it must be sharded."""
+    state, params = amp.state_dict(), [parameters(optimizer) for optimizer in amp.optimizers]
 
-    def __init__(self, amp: Saveable) -> None:
-        state = amp.state_dict()
-        self._model: Mapping[str, Tensor] = state["model"]
-        self._outside: Mapping[str, Tensor] = state.get("outside", {})
-        self._params = [[p for group in each.param_groups for p in group["params"]] for each in amp.optimizers]
-
-    def like(self, location: Place) -> Tensor | None:
-        """Return the weight that a saved tensor is, or belongs to; None if there is none in this run."""
+    def like(location: Place) -> Tensor | None:
+        found: Tensor | None = None
         match location:
-            case ("amp", "model", str(name)):
-                return self._model.get(name)
-            case ("amp", "outside", str(name)):
-                return self._outside.get(name)
+            case ("amp", "model" | "outside" as part, str(name)):
+                found = state.get(part, {}).get(name)
             case ("amp", "optimizers", int(which), "state", int(number), _):
-                params = self._params[which] if which < len(self._params) else []
-                return params[number] if number < len(params) else None
-        return None
+                known = params[which] if which < len(params) else []
+                found = known[number] if number < len(known) else None
+        return found
+
+    return like
 
 
 def _empty(saved: Any, like: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import is_
 from typing import Any, Protocol
@@ -269,38 +269,49 @@ def update_(
     taken: list[OptimizerGrads] = []
     undo: list[Callable[[], None] | None] = [None] * len(grads)
     for i, one in enumerate(grads):
-        if skipped is None or not skipped[i]:
-            found_inf = flags.skipped[i] if skipped is None else None
-            attempt = None
-            if found_inf is not None and Stepped(one.optimizer).needs_undoing():
-                attempt, found_inf = Attempt(one.optimizer, one.params, found_inf), None
-            coefficient = flags.clip_coefs[i] if flags.clip_coefs else None
-            if coefficient is None and clip.max_norm is not None:
-                coefficient = clip.coefficient(flags.norms[i] if skip == "independent" else flags.grad_norm)
-            try:
-                if scale is coefficient is found_inf is None and getattr(one.optimizer, "grad_scale", None) is None:
-                    bare_step(one.optimizer)()
-                else:
-                    divisor = flags.divisors[i] if flags.divisors and scale is pending.scale else None
-                    scaling = StepScaling(grad_scale=scale, clip_coef=coefficient, divisor=divisor, found_inf=found_inf)
-                    with true_grads_for(one.optimizer, one.grads, scaling):
-                        bare_step(one.optimizer)()
-            except BaseException as failure:
-                if attempt is not None and (take_back := attempt.settle(has_failed=True)) is not None:
-                    take_back()
-                is_edited = is_divided or clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
-                pending.broken = _CHANGED if is_edited else ""
-                if taken:
-                    pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
-                if taken and isinstance(failure, Exception):
-                    raise StepError(
-                        f"step() ended halfway: {_names(taken)} took its step, and {_names([one])} raised {type(failure).__name__}: {failure}. Call amp.zero_grad() "
-                        "and go on with the next batch, or load the last checkpoint."
-                    ) from failure
-                raise
-            taken.append(one)
-            undo[i] = None if attempt is None else attempt.settle()
+        if skipped is not None and skipped[i]:
+            continue
+        coefficient = flags.clip_coefs[i] if flags.clip_coefs else None
+        if coefficient is None and clip.max_norm is not None:
+            coefficient = clip.coefficient(flags.norms[i] if skip == "independent" else flags.grad_norm)
+        divisor = flags.divisors[i] if flags.divisors and scale is pending.scale else None
+        found_inf = flags.skipped[i] if skipped is None else None
+        scaling = StepScaling(grad_scale=scale, clip_coef=coefficient, found_inf=found_inf, divisor=divisor)
+        try:
+            undo[i] = _take(one, scaling)
+        except BaseException as failure:
+            is_edited = is_divided or clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
+            pending.broken = _CHANGED if is_edited else ""
+            if taken:
+                pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
+            if taken and isinstance(failure, Exception):
+                raise StepError(
+                    f"step() ended halfway: {_names(taken)} took its step, and {_names([one])} raised {type(failure).__name__}: {failure}. Call amp.zero_grad() "
+                    "and go on with the next batch, or load the last checkpoint."
+                ) from failure
+            raise
+        taken.append(one)
     return undo
+
+
+def _take(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | None:
+    """Have an optimizer take its step, unless `found_inf` says no; return what must be called once the host knows that. Syncs: no."""
+    attempt = None
+    if scaling.found_inf is not None and Stepped(one.optimizer).needs_undoing():
+        attempt = Attempt(one.optimizer, one.params, scaling.found_inf)
+        scaling = replace(scaling, found_inf=None)
+    is_bare = scaling.grad_scale is scaling.clip_coef is scaling.found_inf is None
+    try:
+        if is_bare and getattr(one.optimizer, "grad_scale", None) is None:
+            bare_step(one.optimizer)()
+        else:
+            with true_grads_for(one.optimizer, one.grads, scaling):
+                bare_step(one.optimizer)()
+    except BaseException:
+        if attempt is not None and (take_back := attempt.settle(has_failed=True)) is not None:
+            take_back()
+        raise
+    return None if attempt is None else attempt.settle()
 
 
 _CHANGED = "a step() that failed, when gradients had been divided or clipped already"
