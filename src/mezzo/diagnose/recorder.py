@@ -21,7 +21,7 @@ from ..random_state import RandomState
 from ..step import Stepper, StepResult
 from . import step_data
 from .second_run import SecondRun
-from .trial import LossFn, check_trial
+from .trial import LossFn, check_trial, cover
 
 START, FORMAT = "start.pt", 4
 BATCH, STEP, RESULTS, PARTIAL = ".batch", ".step", ".results", ".partial"
@@ -114,8 +114,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._image = FileImage()
         self._landing: Future[None] | None = None
         self._has_failed = False
-        self._take, self._backward = amp.step, amp.backward
-        vars(amp).update(step=self._recorded_step, backward=self._recorded_backward)
+        self._leave = cover(amp, step=self._recorded_step, backward=self._recorded_backward)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Hand out the batches of a loader, each noted before. Syncs: for batches on a device."""
@@ -197,13 +196,15 @@ class Recorder(AbstractContextManager["Recorder"]):
                 "not taken. Close the recorder to go on without it, or make room and record into a new folder."
             ) from failure
 
-    def _recorded_backward(self, loss: Tensor, **options: Any) -> None:
-        self._backward(loss, **options)
+    def _recorded_backward(self, backward: Callable[..., None], loss: Tensor, **options: Any) -> None:
+        backward(loss, **options)
         self._losses.append(loss.detach())
         if (second := self._due) is not None:
             second.after_backward()
 
-    def _recorded_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> StepResult:
+    def _recorded_step(
+        self, step: Callable[..., StepResult], closure: Callable[[], Any] | None = None, **options: Any
+    ) -> StepResult:
         if closure is not None or options.get("optimizer") is not None:
             raise ConfigError(
                 "record was asked to keep a step with a closure, or of one optimizer of several, which it cannot run again. Write "
@@ -214,7 +215,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._due is not None:
             self._run_twice(self._due)
         losses, self._losses, self._batches, self._num_batches = self._losses, [], [], 0
-        result = self._take(**options)
+        result = step(**options)
         if is_kept:
             self._results.append((self.step, result, losses))
         self.step += 1
@@ -260,8 +261,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Writes: `step` and `backward` of the stepper, as they were.
         """
-        for name in ("step", "backward"):
-            vars(self._amp).pop(name, None)
+        self._leave()
         try:
             if not self._has_failed:
                 self._read_results()

@@ -1,4 +1,4 @@
-"""One run of a model for the sake of looking at it: under a policy, and without a trace left in the model."""
+"""A run for the sake of looking at it: under a policy and without a trace left in the model, or by the methods of a stepper that somebody covers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ..errors import ConfigError, kind_of
 from ..formats import describe
 from ..policy import Policy
+from ..step import Stepper
 from ..step.prepare import prepare
 from ..trace import tensors_in
 
@@ -98,3 +99,33 @@ def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
     bound = copy.deepcopy(model)
     prepare(bound, None, policy)
     yield bound
+
+
+def cover(amp: Stepper, **covers: Callable[..., Any]) -> Callable[[], None]:
+    """Have functions called in the place of a stepper's methods of their names, each with that method before its arguments.
+
+    Others may cover the same methods, before and after, and leave in any order.
+
+    Returns:
+        A function that ends it.
+
+    Writes: attributes of the stepper.
+    """
+    held, is_on = vars(amp), True
+    before = {name: held[name] for name in covers if name in held}
+
+    def over(method: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: function(method, *args, **options) if is_on else method(*args, **options)
+
+    own = {name: over(getattr(amp, name), function) for name, function in covers.items()}
+    held.update(own)
+
+    def leave() -> None:
+        nonlocal is_on
+        is_on = False
+        for name in [name for name, method in own.items() if held.get(name) is method]:
+            del held[name]
+            if name in before:
+                held[name] = before[name]
+
+    return leave

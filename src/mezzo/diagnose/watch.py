@@ -20,6 +20,7 @@ from ..optim import keeps_masters, parameters, stepped_optimizer
 from ..stamp import Stamp
 from ..step import Stepper, StepResult
 from ..trace import Histogram, SampledRows, floating, spaced
+from .trial import cover
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
@@ -105,17 +106,7 @@ class Watch(AbstractContextManager["Watch"]):
             ]
             return
         self._note_masters(self._amp.optimizers)
-        step, backward = self._amp.step, self._amp.backward
-
-        def watched(closure: Any = None, **kwargs: Any) -> StepResult:
-            return self._step(step, closure, **kwargs)
-
-        def backward_watched(loss: Tensor, **kwargs: Any) -> None:
-            backward(loss, **kwargs)
-            self._losses.append(loss.detach())
-
-        # cover the methods on this one object
-        vars(self._amp).update(step=watched, backward=backward_watched)
+        self._leave = cover(self._amp, step=self._step, backward=self._backward)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._running += self._owns(optimizer)
@@ -153,7 +144,11 @@ class Watch(AbstractContextManager["Watch"]):
             self._dtypes.add(found.dtype)
             self._rows.put(row, found)
 
-    def _step(self, step: Callable[..., StepResult], closure: Any, **kwargs: Any) -> StepResult:
+    def _backward(self, backward: Callable[..., None], loss: Tensor, **options: Any) -> None:
+        backward(loss, **options)
+        self._losses.append(loss.detach())
+
+    def _step(self, step: Callable[..., StepResult], closure: Any = None, **kwargs: Any) -> StepResult:
         known, one = self._amp.optimizers if self._amp is not None else (), kwargs.get("optimizer")
         stepped = known if one is None else [stepped_optimizer(one, known)]
         before = self._timed(lambda: self._sample_before(stepped)) if self._is_sampling else None
@@ -314,8 +309,7 @@ class Watch(AbstractContextManager["Watch"]):
             handle.remove()
         self._handles.clear()
         if self._amp is not None:
-            for name in ("step", "backward"):
-                vars(self._amp).pop(name, None)
+            self._leave()
 
     def __exit__(self, *error: object) -> None:
         self.close()
