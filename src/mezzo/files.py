@@ -46,15 +46,11 @@ def _why_no_name(path: Path) -> str:
     )
 
 
-def check_writable(option: str, path: Path, raising: type[MezzoError] = ConfigError) -> None:
-    """Refuse a file, or a folder for files, that cannot be written, before what takes long begins. Host only.
-
-    Raises:
-        ConfigError: or `raising`: it cannot be written; names the option that asked for it.
-    """
+def check_writable(option: str, path: Path) -> None:
+    """Refuse with a `ConfigError` a file, or a folder for files, that cannot be written, before what takes long begins. Host only."""
     shut = path if path.exists() else path.parent
     if not os.access(shut, os.W_OK | (os.X_OK if shut.is_dir() else 0)):
-        raise raising(
+        raise ConfigError(
             f"{option} {path}: {shut} cannot be written. Name a {'folder' if path.is_dir() else 'file'} that can be."
         )
 

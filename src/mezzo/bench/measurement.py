@@ -131,10 +131,6 @@ class Result:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
 
-def _phases(stored: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[Phase, ...]]:
-    return {name: tuple(Phase(**phase) for phase in phases) for name, phases in stored.items()}
-
-
 def from_json(text: str) -> Result:
     """Return the result that `Result.to_json` wrote. Raises: BenchError: the text is not a benchmark result."""
     try:
@@ -142,10 +138,12 @@ def from_json(text: str) -> Result:
         rooflines = stored.pop("rooflines")
         measurements = stored.pop("measurements")
         peak_rates = PeakRates.from_plain(stored.pop("peak_rates"))
+        for one in rooflines.values():
+            one["phases"] = {name: tuple(Phase(**phase) for phase in found) for name, found in one["phases"].items()}
         return Result(
             **stored,
             peak_rates=peak_rates,
-            rooflines={label: PointRoofline(**{**f, "phases": _phases(f["phases"])}) for label, f in rooflines.items()},
+            rooflines={label: PointRoofline(**one) for label, one in rooflines.items()},
             measurements=tuple(Measurement(**{**m, "seconds": tuple(m["seconds"])}) for m in measurements),
         )
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:

@@ -126,7 +126,11 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
             "forward has returned. Give it another name, and write a forward that returns the list of what it yields."
         )
     before, forward = record(module), module.__dict__.pop("forward", None)
-    inner = (_own_forward(before) if forward is None else _Own(forward)) or in_place_of_forward(module, binding, own)
+    inner = None if before is None else before.inner
+    if forward is not None:
+        inner = _Own(forward)
+    elif not isinstance(inner, _Own):
+        inner = in_place_of_forward(module, binding, own)
     attends = binding.has_own_ops and own is None and around not in FP32_RULES and _is_innermost_attention(module)
     module.__dict__[RECORD] = Bound(
         binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
@@ -138,10 +142,6 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         cls.__bases__ = (bound_class(cls.__bases__[0]),)
     else:
         module.__class__ = bound_class(cls)
-
-
-def _own_forward(before: Bound | None) -> _Own | None:
-    return before.inner if before is not None and isinstance(before.inner, _Own) else None
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:

@@ -15,10 +15,6 @@ from .region import autocast
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return next((t.device.type for t in tensors_in(args, kwargs) if t.is_floating_point()), "cpu")
-
-
 def _cast_all(value: Any, dtype: torch.dtype, device: str) -> Any:
     if isinstance(value, dict):
         return type(value)({key: _cast_all(item, dtype, device) for key, item in value.items()})
@@ -52,7 +48,8 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
 
     @functools.wraps(fwd)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        device = device_type or _device_of(args, kwargs)
+        given = (t.device.type for t in tensors_in(args, kwargs) if t.is_floating_point())
+        device = device_type or next(given, "cpu")
         if cast_inputs is None or not torch.is_autocast_enabled(device):
             ctx._mezzo_region = autocast.current()
             return fwd(ctx, *args, **kwargs)

@@ -62,12 +62,8 @@ def callables_by_name() -> Mapping[str, tuple[AnyCallable, ...]]:
     return MappingProxyType({name: tuple(functions) for name, functions in found.items()})
 
 
-def _always_false(*_: object) -> bool:
-    return False
-
-
 def _decomposed(function: FunctionType) -> FunctionType:
-    silenced = {name: _always_false for name in function.__globals__ if name.startswith("has_torch_function")}
+    silenced = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **silenced},

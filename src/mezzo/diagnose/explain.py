@@ -149,7 +149,7 @@ class Explanation(Report):
             title="By module, submodules left out",
             columns=("module", "class", "ops", "flops", "weight casts", "up", "down", "backward", "cast bytes"),
             rows=tuple(
-                (r.module or "(root)", r.cls, _pairs(r.ops), sum(n for _, n in r.flops),
+                (r.module or "(root)", r.cls, ", ".join(f"{n} {name}" for name, n in r.ops), sum(n for _, n in r.flops),
                  r.weight_casts, r.up_casts, r.down_casts, r.grad_casts, r.cast_bytes)
                 for r in self.rows
             ),
@@ -182,10 +182,6 @@ class Explanation(Report):
         if casts:
             texts.append(f"weights are cast {casts} times a step: params=bf16, master=split stores them so.")
         return tuple(texts)
-
-
-def _pairs(pairs: tuple[tuple[str, int], ...]) -> str:
-    return ", ".join(f"{n} {name}" for name, n in pairs)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -157,9 +157,9 @@ def _stop(
         loss_scale = LossScale(scale=flags.scale, skipped_in_a_row=row - 1)
         if not loss_scale.is_exhausted(True, scaling, config.patience):
             return None
+        lowest = f"floor {scaling.min_scale:g}" if scaling.dynamic else "fixed"
         return LossScaleExhausted(
-            f"{skipped}, the last at loss scale {flags.scale:g} ({_lowest(scaling)}): "
-            f"{_count_gradients(suspects.gradients())}",
+            f"{skipped}, the last at loss scale {flags.scale:g} ({lowest}): {_count_gradients(suspects.gradients())}",
             _overflow_advice(flags.scale, scaling),
         )
     if row < config.patience:
@@ -171,10 +171,6 @@ def _stop(
         f"{skipped} (guard.patience={config.patience}): {what}",
         "mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
     )
-
-
-def _lowest(scaling: ScalingConfig) -> str:
-    return f"floor {scaling.min_scale:g}" if scaling.dynamic else "fixed"
 
 
 def _overflow_advice(scale: float, scaling: ScalingConfig) -> str:

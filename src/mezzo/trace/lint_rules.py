@@ -33,10 +33,6 @@ _MOST = 64
 """Lints of one rule that are kept."""
 
 
-def _low(tensors: list[Tensor]) -> Tensor | None:
-    return next((t for t in tensors if t.dtype in LOW_DTYPES), None)
-
-
 def exact_integers(dtype: torch.dtype) -> float:
     """Return the number up to which a format holds every integer.
 
@@ -90,7 +86,7 @@ class LintWatch:
             self._is_scaled = self._is_scaled or self._has_scaler or is_called_from(_OWN_SCALER)
         if call.facts.name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
             self._ids(call, reference)
-        low = _low(call.out)
+        low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return
         if site.phase == "forward":

@@ -160,17 +160,13 @@ def _column(event: Event) -> str:
     return f"; column {event.where[-1]} is the same in all rows, or empty: its {shared[0].name} is 0"
 
 
-def _low_name(event: Event) -> str:
-    """Return the 16-bit format at work: the op's own, else that of what it read."""
-    return next((t.dtype for t in (*event.outputs, *event.inputs) if t.dtype in LOW_NAMES), "16 bit")
-
-
 def _underflow(event: Event) -> str:
     flush, reference = event.flush, event.reference
     assert reference is not None
     if flush is None:
+        low = next((t.dtype for t in (*event.outputs, *event.inputs) if t.dtype in LOW_NAMES), "16 bit")
         return (
-            f"rounding to {_low_name(event)} on the way here moved its argument to where no value exists; on the values of "
+            f"rounding to {low} on the way here moved its argument to where no value exists; on the values of "
             f"an fp32 run {event.site.op} gives {number(reference.amax)}."
         )
     if flush.is_cancellation:

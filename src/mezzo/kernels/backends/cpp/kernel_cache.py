@@ -88,7 +88,8 @@ def load(folder: Path, name: str) -> ctypes.CDLL | None:
     """Return the library of a name in a folder; None if it is not there, not ours, not whole, or does not load."""
     try:
         with opened(folder, make=False) as descriptor:
-            return _loaded(folder, name, descriptor) if _is_whole(folder, name, descriptor) else None
+            is_whole = _is_whole(folder, name, descriptor)
+            return ctypes.CDLL(str(_by_descriptor(folder, descriptor) / name)) if is_whole else None
     except OSError as error:
         _log.debug("%s/%s is not loaded: %s", folder, name, error)
         return None
@@ -102,10 +103,6 @@ def _is_whole(folder: Path, name: str, descriptor: int) -> bool:
             _warn_of(folder / name, reason)
             return False
         return stat.S_ISREG(status.st_mode) and is_sealed(file.read())
-
-
-def _loaded(folder: Path, name: str, descriptor: int) -> ctypes.CDLL:
-    return ctypes.CDLL(str(_by_descriptor(folder, descriptor) / name))
 
 
 def _by_descriptor(folder: Path, descriptor: int) -> Path:
