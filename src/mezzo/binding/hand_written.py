@@ -79,7 +79,7 @@ def run_gelu(approximate: str, module: nn.Module, *args: Any, **kwargs: Any) -> 
     """Call a GELU: of a 16-bit tensor as one op, which computes in fp32, rounds once, to the input's dtype, and keeps its input alone. Syncs: no."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype in LOW_DTYPES:
         return F.gelu(args[0], approximate=approximate)
-    return type(module)._mezzo_class.forward(module, *args, **kwargs)  # type: ignore[attr-defined]  # of every bound class
+    return class_of(module).forward(module, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class HandWrittenRMSNorm:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the forward as it is written."""
-        return type(module)._mezzo_class.forward(module, *args, **kwargs)  # type: ignore[attr-defined]  # of every bound class
+        return class_of(module).forward(module, *args, **kwargs)
 
     def weight(self, module: nn.Module) -> Tensor | None:
         """Return the weight of an instance that still is what it was; None of any other. Host only."""

@@ -97,7 +97,7 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     torch leaves that kernel out under autocast, but asks for CUDA's alone: on the CPU the switch of CUDA says so too.
     """
-    forward = type(module)._mezzo_class.forward  # type: ignore[attr-defined]  # of every bound class
+    forward = class_of(module).forward
     is_hidden = torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
     if module.training or not is_hidden:
         return forward(module, *args, **kwargs)
@@ -110,7 +110,7 @@ def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of recurrent layers: by mezzo's kernel where that is faster and nobody looks on; an LSTM that is exported with its casts, past which torch decomposes it."""
-    forward, binding = type(module)._mezzo_class.forward, _bound(module).binding
+    forward, binding = class_of(module).forward, _bound(module).binding
     is_own = binding.has_own_ops and not is_compiling() and _may_take(module, *args)
     low = binding.low_dtype() if is_exporting() and isinstance(module, nn.LSTM) else None
     if low is None and not is_own:
@@ -150,7 +150,7 @@ def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
         operands = _convolved(module, *args) if len(args) == 1 and not kwargs else None
         if operands is not None:
             return convolution(*operands, module.stride, module.padding)
-    return type(module)._mezzo_class.forward(module, *args, **kwargs)
+    return class_of(module).forward(module, *args, **kwargs)
 
 
 def _convolved(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -178,7 +178,7 @@ def run_dropout(module: Any, *args: Any, **kwargs: Any) -> Any:
         with ModesAside(AttentionMode):
             if isinstance(x, Tensor) and not num_function_modes() and takes_dropout(x, module.p):
                 return dropout(x, module.p)
-    return type(module)._mezzo_class.forward(module, *args, **kwargs)
+    return class_of(module).forward(module, *args, **kwargs)
 
 
 def run_max_pool(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def run_max_pool(module: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and _lies_apart(module, args[0]):
         options = module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode
         return _MaxPool.apply(args[0], options)  # type: ignore[no-untyped-call]  # torch's own
-    return type(module)._mezzo_class.forward(module, *args, **kwargs)
+    return class_of(module).forward(module, *args, **kwargs)
 
 
 class _MaxPool(torch.autograd.Function):
@@ -237,7 +237,7 @@ def _run_kept_convolution(module: Any, input: Tensor) -> Tensor:
 
 def _run_by_mode(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a module that casts its weights who knows where, in a region that sees each op."""
-    forward = run_unfused if isinstance(module, FUSED) else type(module)._mezzo_class.forward
+    forward = run_unfused if isinstance(module, FUSED) else class_of(module).forward
     if is_compiling():
         return forward(module, *args, **kwargs)
     with _bound(module).binding.by_mode():
