@@ -223,7 +223,7 @@ def repeated(
     warm_up: int = WARM_UP_STEPS,
     batches: Sequence[tuple[Tensor, ...]] = (),
 ) -> Session:
-    """Return the session whose run calls a unit with 0, 1, ... and makes its loss of what the last one returned."""
+    """Return the session whose run calls a unit with 0, 1, ... and makes its loss of what the last one returned. Syncs: no."""
 
     def run(times: int) -> Tensor:
         for number in range(times):

@@ -224,10 +224,8 @@ class UpdateWatch:
 
     def _see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in an op outside of modules and optimizers, which adds to 16 bit that no gradient goes through."""
-        is_addition = (
-            not site.root and bool(call.facts.writes) and call.facts.name.removeprefix("foreach_") in _ADDITIONS
-        )
-        if not is_addition or len(self.lost) >= _TOLD or caller() is Owner.MEZZO:
+        is_addition = call.facts.writes and call.facts.name.removeprefix("foreach_") in _ADDITIONS
+        if site.root or not is_addition or len(self.lost) >= _TOLD or caller() is Owner.MEZZO:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
         kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES]
@@ -237,7 +235,7 @@ class UpdateWatch:
         for tensor, want in zip(call.out, wide, strict=True):
             old = before[id(tensor)]
             counts = _counts(want != old.float(), tensor, old)
-            times = _next_row(self._by_hand.get(tensor) or 0, counts)
+            times = _row_after(self._by_hand.get(tensor) or 0, counts)
             self._by_hand.note(tensor, times)
             if times > (1 if tensor.numel() > 1 else _STEPS):
                 name = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
@@ -261,7 +259,7 @@ class UpdateWatch:
         ]
         state, added, times = before[0] if before else (given[0], given[1], 0)
         counts = _counts(added.detach() != 0, out, state)
-        times = _next_row(times, counts)
+        times = _row_after(times, counts)
         self._chains.note(out, (place, times))
         if times == _STEPS:
             self.add(f"a state of {tuple(out.shape)}", out, "", counts, site)
@@ -295,10 +293,9 @@ def _counts(meant: Tensor, now: Tensor, before: Tensor) -> tuple[int, int]:
     return int(meant.sum()), int((meant & (now.detach() == before.detach())).sum())
 
 
-def _next_row(times: int, counts: tuple[int, int]) -> int:
-    """Return how many updates in a row were lost, the last one included; 0 if that one reached half of what it meant to change."""
-    intended, lost = counts
-    return times + 1 if 2 * lost > intended else 0
+def _row_after(times: int, counts: tuple[int, int]) -> int:
+    """Return how many updates in a row were lost, after one more; 0 if that one reached half of what it meant to change."""
+    return times + 1 if 2 * counts[1] > counts[0] else 0
 
 
 def _states(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -394,9 +391,9 @@ class StateWatch:
         old = before.float()
         meant = (wide - old).abs() > _MOVED * old.abs()
         is_whole = bumped - wide >= _WHOLE * (_larger(before) - old)
-        intended, lost = int(meant.sum()), int((meant & is_whole & (state == before)).sum())
-        self._times[key] = self._times[key] + 1 if 2 * lost > intended else 0
-        if self._lints.of_risks and 2 * int((meant & is_whole).sum()) > intended:
+        counts = int(meant.sum()), int((meant & is_whole & (state == before)).sum())
+        self._times[key] = _row_after(self._times[key], counts)
+        if self._lints.of_risks and 2 * int((meant & is_whole).sum()) > counts[0]:
             self._lints.add("half-accumulator", made.site, state.dtype, key[1], 0.0, made.kernel)
         if self._times[key] == 2 and len(self._updates.lost) < _TOLD:
-            self._updates.add(key[1], state, "the forward", (intended, lost), made.site)
+            self._updates.add(key[1], state, "the forward", counts, made.site)
