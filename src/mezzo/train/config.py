@@ -55,7 +55,7 @@ class TrainConfig:
         label_map: a .json or .tsv file with the names of the labels in their order; left out, the labels of the data, sorted.
         rows: rows of `data` to use, drawn before it is split; 0 uses all.
         limit: training rows to use; 0 uses all. Dev and test rows stay as they are.
-        model: local folder or hub name of a model to start from; left out, a BERT from random weights.
+        model: folder of a run, whose best model is meant, folder of a model, or hub name, to start from; left out, a BERT from random weights.
         vocab_size: entries of the tokenizer that is trained when `model` is left out.
         layers: encoder layers of a BERT from random weights.
         hidden: width of its layers.

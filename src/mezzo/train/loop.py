@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import keep_memory, prepare
-from ..errors import ConfigError
+from ..errors import ConfigError, listed
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
 from .data import Corpus, load_corpus
@@ -27,6 +28,18 @@ from .trainer import Position, Trainer, updates_per_epoch
 
 
 def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
+    taken = folder.replaced
+    if taken and not folder.is_run and (folder.config.exists() or not config.resume):
+        raise ConfigError(
+            f"{config.out} holds no run that training could go on with or give up, and training would replace {listed(taken)} in it. "
+            "Write --out with a new folder, or with that of a run."
+        )
+    given_up = {folder.path.resolve(), folder.best.resolve()} if config.overwrite else set()
+    if config.model is not None and Path(config.model).resolve() in given_up:
+        raise ConfigError(
+            f"--overwrite would give up the model that it starts from: --model {config.model} is that of the run in --out {config.out}. "
+            "Write another --out."
+        )
     if folder.checkpoint.exists() and not config.resume and not config.overwrite:
         raise ConfigError(
             f"{config.out} holds a run already. Write --resume to go on with it, --overwrite to give it up, or another --out."

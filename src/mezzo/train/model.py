@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, first_line
 from .config import TrainConfig
+from .train_result import RunFolder
 
 POSITION_SIZE = 0.03
 """Of the sinusoids, beside word vectors of standard deviation 0.02."""
@@ -66,25 +67,37 @@ def sinusoids(positions: int, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :width]
 
 
+def model_name(name: str | Path) -> str:
+    """Return what holds the model of a name: for the folder of a run, that of its best one. Raises: ConfigError: it has none yet."""
+    run = RunFolder(path=Path(name))
+    if run.config.exists() and not run.is_run:
+        return str(name)
+    if run.best.is_dir():
+        return str(run.best)
+    if run.checkpoint.exists():
+        raise ConfigError(f"the run in {name} has no model yet: none of its evaluations is done.")
+    return str(name)
+
+
 def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Module:
-    """Return a classifier from a model folder or hub name; fp32 whatever it was saved in, on the CPU.
+    """Return a classifier from the folder of a run or model, or a hub name; fp32 whatever it was saved in, on the CPU.
 
     A head of another size than there are labels is replaced by a random one; None keeps the saved head.
 
     Raises:
         ConfigError: no such model, no classifier for its kind, or the hub cannot be reached.
     """
-    changes = {} if labels is None else _label_names(labels)
+    changes, name = {} if labels is None else _label_names(labels), model_name(name)
     try:
         with quiet():
             from transformers import AutoModelForSequenceClassification
 
             model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-                str(name), dtype=torch.float32, ignore_mismatched_sizes=labels is not None, **changes
+                name, dtype=torch.float32, ignore_mismatched_sizes=labels is not None, **changes
             )
     except Exception as error:  # pickled weights, a damaged file, a kind without a classifier, ...
         raise ConfigError(
-            f"the model {str(name)!r} cannot be loaded: {first_line(error)}. "
+            f"the model {name!r} cannot be loaded: {first_line(error)}. "
             "Write the path of a model folder, or a hub name on a machine that reaches the hub."
         ) from None
     return model

@@ -22,7 +22,6 @@ from .evaluate import logits_of
 from .model import check_length, load_model
 from .text_files import is_text
 from .tokens import encode, load_tokenizer
-from .train_result import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +54,8 @@ class Predictor:
                 f"max_length={max_length!r} must be a whole number of 0 or more; 0 is what the model was trained with."
             )
         self._device = choose_device(device)
-        name = _model_folder(str(model))
-        self._tokenizer = load_tokenizer(name)
-        self._model = prepare(load_model(name).to(self._device).eval(), policy=chosen, cache="persistent").model
+        self._tokenizer = load_tokenizer(model)
+        self._model = prepare(load_model(model).to(self._device).eval(), policy=chosen, cache="persistent").model
         config: Any = self._model.config
         self._names = {int(index): str(label) for index, label in config.id2label.items()}
         most = getattr(config, "max_position_embeddings", self._tokenizer.model_max_length)
@@ -104,12 +102,3 @@ def _list_of(texts: Iterable[str]) -> list[str]:
             why = "holds half of a character, such as \\ud83d" if isinstance(text, str) else f"is {kind_of(text)}"
             raise DataError(f"text {index} of {len(texts)} {why}; each must be text that UTF-8 can write.")
     return texts
-
-
-def _model_folder(model: str) -> str:
-    best = RunFolder(path=Path(model)).best
-    if best.is_dir():
-        return str(best)
-    if RunFolder(path=Path(model)).checkpoint.exists():
-        raise ConfigError(f"the run in {model} has no model yet: none of its evaluations is done.")
-    return model

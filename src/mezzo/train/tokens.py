@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, first_line
-from .model import check_reachable, quiet
+from .model import check_reachable, model_name, quiet
 
 PAD, UNKNOWN, START, END, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 MARKS = (PAD, UNKNOWN, START, END, MASK)
@@ -84,20 +84,21 @@ def restore_tokenizer(text: str, max_length: int) -> Any:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """Return the tokenizer of a model folder or hub name.
+    """Return the tokenizer of the folder of a run or model, or of a hub name.
 
     Raises:
         ConfigError: there is none, or the hub cannot be reached.
     """
+    name = model_name(name)
     try:
         with quiet():
             from transformers import AutoTokenizer
 
-            check_reachable(str(name))
-            return AutoTokenizer.from_pretrained(str(name))
+            check_reachable(name)
+            return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # a damaged file has many kinds
         raise ConfigError(
-            f"no tokenizer for the model {str(name)!r}: {first_line(error)}. "
+            f"no tokenizer for the model {name!r}: {first_line(error)}. "
             "Write the path of a folder that holds one, or a hub name on a machine that reaches the hub."
         ) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,22 @@ class RunFolder:
         self.path = path
         self.config, self.checkpoint, self.best = path / "config.json", path / "checkpoint.pt", path / "best"
         self.metrics, self.curves, self.result = path / "metrics.jsonl", path / "curves.png", path / "result.json"
+
+    @property
+    def replaced(self) -> list[str]:
+        """The names of what lies in the folder that a training replaces."""
+        partial = self.path / "best.partial"
+        own = (self.config, self.checkpoint, self.best, partial, self.metrics, self.curves, self.result)
+        return [path.name for path in own if path.exists()]
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the options in it are those of a run: a model has a config.json too."""
+        try:
+            saved = json.loads(self.config.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(saved, dict) and {"data", "policy", "out"} <= saved.keys()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
