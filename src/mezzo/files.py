@@ -112,6 +112,24 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, several
         write(file)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8, whole or not at all; what is there and no file, such as /dev/stdout, takes it as it comes.
+
+    Raises:
+        OSError: it could not be written, with its name; the file is what it was.
+
+    Writes: the file; meanwhile one beside it that ends in ".partial".
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(path.resolve(), lambda file: file.write(text.encode()))
+    except OSError as error:  # that of a full disk names none
+        error.filename = error.filename or str(path)
+        raise
+
+
 class BestEffort:
     """A text stream that drops what it cannot take: no run ends because its log is on a full disk, or its terminal is gone."""
 

@@ -137,9 +137,9 @@ def test_the_sentence_keeps_apart_where_16_bit_is_emulated(tmp_path: Path) -> No
     )
 
 
-def test_a_page_without_a_place_for_figures(tmp_path: Path) -> None:
+def test_a_page_without_a_place_for_figures() -> None:
     with pytest.raises(BenchError, match="no place for the figures; write <!-- figures"):
-        with_figures("# mezzo", tmp_path)
+        with_figures("# mezzo", ROOT / RESULTS)
 
 
 def test_the_newest_of_each_workload_and_machine() -> None:
@@ -195,14 +195,40 @@ def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFix
         "<!-- speed: made by `mezzo bench docs` --><!-- end of speed --> before "
         "<!-- figures: made by `mezzo bench docs` -->\n<!-- end of figures --> after"
     )
+    (stored / "a.json").write_text(result(gpu="NVIDIA H200").to_json())
     assert main([*words, "--check"]) == 1
     assert "run `mezzo bench docs`" in capsys.readouterr().err
     assert main(words) == 0
     assert "| workload | policy |" in readme.read_text() and "-->No figures are stored yet.<!--" in readme.read_text()
-    assert "No results are stored yet." in place.read_text()
+    assert "### NVIDIA H200\n" in place.read_text()
     assert main([*words, "--check"]) == 0
-    (stored / "a.json").write_text(result().to_json())
+    (stored / "b.json").write_text(result().to_json())
     assert main([*words, "--check"]) == 1
+
+
+@pytest.mark.parametrize("folder", ["typo", "empty", "page.md"])
+@pytest.mark.parametrize("option", [(), ("--check",)])
+def test_a_folder_without_results_empties_no_page(
+    folder: str, option: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, readme = tmp_path / "page.md", tmp_path / "README.md"
+    (tmp_path / "empty").mkdir()
+    for path in (place, readme):
+        path.write_text("mine")
+    words = ["--results", str(tmp_path / folder), "--page", str(place), "--readme", str(readme), *option]
+    assert main(["bench", "docs", *words]) == 2
+    assert capsys.readouterr().err == (
+        f"mezzo bench: there is no result of a benchmark in {tmp_path / folder}. Write --results with the folder of their JSON.\n"
+    )
+    assert place.read_text() == readme.read_text() == "mine"
+
+
+def test_a_readme_that_was_named_and_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(result().to_json())
+    place, typo = tmp_path / "page.md", tmp_path / "typo.md"
+    assert main(["bench", "docs", "--results", str(tmp_path), "--page", str(place), "--readme", str(typo)]) == 2
+    assert capsys.readouterr().err == f"mezzo bench: {typo}: No such file or directory.\n"
+    assert not place.exists()
 
 
 def test_a_file_that_is_no_result(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -51,6 +52,46 @@ def test_table_json_and_picture(
     out, data = capsys.readouterr().out, next(tmp_path.glob("recipe_*.json"))
     assert out == data.read_text() == next((tmp_path / "again").glob("*.json")).read_text()
     assert json.loads(out)["plan"]["variants"] == list(stored.plan["variants"])
+
+
+def stored_one() -> Result:
+    return load(next((Path(__file__).parents[2] / "benchmarks" / "results").glob("recipe_*.json")))
+
+
+def test_a_result_that_cannot_be_saved_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: stored_one())
+    monkeypatch.setattr("mezzo.files.move_into_place", full)
+    assert main([*WORDS, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "torch-amp" in said.out and f"{tmp_path}/recipe_" in said.err
+    assert list(tmp_path.iterdir()) == []  # whole or not at all
+
+
+def test_a_result_that_cannot_be_printed_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: stored_one())
+    monkeypatch.setattr("mezzo.cli.bench.print_result", closed)
+    assert main([*WORDS, "--out", str(tmp_path)]) == 2
+    assert load(next(tmp_path.glob("*.json"))) == stored_one()
+
+
+@pytest.mark.parametrize("content", [b"{}", b"\xff", b"[" * 100_000, b"[1]"])
+def test_a_file_of_the_same_name_that_is_no_result_is_kept(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: stored_one())
+    assert main([*WORDS, "--out", str(tmp_path)]) == 0
+    (first,) = tmp_path.glob("*.json")
+    first.write_bytes(content)
+    assert main([*WORDS, "--out", str(tmp_path)]) == 0
+    assert first.read_bytes() == content and load(first.with_stem(f"{first.stem}_2")) == stored_one()
 
 
 def test_a_quick_look_is_one_at_a_small_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from mezzo.bench import Reviews, load
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
 from mezzo.bench.roofline import PeakRates
 from mezzo.cli import demo, main
+from mezzo.errors import BenchError
 from mezzo.formats import native_support
 
 
@@ -75,6 +78,37 @@ def test_json(asked: list[tuple[object, object]], tmp_path: Path, capsys: pytest
     assert main(["demo", "--device", "cpu", "--out", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == {"recipe": json.loads(RECIPE.to_json()), "reviews": json.loads(REVIEWS.to_json())}
+
+
+def test_what_was_measured_before_something_failed_is_printed_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(workload: object, plan: object, tests: str) -> Result:
+        if isinstance(workload, Reviews):
+            raise BenchError("it failed.")
+        return RECIPE
+
+    monkeypatch.setattr(demo, "measured", measured)
+    assert main(["demo", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "mezzo-amp" in said.out and "recipe_x-2t_2026-11-21.svg" in said.out and "curves" not in said.out
+    assert said.err.endswith("mezzo demo: it failed.\n")
+    assert load(next(tmp_path.glob("*.json"))) == RECIPE
+
+
+def test_what_cannot_be_saved_is_printed(
+    asked: list[tuple[object, object]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mezzo.files.move_into_place", full)
+    assert main(["demo", "--device", "cpu", "--out", str(tmp_path), "--json"]) == 2
+    assert set(json.loads(capsys.readouterr().out)) == {"recipe"}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_dtype_is_that_of_the_device() -> None:

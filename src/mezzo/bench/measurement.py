@@ -131,7 +131,7 @@ class Result:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
 
-def from_json(text: str) -> Result:
+def from_json(text: str | bytes) -> Result:
     """Return the result that `Result.to_json` wrote. Raises: BenchError: the text is not a benchmark result."""
     try:
         stored = json.loads(text)
@@ -146,14 +146,14 @@ def from_json(text: str) -> Result:
             rooflines={label: PointRoofline(**one) for label, one in rooflines.items()},
             measurements=tuple(Measurement(**{**m, "seconds": tuple(m["seconds"])}) for m in measurements),
         )
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise BenchError(f"not a benchmark result: {error}; write one with `mezzo bench ... --out DIR`.") from None
 
 
 def load(path: Path) -> Result:
     """Return the result stored in a file. Raises: BenchError: it cannot be read or is not a benchmark result."""
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return from_json(path.read_bytes())
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}.") from None
     except BenchError as error:

@@ -71,6 +71,10 @@ def _section(result: Result, picture: str | None) -> str:
 
 def _loaded(folder: Path) -> dict[Path, Result]:
     stored = {path: load(path) for path in sorted(folder.glob("*.json"))}
+    if not stored:
+        raise BenchError(
+            f"there is no result of a benchmark in {folder}. Write --results with the folder of their JSON."
+        )
     for path, result in stored.items():
         if result.workload not in WORKLOADS:
             raise BenchError(f"{path}: unknown workload {result.workload!r}.{did_you_mean(result.workload, WORKLOADS)}")
@@ -81,7 +85,7 @@ def page(folder: Path, place: Path) -> str:
     """Return the page of the newest results in a folder, with links to pictures relative to where the page will lie.
 
     Raises:
-        BenchError: a file in the folder is not a result, or of no workload there is.
+        BenchError: no result is in the folder, or a file that is none, or of no workload there is.
     """
     stored = _loaded(folder)
     chosen = newest(list(stored.values()))
@@ -93,8 +97,6 @@ def page(folder: Path, place: Path) -> str:
         drawn = next(path for path, kept in stored.items() if kept is result).with_suffix(".svg")
         picture = os.path.relpath(drawn, place.parent) if drawn.exists() else None
         parts.append(_section(result, picture))
-    if not chosen:
-        parts.append("No results are stored yet.")
     return "\n\n".join(parts) + "\n"
 
 

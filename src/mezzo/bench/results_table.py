@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from ..files import write_text
 from ..report import Chart, Series, draw, table_text
 from .measurement import Measurement, Result
 from .variant import VARIANTS
@@ -231,4 +232,4 @@ def picture(result: Result) -> str:
 
 def save_chart(result: Result, path: Path) -> None:
     """Write the pictures of a result as SVG: time and memory where there is one size, the gain over the fastest rival where a size varies."""
-    path.write_text(picture(result), encoding="utf-8")
+    write_text(path, picture(result))

@@ -36,7 +36,8 @@ from ..bench import (
     short_name,
     with_figures,
 )
-from ..files import check_writable
+from ..errors import BenchError
+from ..files import check_writable, write_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -133,16 +134,26 @@ def open_folder(folder: Path) -> None:
 
 
 def save(result: Result, folder: Path) -> tuple[Path, Path]:
-    """Write a result's JSON and picture into a folder and return their paths.
+    """Write a result's JSON and picture into a folder, each whole or not at all, and return their paths.
 
-    Writes: both files, over those of the same day, machine and kind; other sizes, and results of compiled variants alone, get
-    a number.
+    Raises:
+        OSError: one could not be written.
+
+    Writes: both files, over those of the same day, machine and kind; other sizes, results of compiled variants alone, and those
+    beside a file that is no result get a number.
     """
     stem = f"{result.workload}_{short_name(result.machine)}_{result.date[:10]}"
+
+    def is_free(path: Path) -> bool:
+        try:
+            return not path.exists() or load(path).kind == result.kind
+        except BenchError:  # somebody's file
+            return False
+
     names = (f"{stem}{suffix}.json" for suffix in itertools.chain([""], (f"_{n}" for n in itertools.count(2))))
-    data = next(path for path in map(folder.joinpath, names) if not path.exists() or load(path).kind == result.kind)
+    data = next(filter(is_free, map(folder.joinpath, names)))
     picture = data.with_suffix(".svg")
-    data.write_text(result.to_json(), encoding="utf-8")
+    write_text(data, result.to_json())
     save_chart(result, picture)
     return data, picture
 
@@ -158,17 +169,20 @@ def tests_of(workload: Workload) -> str:
 
 
 def run_one(name: str, argv: Sequence[str]) -> Result:
-    """Measure one workload as its command line says, save it and print it. Writes: files, standard output."""
+    """Measure one workload as its command line says, print it and save it. Writes: files, standard output."""
     options, plan, workload = parse(name, argv)
     workload = workload.quick() if options.quick else workload
     open_folder(options.out)
     tests = tests_of(workload) if options.check else "not run: --no-check"
     result = measured(workload, plan, tests)
-    data, picture = save(result, options.out)
-    if options.json:
-        print(result.to_json(), end="")
-    else:
-        print_result(result)
+    try:
+        if options.json:
+            print(result.to_json(), end="", flush=True)
+        else:
+            print_result(result)
+    finally:  # neither a full disk nor a closed pipe loses it
+        data, picture = save(result, options.out)
+    if not options.json:
         print(f"\n{data}\n{picture}")
     return result
 
@@ -180,7 +194,7 @@ class DocsOptions:
     Attributes:
         results: folder of the stored results.
         page: file to write.
-        readme: file whose table of figures is written; none where it does not exist.
+        readme: file whose table of figures is written; left out, none where there is no README.md.
         check: write nothing; exit with 1 if a file is not what the results make of it.
     """
 
@@ -195,7 +209,7 @@ def _docs(argv: Sequence[str]) -> int:
 
     options = tyro.cli(DocsOptions, prog="mezzo bench docs", args=list(argv))
     made = {options.page: page(options.results, options.page)}
-    if options.readme.exists():
+    if options.readme.exists() or options.readme != README:
         made[options.readme] = with_figures(options.readme.read_text(encoding="utf-8"), options.results)
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if options.check:
@@ -204,7 +218,7 @@ def _docs(argv: Sequence[str]) -> int:
         return int(bool(stale))
     for path, text in made.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
         print(path)
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,18 +65,18 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure_both(options: DemoOptions) -> tuple[Result, Result]:
-    """Return the recipe and the whole training, fp32 beside mixed precision. Writes: `options.out`, standard error."""
+def measure_both(options: DemoOptions) -> Iterator[Result]:
+    """Yield the recipe and the whole training, fp32 beside mixed precision. Writes: `options.out`, standard error."""
     device = parse_device(options.device)
     plan = Plan(
         variants=Recipe.default_variants(device), rounds=options.rounds, device=options.device,
         dtype=dtype_name(low_dtype(device)),
     )  # fmt: skip
     _say("1/2  the recipe: linear layers, random batches")
-    recipe = measured(Recipe.for_device(device), plan, NOT_TESTED)
+    yield measured(Recipe.for_device(device), plan, NOT_TESTED)
     _say("2/2  a text classifier on Chinese reviews, in fp32, then in mixed precision")
     reviews = Reviews(folder=str(options.out / "reviews"), rows=options.rows)
-    return recipe, measured(reviews, replace(plan, variants=VARIANTS, rounds=1), NOT_TESTED)
+    yield measured(reviews, replace(plan, variants=VARIANTS, rounds=1), NOT_TESTED)
 
 
 def _cells(result: Result, measurement: Measurement) -> tuple[str, ...]:
@@ -118,11 +118,16 @@ def run(argv: Sequence[str]) -> int:
         if (value := getattr(options, name)) < 1:
             raise ConfigError(f"--{name} {value}: give at least 1, or leave it out.")
     open_folder(options.out)
-    results = measure_both(options)
-    pictures = [save(result, options.out)[1] for result in results]
-    pictures += [options.out / "reviews" / name / "curves.png" for name in VARIANTS]
-    if options.json:
-        print(json.dumps({result.workload: json.loads(result.to_json()) for result in results}, indent=1))
-    else:
-        _print(results, pictures, parse_device(options.device))
+    results: list[Result] = []
+    pictures: list[Path] = []
+    try:
+        for result in measure_both(options):
+            results.append(result)
+            pictures.append(save(result, options.out)[1])
+        pictures += [options.out / "reviews" / name / "curves.png" for name in VARIANTS]
+    finally:  # what failed loses nothing of what was measured before it
+        if results and options.json:
+            print(json.dumps({result.workload: json.loads(result.to_json()) for result in results}, indent=1))
+        elif results:
+            _print(results, pictures, parse_device(options.device))
     return 0
