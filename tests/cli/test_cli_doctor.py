@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from mezzo.cli import main
+from mezzo.formats import NativeSupport
 
 SCRIPT = """
 import sys, torch
@@ -136,6 +138,65 @@ def test_a_module_on_the_path_is_found(
     assert main(["doctor", "--json", "--policy", "bf16", "--model", "subject_on_path:faulty"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert [r["model"] for r in data["reports"]] == ["Sequential"] * 3
+
+
+@pytest.fixture
+def without_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such processors are not here, so what they report is put in their place."""
+
+    def only_fp32(device: object, dtype: torch.dtype) -> NativeSupport:
+        return NativeSupport(native=dtype is torch.float32, reason="as an old Xeon reports")
+
+    monkeypatch.setattr("mezzo.policy.fields.native_support", only_fp32)
+
+
+@pytest.mark.usefixtures("without_units")
+def test_a_model_is_looked_at_in_bf16_where_auto_is_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "subject.py").write_text(MODEL, encoding="utf-8")
+    assert main(["doctor", "--model", f"{tmp_path / 'subject.py'}:faulty"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Looked at under bf16: auto is fp32 on cpu, where nothing would be cast." in out
+    assert "integers-in-16-bit" in out and "mezzo compare of " in out
+
+
+@pytest.mark.usefixtures("without_units")
+@pytest.mark.parametrize("policy", ["auto", "fp32"])
+def test_a_model_under_fp32_has_nothing_to_be_looked_at(
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "subject.py").write_text(MODEL, encoding="utf-8")
+    assert main(["doctor", "--policy", policy, "--model", f"{tmp_path / 'subject.py'}:healthy"]) == 2
+    assert capsys.readouterr() == (
+        "", f"mezzo doctor: the policy {policy!r} is fp32 on cpu, where nothing is cast and nothing is to be looked at. Write 'bf16' or 'fp16'.\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["nomodule", "empty", "empty.nothing", "own.py", "", "..own"])
+def test_a_module_that_cannot_be_run_is_one_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "__init__.py").touch()
+    (tmp_path / "own.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "-m", name]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith(f"mezzo doctor: the module {name!r} cannot be run: ")
+    assert said.err.endswith(
+        ". Give the name of a module, as python -m takes it, or the path of a script without -m.\n"
+    )
+
+
+def test_a_module_that_misses_another_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "misses.py").write_text("import nothing_of_the_kind\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "-m", "misses"]) == 3
+    err = capsys.readouterr().err
+    assert re.findall('File "(.*)"', err) == [str(tmp_path / "misses.py")]
+    assert "No module named 'nothing_of_the_kind'" in err
 
 
 @pytest.mark.parametrize("words", [["{}/wrong.py"], ["--model", "{}/wrong.py:make"]])

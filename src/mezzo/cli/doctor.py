@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON; what the script prints goes to standard error")
     parser.add_argument("--model", metavar="MODULE:FUNCTION",
                         help="look at the (model, batch) or (model, batch, loss_fn) that a function returns")  # fmt: skip
-    parser.add_argument("--policy", help="the policy for --model; default: auto")
+    parser.add_argument("--policy", help="the policy for --model; default: auto, or bf16 where that is fp32")
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="the script is a module, as python -m takes it"
     )
@@ -136,7 +136,7 @@ def run(argv: Sequence[str]) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         if options.model is not None:
             try:
-                report: Report = check_up(options.model, "auto" if options.policy is None else options.policy)
+                report: Report = check_up(options.model, options.policy)
             except MezzoError:
                 raise
             except Exception as error:

@@ -10,6 +10,7 @@ import pickle
 import runpy
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,14 +22,14 @@ from typing import Any
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from ..errors import ConfigError, DataError, did_you_mean
-from ..policy import PolicyLike
-from ..report import Block, Document, Heading, Report
+from ..errors import ConfigError, DataError, did_you_mean, first_line
+from ..policy import Policy, PolicyLike, as_policy
+from ..report import Block, Document, Heading, Note, Report
 from ..trace import Trace, TraceReport
 from .comparison import compare
 from .explain import explain
 from .lint import lint
-from .trial import LossFn
+from .trial import LossFn, device_of
 
 
 class _Enough(BaseException):
@@ -86,11 +87,11 @@ def trace_script(
         The diagnosis, and how the script ended.
 
     Raises:
-        DataError: no such file.
+        DataError: no such file, or no module that can be run.
 
     Writes: what the script writes.
     """
-    path = Path(path)
+    name, path = str(path), Path(path)
     if not is_module and not path.is_file():
         raise DataError(f"no script at {str(path)!r}; give the path of a Python file.")
     stopped = ""
@@ -110,7 +111,7 @@ def trace_script(
         try:
             with followed_children(stop_at_fault=stop_at_fault) as children, trace:
                 if is_module:
-                    runpy.run_module(str(path), run_name="__main__", alter_sys=True)
+                    runpy.run_module(name, run_name="__main__", alter_sys=True)
                 else:
                     runpy.run_path(str(path), run_name="__main__")
         except _Enough as enough:
@@ -121,9 +122,20 @@ def trace_script(
             error = end if end.code not in (None, 0) else None
         except Exception as failure:
             error = failure
+    if is_module and isinstance(error, ImportError) and _raised_in(error) == "runpy":
+        raise DataError(
+            f"the module {name!r} cannot be run: {first_line(error)}. "
+            "Give the name of a module, as python -m takes it, or the path of a script without -m."
+        )
     return ScriptRun(
         report=_most_telling(trace.report, children), error=error, stopped=stopped, children=tuple(children)
     )
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the name of the module whose code raised an error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))
 
 
 def _most_telling(own: TraceReport, children: Sequence[TraceReport]) -> TraceReport:
@@ -303,15 +315,17 @@ class CheckUp(Report):
     Attributes:
         subject: as it was named.
         reports: of the tools.
+        note: what the reader is to know of the policy.
     """
 
     subject: str
     reports: tuple[Report, ...]
+    note: str = ""
 
     def document(self) -> Document:
         """Return the layouts one after the other, each under a heading of its own."""
         documents = [report.document() for report in self.reports]
-        blocks: list[Block] = []
+        blocks: list[Block] = [Note(text=self.note)] if self.note else []
         for d in documents:
             blocks.append(Heading(text=f"{d.title}: {d.verdict}", tone="plain" if d.is_good else "bad"))
             blocks += d.blocks
@@ -321,24 +335,37 @@ class CheckUp(Report):
         return Document(title=f"mezzo doctor of {self.subject}", verdict=verdict, is_good=not bad, blocks=tuple(blocks))
 
 
-def check_up(name: str, policy: PolicyLike, *, budget_s: float = 0.5) -> CheckUp:
+def _looked_under(model: nn.Module, policy: PolicyLike | None) -> tuple[Policy, str]:
+    """Return a policy that casts something, and why it is not the one that would be taken. Raises: ConfigError: the one asked for casts nothing."""
+    asked, device = as_policy("auto" if policy is None else policy), device_of(model)
+    if (chosen := asked.resolve(device)).is_low:
+        return chosen, ""
+    if policy is None:
+        return as_policy("bf16"), f"Looked at under bf16: auto is fp32 on {device}, where nothing would be cast."
+    raise ConfigError(
+        f"the policy '{asked}' is fp32 on {device}, where nothing is cast and nothing is to be looked at. Write 'bf16' or 'fp16'."
+    )
+
+
+def check_up(name: str, policy: PolicyLike | None = None, *, budget_s: float = 0.5) -> CheckUp:
     """Look at a model under a policy with every tool that needs no training loop: lint, explain and compare.
 
     Args:
         name: of a function, as in `named_function`, that takes nothing and returns (model, batch) or (model, batch, loss_fn).
-        policy: a policy or its text.
+        policy: a policy or its text; left out, auto, or bf16 where that is fp32.
         budget_s: seconds of timing for each of fp32 and the policy.
 
     Raises:
-        ConfigError, DataError: as `named_function`, and a function that returns something else.
+        ConfigError, DataError: as `named_function`, and a function that returns something else; or a policy that is fp32 on the model's device.
         PolicyError: the policy does not fit the model.
 
     Syncs: yes.
     """
     model, batch, loss_fn = _subject(name)
+    chosen, note = _looked_under(model, policy)
     reports: tuple[Report, ...] = (
-        lint(model, batch, loss_fn, policy),
-        explain(model, batch, policy, loss_fn=loss_fn, budget_s=budget_s),
-        compare(model, batch, loss_fn, policy),
+        lint(model, batch, loss_fn, chosen),
+        explain(model, batch, chosen, loss_fn=loss_fn, budget_s=budget_s),
+        compare(model, batch, loss_fn, chosen),
     )
-    return CheckUp(subject=name, reports=reports)
+    return CheckUp(subject=name, reports=reports, note=note)
