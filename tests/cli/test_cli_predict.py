@@ -133,6 +133,18 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-16LE", "UTF-16BE"])
+def test_lines_in_utf16_are_told_how_to_be_read(
+    encoding: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.txt").write_bytes("\n".join(TEXTS).encode(encoding))
+    assert main(["predict", "--model", str(model), str(tmp_path / "lines.txt")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    told = f"mezzo predict: {tmp_path / 'lines.txt'} is UTF-16, not UTF-8. Convert it, for example: iconv -f {encoding} -t UTF-8\n"
+    assert printed.err == told
+
+
 def test_lines_before_one_that_is_not_utf8_are_answered(
     model: Path, wanted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,15 @@ def test_integer_labels_are_words(tmp_path: Path) -> None:
         ("a.tsv", b"text\tlabel\nok\t1\n\xc4\xe3\t0\n", "not UTF-8: byte 0xc4 in line 3"),
         ("a.tsv", b"text\tlable\nok\t1\n", "no column 'label'; it has 'text', 'lable'. Name the right one with --label-column. Did you mean 'lable'?"),
         ("a.csv", b"review,label\nok,1\n", "no column 'text'"),
+        ("a.csv", b"text\tlabel\nok\t1\n", "a.csv has tabs between its columns, and a .csv file has commas. Rename it to a.tsv."),
+        ("a.tsv", b"text,label\nok,1\n", "a.tsv has commas between its columns, and a .tsv file has tabs. Rename it to a.csv."),
+        ("a.csv", b"id;text;label\n1;ok;1\n", "a.csv has semicolons between its columns, and a .csv file has commas. Write it with commas or tabs."),
+        ("a.tsv", b"text,text\tlabel\nok\t1\n", "no column 'text'; it has 'text,text', 'label'"),
+        ("a.csv", b"text,label,text\nok,1,no\n", "a.csv has 2 columns 'text'. Rename all but one."),
+        ("a.csv", "text,label\nok,1\n".encode("utf-16"), "a.csv is UTF-16, not UTF-8. Convert it, for example: iconv -f UTF-16 -t UTF-8 a.csv > utf8.csv"),
+        ("a.tsv", "text\tlabel\n".encode("utf-16-le"), "a.tsv is UTF-16, not UTF-8. Convert it, for example: iconv -f UTF-16LE -t UTF-8 a.tsv > utf8.tsv"),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8 a.jsonl > utf8.jsonl"),
+        ("a.csv", "text,label\n".encode("utf-32"), "a.csv is UTF-32, not UTF-8. Convert it, for example: iconv -f UTF-32 -t UTF-8"),
         ("a.tsv", b"text\tlabel\nok\t1\nonly text\n", "line 3 of"),
         ("a.csv", b'text,label\n"ok,1\n', "cannot be read: unexpected end of data"),
         ("a.jsonl", b'{"text": "a", "label": "b"}\n{"text": \n', "line 2 of"),
@@ -90,8 +99,9 @@ def test_bad_files_are_refused_in_one_sentence(name: str, content: bytes | None,
 
 def test_a_folder_is_no_data_file(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").mkdir()
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        read_rows(str(tmp_path / "a.tsv"), "text", "label")
+    for folder in (tmp_path / "a.tsv", tmp_path):
+        with pytest.raises(DataError, match=r"is a folder\. Write a path to a \.tsv, \.csv, \.jsonl file in it\.$"):
+            read_rows(str(folder), "text", "label")
 
 
 def test_the_reviews_are_every_line_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import tyro
 
 from ..errors import ConfigError, DataError
-from ..train import Prediction, Predictor
+from ..train import Prediction, Predictor, wide_encoding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +57,14 @@ def _decomposed(file: str) -> Iterator[BinaryIO]:
 def _batches(stream: BinaryIO, file: str, size: int) -> Iterator[list[str]]:
     """Yield lines in batches; those before a line that cannot be read come before its error."""
     batch: list[str] = []
+    name = "standard input" if file == "-" else file
     for number, raw in enumerate(stream, start=1):
+        if number == 1 and (wide := wide_encoding(raw)):
+            raise DataError(f"{name} is {wide[:6]}, not UTF-8. Convert it, for example: iconv -f {wide} -t UTF-8")
         try:
             batch.append(raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
         except UnicodeDecodeError as error:
             yield batch
-            name = "standard input" if file == "-" else file
             raise DataError(f"line {number} of {name} is not UTF-8: byte 0x{raw[error.start]:02x}.") from None
         if len(batch) == size:
             yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -17,12 +18,25 @@ FIELD_LIMIT = 1 << 24
 """Characters a CSV field may have; the csv module's own limit, 128 Ki, is shorter than some documents."""
 
 
+_SEPARATORS = {".tsv": "\t", ".csv": ","}
+_CALLED = {"\t": "tabs", ",": "commas", ";": "semicolons"}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One text and its label."""
 
     text: str
     label: str
+
+
+def wide_encoding(raw: bytes) -> str:
+    """Return the name of the encoding of a text that begins as UTF-16 and UTF-32 do; empty for others. Host only."""
+    if raw.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    return "UTF-16BE" if raw[:1] == b"\0" else "UTF-16LE" if raw[1:2] == b"\0" else ""
 
 
 def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIXES) -> str:
@@ -35,6 +49,10 @@ def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIX
         raise DataError(f"the {what} {path} does not exist. Write a path to a {', '.join(kinds)} file.")
     try:
         raw = path.read_bytes()
+        if wide := wide_encoding(raw):
+            raise DataError(
+                f"the {what} {path} is {wide[:6]}, not UTF-8. Convert it, for example: iconv -f {wide} -t UTF-8 {path.name} > utf8{path.suffix}"
+            )
         text = raw.decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"the {what} {path} cannot be read: {error.strerror}.") from None
@@ -49,8 +67,21 @@ def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIX
     return text.replace("\r\n", "\n")
 
 
+def _check_separator(path: Path, wanted: tuple[str, str], columns: list[str]) -> None:
+    own = _SEPARATORS[path.suffix.lower()]
+    for other, called in _CALLED.items():
+        if len(columns) == 1 and set(wanted) <= {*columns[0].split(other)}:
+            suffix = next((suffix for suffix, separator in _SEPARATORS.items() if separator == other), "")
+            raise DataError(
+                f"the data file {path} has {called} between its columns, and a {path.suffix} file has {_CALLED[own]}. "
+                + (f"Rename it to {path.stem}{suffix}." if suffix else "Write it with commas or tabs.")
+            )
+
+
 def _check_columns(path: Path, wanted: tuple[str, str], columns: list[str]) -> None:
     for name in wanted:
+        if (times := columns.count(name)) > 1:
+            raise DataError(f"the data file {path} has {times} columns {name!r}. Rename all but one.")
         if name not in columns:
             kind = "text" if name == wanted[0] else "label"
             raise DataError(
@@ -68,6 +99,7 @@ def _table_rows(path: Path, text: str, wanted: tuple[str, str]) -> Iterator[Row]
         table = csv.reader(lines, strict=True)
     try:
         columns = next(table)
+        _check_separator(path, wanted, columns)
         _check_columns(path, wanted, columns)
         indices = [columns.index(name) for name in wanted]
         for cells in table:
@@ -136,6 +168,8 @@ def read_rows(name: str, text_column: str, label_column: str) -> list[Row]:
         DataError: the file is missing, empty, of another kind, not UTF-8, without a column, or malformed in a line.
     """
     path = Path(name)
+    if path.is_dir():
+        raise DataError(f"the data file {path} is a folder. Write a path to a {', '.join(SUFFIXES)} file in it.")
     reader = READERS.get(path.suffix.lower())
     if reader is None and not path.exists():
         raise DataError(f"there is no data file {name!r}. Write a path to a {', '.join(SUFFIXES)} file, or 'reviews'.")
