@@ -230,6 +230,21 @@ def as_device(device: torch.device | str) -> torch.device:
         ) from None
 
 
+def why_not_here(device: torch.device) -> str:
+    """Say why nothing can be computed on a device; empty if it can. Starts it. Syncs: yes."""
+    if device.type == "meta":
+        return "nothing has values on it"
+    try:
+        torch.zeros(1, device=device).item()
+    except (
+        Exception
+    ) as error:  # as many kinds as there are devices; some say it in a thousand characters, or ask for a bug report
+        line = first_line(error)
+        is_long = isinstance(error, NotImplementedError | ImportError) or "INTERNAL ASSERT" in line
+        return "this torch has no such device" if is_long else line
+    return ""
+
+
 def native_support(device: torch.device | str, dtype: torch.dtype) -> NativeSupport:
     """Say whether a device multiplies matrices of a dtype natively, from what it reports of itself.
 

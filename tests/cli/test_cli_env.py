@@ -38,7 +38,7 @@ def test_page(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--device", "gpu"], "mezzo env: --device gpu is not a torch device; write cpu or cuda."),
-        (["--device", "meta"], "mezzo env: --device meta computes nothing, so nothing can be measured on it; write cpu or cuda."),
+        (["--device", "meta"], "mezzo env: --device meta cannot be used here: nothing has values on it; write cpu or cuda."),
         (["--budget-s", "inf"], "mezzo env: --budget-s inf would never end; write a number of seconds."),
         (["--budget-s", "nan"], "mezzo env: --budget-s nan leaves no time to measure; write a positive number."),
         (["--budget-s", "0"], "mezzo env: --budget-s 0.0 leaves no time to measure; write a positive number."),

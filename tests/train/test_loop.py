@@ -13,7 +13,8 @@ from sklearn.metrics import accuracy_score, classification_report
 from tests.train.small import emotion_rows, metrics, tiny, write_tsv
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from mezzo.errors import CheckpointError, ConfigError
+from mezzo.bench import parse_device
+from mezzo.errors import BenchError, CheckpointError, ConfigError
 from mezzo.train import TrainConfig, TrainResult, run
 from mezzo.train.checkpoint import load_checkpoint, save_model
 from mezzo.train.data import load_corpus
@@ -201,3 +202,24 @@ def test_a_device_that_is_not_here_is_refused() -> None:
     missing = "mps" if not torch.backends.mps.is_available() else "cuda"
     with pytest.raises(ConfigError, match=f"device='{missing}' cannot be used here.*Write cpu or auto"):
         choose_device(missing)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("meta", "nothing has values on it"),
+        ("xla", "this torch has no such device"),
+        ("hpu", "this torch has no such device"),
+        ("opengl", "this torch has no such device"),
+        ("xpu", "Torch not compiled with XPU enabled"),
+    ],
+)
+def test_a_device_that_computes_nothing_here_is_told_at_every_door(name: str, why: str) -> None:
+    if name == "xpu" and torch.xpu.is_available():
+        return
+    with pytest.raises(ConfigError) as refusal:
+        choose_device(name)
+    assert str(refusal.value) == f"device={name!r} cannot be used here: {why}. Write cpu or auto."
+    with pytest.raises(BenchError) as measured:
+        parse_device(name)
+    assert str(measured.value) == f"--device {name} cannot be used here: {why}; write cpu or cuda."

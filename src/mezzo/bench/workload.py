@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BenchError, did_you_mean
-from ..formats import LOW_DTYPES, parse_dtype
+from ..formats import LOW_DTYPES, parse_dtype, why_not_here
 from .roofline import Phase
 from .variant import Variant, find_variant, those_that_run
 
@@ -51,16 +51,20 @@ def parse_device(name: str) -> torch.device:
     """Return the device a name stands for.
 
     Raises:
-        BenchError: torch knows no such device, it is a CUDA device and there is none, or it computes nothing.
+        BenchError: torch knows no such device, it is not here, or it computes nothing.
     """
     try:
         device = torch.device(name)
     except RuntimeError:
         raise BenchError(f"--device {name} is not a torch device; write cpu or cuda.") from None
-    if device.type == "meta":
-        raise BenchError(f"--device {name} computes nothing, so nothing can be measured on it; write cpu or cuda.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BenchError(f"--device {name} was asked for, but this torch sees no CUDA device; write cpu.")
+    if device.type == "cuda":  # not started: processes of their own measure on it
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            seen = f"{count} CUDA devices" if count else "no CUDA device"
+            raise BenchError(
+                f"--device {name} was asked for, but this torch sees {seen}; write cpu{' or cuda:0' * bool(count)}."
+            )
+    elif why := why_not_here(device):
+        raise BenchError(f"--device {name} cannot be used here: {why}; write cpu or cuda.")
     return device
 
 

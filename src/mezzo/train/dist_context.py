@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed import TIMEOUT, Group, is_running
 from ..errors import ConfigError, DistributedError, MezzoError, first_line
+from ..formats import why_not_here
 
 _joined = itertools.count()
 
@@ -159,9 +160,11 @@ def choose_device(name: str) -> torch.device:
         return found or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:  # a torch without CUDA asserts
-        raise ConfigError(f"device={name!r} cannot be used here: {first_line(error)}. Write cpu or auto.") from None
+        why = why_not_here(device)
+    except (RuntimeError, TypeError) as error:
+        why = first_line(error)
+    if why:
+        raise ConfigError(f"device={name!r} cannot be used here: {why}. Write cpu or auto.")
     return device
 
 
