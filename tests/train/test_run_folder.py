@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.train.small import emotion_rows, tiny, write_tsv
+from tests.train.small import emotion_rows, metrics, tiny, write_tsv
 
-from mezzo.errors import ConfigError
+from mezzo.errors import CheckpointError, ConfigError
 from mezzo.train import Predictor, TrainConfig, run
+from mezzo.train.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +92,65 @@ def test_a_model_with_a_folder_called_best_is_itself(trained: TrainConfig, tmp_p
     (model / "config.json").write_text(json.dumps(saved))
     (found,) = Predictor(model)(["happy delight"])
     assert found is not None and found.label.startswith("own ")
+
+
+@pytest.mark.parametrize(
+    ("line", "content"),
+    [
+        (1, b"{broken"), (2, b"\xff"), (3, b"[1]"), (2, b"[" * 100_000), (1, b'{"kind": "update", "step": 1}'),
+        (3, b'{"kind": "update", "step": "x", "loss": 1.0, "scale": 1.0, "applied": true}'),
+        (1, b'{"kind": "evaluation", "step": 1, "loss": "x", "accuracy": 1.0}'),
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_named_with_its_line(
+    line: int, content: bytes, trained: TrainConfig, tmp_path: Path
+) -> None:
+    lines = (trained.out / "metrics.jsonl").read_bytes().split(b"\n")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[: line - 1], content, *lines[line - 1 :]]))
+    with pytest.raises(CheckpointError) as refusal:
+        read_metrics(tmp_path / "metrics.jsonl")
+    assert str(refusal.value) == (
+        f"{tmp_path / 'metrics.jsonl'} is damaged: line {line} is no record of an update or an evaluation. "
+        "Remove it, and the run goes on with a new one."
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b'{\n "data": 5,\n x}', "Expecting property name enclosed in double quotes: line 3 column 2 (char 15)"),
+        (b'{\n\n"data": "\xff"}', "line 3 is not UTF-8"),
+        (b"[]", "it is no JSON object"),
+        (b'{"epochs": "3"}', "epochs="),
+        (None, "Is a directory"),
+    ],
+)  # fmt: skip
+def test_damaged_options_are_told_what_to_do_and_stop_no_prediction(
+    content: bytes | None, why: str, trained: TrainConfig, tmp_path: Path
+) -> None:
+    shutil.copytree(trained.out, tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError) as refusal:
+        TrainConfig.load(path)
+    assert str(refusal.value).startswith(f"{path} holds no training configuration: {why}")
+    assert str(refusal.value).endswith(
+        ". Bring back a whole one, or remove it and write the options of the run beside --resume."
+    )
+    if why != "epochs=":
+        assert Predictor(tmp_path / "out")(["happy"]) == Predictor(trained.out)(["happy"])
+    shutil.rmtree(path) if content is None else path.unlink()
+    assert run(trained.replace(out=tmp_path / "out", resume=True)).best_step > 0
+
+
+def test_a_best_model_that_is_gone_is_told_before_training_goes_on(trained: TrainConfig, tmp_path: Path) -> None:
+    """The hub was asked for a model of the folder's name."""
+    shutil.copytree(trained.out, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "best")
+    with pytest.raises(CheckpointError) as refusal:
+        run(trained.replace(out=tmp_path / "out", resume=True))
+    assert str(refusal.value) == (
+        f"the best model of the run, that of update {metrics(trained.out)[-1]['step']}, is not in {tmp_path / 'out' / 'best'}. "
+        "Bring it back, or start again with --overwrite."
+    )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, first_line
 from ..files import as_path
 from ..policy import Policy, as_policy, check_kinds
 from .text_files import is_text
@@ -240,15 +240,19 @@ class TrainConfig:
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
         """Return the config in a JSON file. Raises: ConfigError: no such file, or no config in it."""
+        raw = b""
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"there is no training configuration in {path}: {error}.") from None
-        _check(isinstance(saved, dict), f"{path} holds no training configuration.")
-        try:
+            raw = path.read_bytes()
+            saved = json.loads(raw.decode())
+            _check(isinstance(saved, dict), "it is no JSON object")
             return cls.from_dict(saved)
-        except ConfigError as error:
-            raise ConfigError(f"{path} holds no training configuration: {error}") from None
+        except UnicodeDecodeError as error:
+            why = f"line {raw[: error.start].count(10) + 1} is not UTF-8"
+        except (OSError, ValueError, RecursionError, ConfigError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise ConfigError(
+            f"{path} holds no training configuration: {why}. Bring back a whole one, or remove it and write the options of the run beside --resume."
+        )
 
     def differences(self, other: TrainConfig) -> dict[str, tuple[object, object]]:
         """Return the fields whose values would make a resumed run another run: name to (mine, other's)."""

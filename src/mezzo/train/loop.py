@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import keep_memory, prepare
-from ..errors import ConfigError, listed
+from ..errors import CheckpointError, ConfigError, listed
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
 from .data import Corpus, load_corpus
@@ -43,6 +43,13 @@ def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
     if folder.checkpoint.exists() and not config.resume and not config.overwrite:
         raise ConfigError(
             f"{config.out} holds a run already. Write --resume to go on with it, --overwrite to give it up, or another --out."
+        )
+
+
+def _check_best(folder: RunFolder, step: int) -> None:
+    if step and not folder.best.is_dir():
+        raise CheckpointError(
+            f"the best model of the run, that of update {step}, is not in {folder.best}. Bring it back, or start again with --overwrite."
         )
 
 
@@ -169,6 +176,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
         check_whole(folder.checkpoint, state)
         with reading(folder.checkpoint):
             check_same_run(state, config, corpus.labels, corpus.fingerprint)
+            _check_best(folder, state["position"]["best_step"])
     torch.manual_seed(config.seed)
     tokenizer = _tokenizer(config, corpus, state)
     model = _model(config, corpus, tokenizer).to(device)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..errors import CheckpointError
 from ..extras import check_installed
@@ -26,14 +26,24 @@ def read_metrics(path: Path) -> list[Record]:
         CheckpointError: it is damaged.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-        records = [json.loads(line) for line in lines[:-1]]
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from None
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict) or not _KEYS[record.get("kind") == "update"] <= record.keys():
-            raise _damaged(path, f"line {number} is no record of an update or an evaluation")
-    return records
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as error:
+        raise _damaged(path, error.strerror or str(error)) from None
+    records = [_record(line) for line in lines[:-1]]
+    if None in records:
+        raise _damaged(path, f"line {records.index(None) + 1} is no record of an update or an evaluation")
+    return cast(list[Record], records)
+
+
+def _record(line: bytes) -> Record | None:
+    """Return the record in a line, None where it holds none."""
+    try:
+        found = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    keys = _KEYS[found.get("kind") == "update"] if isinstance(found, dict) else set()
+    is_whole = keys and keys <= found.keys() and isinstance(found["step"], int)
+    return found if is_whole and all(isinstance(found[key], int | float | None) for key in keys - {"kind"}) else None
 
 
 _KEYS = ({"kind", "step", "loss", "accuracy"}, {"kind", "step", "loss", "scale", "applied"})

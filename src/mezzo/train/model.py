@@ -70,7 +70,7 @@ def sinusoids(positions: int, width: int) -> Tensor:
 def model_name(name: str | Path) -> str:
     """Return what holds the model of a name: for the folder of a run, that of its best one. Raises: ConfigError: it has none yet."""
     run = RunFolder(path=Path(name))
-    if run.config.exists() and not run.is_run:
+    if run.is_run is False:
         return str(name)
     if run.best.is_dir():
         return str(run.best)

@@ -39,13 +39,13 @@ class RunFolder:
         return [path.name for path in own if path.exists()]
 
     @property
-    def is_run(self) -> bool:
-        """Whether the options in it are those of a run: a model has a config.json too."""
+    def is_run(self) -> bool | None:
+        """Whether the options in it are those of a run: a model has a config.json too. None where none can be read."""
         try:
             saved = json.loads(self.config.read_bytes())
         except (OSError, ValueError, RecursionError):
-            return False
-        return isinstance(saved, dict) and {"data", "policy", "out"} <= saved.keys()
+            return None
+        return {"data", "policy", "out"} <= saved.keys() if isinstance(saved, dict) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
