@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -151,3 +152,20 @@ def test_every_public_name_is_found_and_listed() -> None:
         assert getattr(mezzo, name) is not None and name in dir(mezzo)
     with pytest.raises(AttributeError, match="has no attribute 'perpare'"):
         _ = mezzo.perpare  # type: ignore[attr-defined]
+
+
+HELPS = [
+    *COMMANDS, "bench recipe", "bench reviews", "bench docs", "policy show", "policy ops", "policy why", "policy diff",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ["", *HELPS])
+def test_help_fits_80_columns_and_truncates_nothing(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):
+        main([*words.split(), "--help"])
+    told = capsys.readouterr().out
+    assert "usage: mezzo" in told and "…" not in told
+    assert [line for line in told.splitlines() if len(line) > 80 and not line.startswith("usage:")] == []

@@ -30,11 +30,11 @@ WORKLOADS = {
     "vit": ("zoo.Vit", "training steps of a small vision transformer"),
     "resnet": ("zoo.Resnet", "training steps of a ResNet-18 on small pictures"),
     "lstm": ("zoo.Lstm", "training steps of a language model of LSTM layers"),
-    "inference": ("inference.Inference", "forwards of a decoder layer or BERT with fp32 weights, by batch size"),
+    "inference": ("inference.Inference", "forwards of a decoder layer or BERT of fp32 weights, by batch size"),
     "lora": ("recipe.Lora", "training low-rank adapters on frozen layers"),
     "step": ("step_alone.Step", "unscaling, clipping and AdamW alone, by number of parameters"),
     "overhead": ("bert.Overhead", "a model so small that only launching its ops costs time"),
-    "scaling": ("recipe.Scaling", "how the cost of a step grows with width, batch, depth and parameters"),
+    "scaling": ("recipe.Scaling", "how a step's cost grows with width, batch, depth and parameters"),
     "reviews": ("reviews.Reviews", "a whole training of the text classifier, with its accuracy"),
 }
 REGION_TESTS = ("tests/casting/test_region.py", "tests/casting/test_cast_cache.py")

@@ -33,10 +33,10 @@ class Command:
 COMMANDS = {
     "bench": Command("measure fp32, torch.amp and mezzo side by side", ("tyro", "rich")),
     "demo": Command(
-        "the recipe, then a text classifier in fp32 and in AMP, in one table",
+        "the recipe and a text classifier, in fp32 and in AMP, in one table",
         ("tyro", "rich", "matplotlib", "transformers", "sklearn", "snownlp"),
     ),
-    "doctor": Command("run a training script op by op and name the first fault of its numbers", ()),
+    "doctor": Command("run a script op by op and name the first fault of its numbers", ()),
     "env": Command("what this machine computes natively, measured, with advice"),
     "policy": Command("show, explain and compare policies and op tables"),
     "predict": Command("classify lines with a trained model", ("tyro", "transformers")),
@@ -52,8 +52,8 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {command.text}" for name, command in COMMANDS.items())
     return (
-        f"usage: mezzo COMMAND [OPTIONS]\n\n{rows}\n\n`mezzo COMMAND --help` shows the options of a command; "
-        "`mezzo --version` the version."
+        f"usage: mezzo COMMAND [OPTIONS]\n\n{rows}\n\n`mezzo COMMAND --help` shows the options of a command;"
+        "\n`mezzo --version` shows the version."
     )
 
 

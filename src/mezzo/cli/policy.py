@@ -33,7 +33,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def show(policy: tyro.conf.Positional[PolicyText] = "", /, *, device: Device = "cpu", as_json: Json = False) -> int:
-    """Show every setting and rule of a policy and where it is written; without POLICY, the presets."""
+    """Show a policy's settings and rules, and where each is written; or the presets."""
     if not policy:
         return _show_presets(as_json)
     value = as_policy(policy)
@@ -64,7 +64,10 @@ def _show_presets(as_json: bool) -> int:
 
 
 def ops(*, table: Literal["torch", "mezzo"] = "torch", device: Device = "cpu", as_json: Json = False) -> int:
-    """List an op table: what each op runs in on a device, and why. An op without a row runs as it is."""
+    """List an op table: what each op runs in on a device, and why.
+
+    An op without a row runs as it is.
+    """
     rows = sorted(op_table(table, device).values(), key=lambda row: (row.rule.value, row.op))
     if as_json:
         _print_json([{**asdict(row), "rule": str(row.rule)} for row in rows])
@@ -85,7 +88,10 @@ def why(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> int:
-    """Say which rule decides the precision of a module or an op, where it is written, and what it overrides."""
+    """Say which rule decides the precision of a module or an op.
+
+    It also says where the rule is written, and what it overrides.
+    """
     answer = as_policy(policy).why(module, op, device, class_name)
     if as_json:
         _print_json(asdict(answer))

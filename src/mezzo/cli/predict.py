@@ -18,7 +18,7 @@ from ..train import Prediction, Predictor, wide_encoding
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictOptions:
-    """Print the label of each line and its probability, tab-separated; an empty line gives an empty line.
+    """Print each line's label, a tab and its probability; an empty line stays empty.
 
     Attributes:
         file: text file, one text a line, UTF-8; "-" reads standard input.

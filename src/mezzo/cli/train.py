@@ -24,7 +24,7 @@ from ..train import FailedOnOtherRank, RunFolder, TrainConfig, TrainResult, laun
 from ..train import run as train
 
 _ENDS = {128 + signal.SIGINT: "the keyboard", 128 + signal.SIGTERM: "SIGTERM"}
-DESCRIPTION = "Train a BERT text classifier, in mixed precision unless --no-amp, and test the best model."
+DESCRIPTION = "Train a BERT text classifier, in mixed precision, and test the best model."
 
 
 def _resumed_folder(argv: Sequence[str]) -> Path | None:
