@@ -188,6 +188,13 @@ def test_a_module_that_cannot_be_run_is_one_sentence(
     )
 
 
+def test_an_archive_without_a_script_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({}, tmp_path / "checkpoint.pt")
+    assert main(["doctor", str(tmp_path / "checkpoint.pt")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "can't find '__main__' module" in said.err
+
+
 def test_a_module_that_misses_another_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,7 +134,7 @@ def test_completion_knows_every_command_and_its_options() -> None:
     asked = f"{text}\nCOMP_WORDS=(mezzo pol); COMP_CWORD=1; _mezzo; echo ${{COMPREPLY[0]}}"
     found = subprocess.run(["bash", "-c", asked], text=True, capture_output=True, check=False)
     assert found.stdout.split() == ["policy"]
-    assert main(["completion", "tcsh"]) == 2
+    assert main(["completion", "tcsh"]) == main(["completion", "bash", "zsh"]) == 2
 
 
 def test_every_public_name_is_found_and_listed() -> None:

@@ -239,6 +239,16 @@ def test_a_file_in_place_of_the_folder_is_no_full_disk(out: str, tmp_path: Path)
         run(tiny(write_tsv(tmp_path / "a.tsv", emotion_rows(60)), tmp_path / out))
 
 
+def test_a_folder_that_cannot_be_made_is_no_full_disk() -> None:
+    with (
+        pytest.raises(
+            CheckpointError, match=r"No such file or directory\. Name a folder that can be written with --out\.$"
+        ),
+        saving.writing(Path("/proc/run")),
+    ):
+        Path("/proc/run").mkdir()
+
+
 def test_a_folder_that_may_not_be_written_is_no_full_disk(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Permission denied\. Name a folder that can be written with --out\.$"):
         with saving.writing(tmp_path / "config.json"):

@@ -71,6 +71,6 @@ def run(argv: Sequence[str]) -> int:
     """Run `mezzo completion` with the words after it. Returns: 0 done. Writes: standard output."""
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
         print('usage: mezzo completion bash|zsh|fish\n\nFor bash: eval "$(mezzo completion bash)"')
-        return 0 if argv else 2
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     sys.stdout.write(script(argv[0]))
     return 0

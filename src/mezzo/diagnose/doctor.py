@@ -87,7 +87,7 @@ def trace_script(
         The diagnosis, and how the script ended.
 
     Raises:
-        DataError: no such file, or no module that can be run.
+        DataError: no such file, or nothing in it, or in the module, that can be run.
 
     Writes: what the script writes.
     """
@@ -122,9 +122,9 @@ def trace_script(
             error = end if end.code not in (None, 0) else None
         except Exception as failure:
             error = failure
-    if is_module and isinstance(error, ImportError) and _raised_in(error) == "runpy":
+    if isinstance(error, ImportError) and _raised_in(error) == "runpy":
         raise DataError(
-            f"the module {name!r} cannot be run: {first_line(error)}. "
+            f"the {'module' if is_module else 'script'} {name!r} cannot be run: {first_line(error)}. "
             "Give the name of a module, as python -m takes it, or the path of a script without -m."
         )
     return ScriptRun(

@@ -39,7 +39,9 @@ def writing(path: Path) -> Iterator[None]:
         cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(error)
         kept = "; the one before it is kept" if path.exists() and not isinstance(cause, NotADirectoryError) else ""
-        is_shut = isinstance(cause, PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError)
+        is_shut = isinstance(
+            cause, PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError | FileNotFoundError
+        )
         room = "Make room or choose another --out, then go on with --resume."
         advice = "Name a folder that can be written with --out." if is_shut else room
         raise CheckpointError(f"cannot write {path}: {reason}{kept}. {advice}") from error
