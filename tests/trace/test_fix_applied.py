@@ -315,3 +315,39 @@ def test_what_a_rules_own_cast_narrows_is_undone_by_a_rule() -> None:
     amp = prepared(f"fp16, {edit}")
     amp.backward(amp.model(x).mean())
     assert amp.step()
+
+
+ENGINES = ["bf16", "bf16, ops=mezzo", "bf16, op:erfinv=fp32"]
+"""The dispatcher, and twice the function mode: on these programs their rules are the same."""
+CAST: dict[str, tuple[Function, str]] = {
+    "half()": (lambda x: (x * 3e5).half(), ""),
+    "type_as()": (lambda x: (x * 3e5).type_as(x.half()), ""),
+    "to()": (lambda x: (x * 3e5).to(torch.float16), ""),
+    "cast of a rule": (lambda x: F.linear(x * 3e5, torch.full((4, 4), 1e-6)), "op:linear=fp32"),
+    "cast of a composite's rule": (
+        lambda x: F.scaled_dot_product_attention(x[None] * 1e-9, x[None] * 1e-9, x[None] * 3e5),
+        "op:scaled_dot_product_attention=fp32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+@pytest.mark.parametrize("policy", ENGINES)
+def test_who_narrowed_a_value_is_told_alike_in_each_engine(policy: str, name: str) -> None:
+    compute, edit = CAST[name]
+    with diagnose.trace() as t, mezzo.autocast("cpu", policy=policy.replace("bf16", "fp16")):
+        compute(torch.ones(4, 4, requires_grad=True)).float().mean().backward()
+    assert t.report.findings[0].fix.edit == edit
+    with mezzo.autocast("cpu", policy=f"{policy.replace('bf16', 'fp16')}, {edit}" if edit else "fp16"):
+        assert compute(torch.ones(4, 4)).isfinite().all() == bool(edit)
+
+
+@pytest.mark.parametrize("policy", ENGINES)
+def test_what_the_program_reads_and_adds_in_a_region_is_seen_in_each_engine(policy: str) -> None:
+    with diagnose.trace() as read, mezzo.autocast("cpu", policy=policy):
+        assert not torch.log(torch.zeros(3) - 1).sum().item() > 0
+    total = torch.full((4,), 1000.0, dtype=torch.bfloat16)
+    with diagnose.trace() as added, mezzo.autocast("cpu", policy=policy), torch.no_grad():
+        for _ in range(4):
+            total.add_(torch.ones(4))
+    assert [f.verdict for r in (read, added) for f in r.report.findings] == ["singularity", "lost-update"]

@@ -199,7 +199,9 @@ class TraceContext:
         return site
 
     def _site(self, phase: Phase, place: Place, user: Any, library: Any, op: str) -> Site:
-        is_rules = self.names.current in CASTS and caller() is Owner.MEZZO
+        called = self.names.current
+        if called in CASTS and (cause := caller())[0] is Owner.MEZZO:
+            called = public_name(cause[1])  # no line of the program's makes the cast of a rule
         return Site(
             phase=phase,
             root=place.root,
@@ -207,7 +209,7 @@ class TraceContext:
             classes=place.classes,
             user=user,
             library=library,
-            called="" if is_rules else self.names.current,  # no line of the program's makes the cast of a rule
+            called=called,
             op=op,
             step=self.step,
             rank=self.rank,

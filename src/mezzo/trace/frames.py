@@ -159,11 +159,24 @@ def _last_handed_out(code: CodeType) -> int:
     return max(((not isinstance(n, ast.Return), n.lineno) for n in ends), default=(False, code.co_firstlineno))[1]
 
 
-def caller() -> Owner:
-    """Say whose code called the running op; frames of torch and of the tracer are passed over."""
-    names = (f.f_code.co_filename for f, _ in walk_stack(sys._getframe(1)))
-    owners = (owner(name) for name in names if not name.startswith(_TRACER))
-    return next((own for own in owners if own not in (Owner.TORCH, Owner.STDLIB)), Owner.USER)
+def caller() -> tuple[Owner, str]:
+    """Say whose code called the running op, and for which function where a mode of mezzo's made it of another.
+
+    Frames of torch and of the tracer are passed over, and modes that only hand on what was called.
+    """
+    func, found, made_for = None, Owner.USER, ""
+    for frame, _ in walk_stack(sys._getframe(1)):
+        file, is_relay = frame.f_code.co_filename, frame.f_code.co_name == _RELAYS[0]
+        own, given = owner(file), frame.f_locals.get("func") if is_relay else None
+        if file.startswith(_TRACER):
+            func = func or given
+        elif own is Owner.MEZZO and given is not None and given is func:
+            found, made_for = Owner.USER, ""
+        elif own is Owner.MEZZO:
+            found, made_for = own, made_for or getattr(given, "__name__", "")
+        elif own not in (Owner.TORCH, Owner.STDLIB):
+            return (found, made_for) if found is Owner.MEZZO else (own, "")
+    return found, made_for
 
 
 def source_line(frame: Frame) -> str:

@@ -225,7 +225,7 @@ class UpdateWatch:
     def _see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in an op outside of modules and optimizers, which adds to 16 bit that no gradient goes through."""
         is_addition = call.facts.writes and call.facts.name.removeprefix("foreach_") in _ADDITIONS
-        if site.root or not is_addition or len(self.lost) >= _TOLD or caller() is Owner.MEZZO:
+        if site.root or not is_addition or len(self.lost) >= _TOLD or caller()[0] is Owner.MEZZO:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
         kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES]
