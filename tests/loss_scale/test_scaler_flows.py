@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
+from mezzo.errors import ScalerError
 from mezzo.loss_scale import GradScaler
 from mezzo.loss_scale import grad_tracker as ledger
 from mezzo.optim import AdamW, MasterWeights
@@ -37,6 +38,49 @@ def test_checkpointing(use_reentrant: bool) -> None:
         return flat(model)
 
     assert_equal_to_fp32(run)
+
+
+def stepped_inside_of_backward(
+    scaler: GradScaler, is_unscaled: bool, is_dropped: bool, is_updated: bool = False
+) -> Tensor:
+    """Each weight has an optimizer of its own, which a hook steps when its gradient has arrived: no two are there at once."""
+    model = net(3, 8, 8, 1)
+    steps = {param: torch.optim.SGD([param], lr=0.125, momentum=0.5) for param in model.parameters()}
+
+    def step(param: Tensor) -> None:
+        if is_unscaled:
+            scaler.unscale_(steps[param])
+            nn.utils.clip_grad_norm_([param], 0.5)
+        scaler.step(steps[param])
+        if is_dropped:
+            steps[param].zero_grad()
+        if is_updated:
+            scaler.update()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for _ in range(6):
+        model.zero_grad()
+        scaler.scale(model(torch.randn(4, 3)).pow(2).mean()).backward()
+        if not is_updated:
+            scaler.update()
+    return flat(model)
+
+
+@pytest.mark.parametrize("is_unscaled", [True, False])
+@pytest.mark.parametrize("is_dropped", [True, False])
+@pytest.mark.parametrize("is_updated", [True, False])
+def test_steps_inside_of_backward(is_unscaled: bool, is_dropped: bool, is_updated: bool) -> None:
+    assert_equal_to_fp32(lambda scaler: stepped_inside_of_backward(scaler, is_unscaled, is_dropped, is_updated))
+
+
+def test_a_step_inside_of_backward_that_goes_past_the_scaler_is_refused() -> None:
+    param, scaler = nn.Parameter(torch.ones(2)), GradScaler("cpu")
+    optimizer = torch.optim.SGD([param], lr=0.125)
+    param.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(ScalerError, match="still multiplied by the loss scale"):
+        scaler.scale(param.sum()).backward()
+    assert param.tolist() == [1.0, 1.0]
 
 
 @flow

@@ -51,6 +51,7 @@ def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:
     """
     if not tracker.can_judge:
         return False
+    tracker.note_running(optimizer)
     suspects: dict[str, list[int]] = {}
     unknown = []
     is_scaled = False
@@ -97,6 +98,7 @@ def before_step(tracker: GradTracker, optimizer: Optimizer) -> None:
 def direct_step(tracker: GradTracker, optimizer: Optimizer) -> None:
     """Refuse a step that was not asked of the scaler, on gradients that are still scaled: a ScalerError. Syncs: only on the way to it."""
     if not tracker.is_stepping and tracker.can_judge:
+        tracker.note_running(optimizer)
         _refuse(optimizer, _still_scaled(tracker, optimizer, Stamp.is_current), messages.DIRECT)
 
 

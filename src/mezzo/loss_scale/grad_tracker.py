@@ -119,7 +119,18 @@ class GradTracker:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._known = None
-        self._note(grads_by_id(parameters(optimizer)), {}, mark)
+        grads = grads_by_id(parameters(optimizer))
+        self._note(grads, {}, mark)
+        for _, before in self._running():
+            before.update(stamps_of(grads))
+
+    def note_running(self, optimizer: Optimizer) -> None:
+        """Note what a backward pass that is not over has left an optimizer: one may step inside it, from a hook. Host only."""
+        for _, before in self._running():
+            self._compare(parameters(optimizer), before)
+
+    def _running(self) -> list[tuple[list[Tensor], dict[int, Stamp]]]:
+        return [] if graph_task_id() == -1 else list(self._open.values())
 
     def accept(self, optimizer: Optimizer, captured: Tensor) -> None:
         """Note that the gradients of an optimizer carry a scale, whatever was known of them. Host only."""
@@ -131,7 +142,8 @@ class GradTracker:
         """Close the iteration: `update` was called."""
         self.iteration += 1
         self.passes, self.is_blind, self.has_loose_ends = 0, False, False
-        self._open.clear()
+        if graph_task_id() == -1:  # not called by a hook, in the middle of a pass
+            self._open.clear()
         self._sums.clear(is_step_over=True)
         self._known = None
         self._is_exploring = len(self._optimizers) != self._num_optimizers
@@ -167,6 +179,8 @@ class GradTracker:
             return
         if captured is not self.captured:
             self._carry_over(captured)
+        if self not in _asked:
+            ask_before_steps(self)
         params = self._parameters()
         self._open[task] = params, stamps_of(grads_by_id(params))
         # Queued twice to run last: DDP and FSDP queue their own final callbacks during the pass.
@@ -188,7 +202,12 @@ class GradTracker:
         self.captured = captured
 
     def _end(self, task: int) -> None:
-        params, before = self._open.pop(task, ([], {}))
+        is_touched = self._compare(*self._open.pop(task, ([], {})))
+        self.passes += 1
+        self.has_loose_ends = self.has_loose_ends or not is_touched
+
+    def _compare(self, params: list[Tensor], before: Mapping[int, Stamp]) -> bool:
+        """Note the gradients that are no longer what they were before a pass, and return whether there are any."""
         grads = grads_by_id(params)
         now = stamps_of(grads)
         touched = [(key, grad) for key, grad in grads if not same(before.get(key), now[key])]
@@ -200,11 +219,7 @@ class GradTracker:
             if entry.mark is not Mark.SCALED and same(before.get(key), entry.stamp)
         }
         self._note(touched, mixed, Mark.SCALED)
-        self.passes += 1
-        if not touched:
-            self.has_loose_ends = True
-        elif self not in _asked:
-            ask_before_steps(self)
+        return bool(touched)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Judge the step that any optimizer is about to take. Host only."""
