@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +146,22 @@ def widest(device: torch.device) -> torch.dtype:
 def widened(tensor: Tensor) -> Tensor:
     """Return a tensor in the `widest` dtype of its device. Syncs: no."""
     return tensor.to(widest(tensor.device))
+
+
+def overflowing(dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return which tensors, by name and with their largest magnitude, a dtype of the range of fp16 or less does not hold. Syncs: for such a dtype.
+
+    >>> overflowing(torch.float16, [("a", torch.tensor([-1e5])), ("b", torch.tensor([65504.0]))])
+    ['a (100000)']
+    """
+    facts, found = torch.finfo(dtype), []
+    for name, tensor in tensors if facts.max < 1e6 else ():
+        own: Tensor = getattr(tensor, "to_local", lambda t=tensor: t)().detach()  # of a sharded one this rank's part
+        if own.numel() and not own.is_meta and own.is_floating_point() and own.element_size() > 1:
+            top = float(own.abs().amax())
+            if facts.max * (1 + facts.eps / 4) <= top < math.inf:  # below, it rounds to the largest number
+                found.append(f"{name} ({top:g})")
+    return found
 
 
 def format_of(dtype: torch.dtype) -> Format:

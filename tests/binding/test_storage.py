@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo
 from mezzo import Policy
 from mezzo.binding import convert_
 from mezzo.binding.bind import bind
 from mezzo.binding.storage import storage_targets, store_
 from mezzo.casting import products
+from mezzo.errors import PolicyError
 
 MASTER = "bf16-master"
 
@@ -89,6 +91,17 @@ def test_16_bit_weights_under_an_fp32_rule_become_fp32() -> None:
     model, policy = nn.Linear(2, 2).bfloat16(), Policy.parse("bf16, Linear=fp32")
     bind(model, policy)
     assert convert_(model, [], policy) == ["weight", "bias"] and model.weight.dtype is torch.float32
+
+
+def test_weights_beyond_fp16_are_refused_with_a_rule_that_keeps_them() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.zeros(1, 2)
+    nn.init.constant_(model[1].weight, -7e4)
+    kept = model[1].weight.clone()
+    with pytest.raises(PolicyError, match=r"1\.weight \(70000\) would be inf there\. Write 'module:1=fp32'"):
+        mezzo.prepare(model, None, "fp16-master")
+    assert torch.equal(model[1].weight, kept) and model[0].weight.dtype is torch.float32
+    mezzo.prepare(model, None, "fp16-master, module:1=fp32")
+    assert model(x).isfinite().all() and torch.equal(model[1].weight, kept) and model[0].weight.dtype is torch.float16
 
 
 def test_stored_values_are_another_tensors_in_the_same_parameter() -> None:

@@ -42,6 +42,15 @@ def _set(path: str, value: Any) -> Callable[[State], None]:
     return change
 
 
+def _widen(path: str) -> Callable[[State], None]:
+    """As a run that kept weights in fp32 saved them."""
+
+    def change(state: State) -> None:
+        state[path]["inner.weight"] = torch.full_like(state[path]["inner.weight"], 1e5, dtype=torch.float32)
+
+    return change
+
+
 def _drop(path: str) -> Callable[[State], None]:
     def change(state: State) -> None:
         *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
@@ -82,6 +91,7 @@ FAULTS: dict[str, tuple[Callable[[State], None], str]] = {
     "master misshapen": (_set("optimizers/0/state/0/master", torch.ones(3)), r"master.*\[3\]"),
     "rate text": (_set("optimizers/0/param_groups/0/lr", "fast"), "lr.*'fast', and must be a number"),
     "state of nobody": (_set("optimizers/0/state/99", {}), "99"),
+    "a weight beyond fp16": (_widen("model"), r"largest number is 65504, and inner\.weight \(100000\) would be inf"),
     "state no mapping": (_set("optimizers/0/state/0", 3), "state"),
 }
 
@@ -128,6 +138,15 @@ def test_an_optimizer_that_refuses_leaves_the_weights() -> None:
     before = everything(amp)
     with pytest.raises(CheckpointError, match="planted"):
         amp.load_state_dict(saved)
+    assert_same(everything(amp), before)
+
+
+def test_weights_beyond_fp16_are_refused_before_they_are_loaded_into_the_model() -> None:
+    amp = make()
+    before = everything(amp)
+    saved = {**amp.export_weights(), "inner.weight": torch.full_like(amp.export_weights()["inner.weight"], -1e5)}
+    with pytest.raises(CheckpointError, match=r"inner\.weight \(100000\) would be inf there\. Load them before"):
+        amp.model.load_state_dict(saved)
     assert_same(everything(amp), before)
 
 

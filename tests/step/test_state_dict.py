@@ -207,6 +207,15 @@ class TestExport:
         assert low["inner.weight"].dtype is torch.float16 and low["stats.running_mean"].dtype is torch.float32
         assert torch.equal(low["inner.weight"], exported["inner.weight"].half())
 
+    def test_weights_that_a_dtype_has_no_number_for_are_refused(self) -> None:
+        amp = start("bf16-split")
+        with torch.no_grad():
+            amp.model.inner.weight[0, 0] = 1e5
+        for dtype, largest in ((torch.float16, "fp16 is 65504"), (torch.float8_e4m3fn, "fp8 is 448")):
+            with pytest.raises(mezzo.errors.StepError, match=rf"would lose inner\.weight \(\d+\).*{largest}"):
+                amp.export_weights(dtype)
+        assert amp.export_weights(torch.bfloat16)["inner.weight"][0, 0] == 99840
+
     def test_a_dtype_by_name_as_elsewhere(self) -> None:
         amp = start("bf16")
         assert amp.export_weights("fp16")["inner.weight"].dtype is torch.float16

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .._torch import apply_to_tensors_, own_parameters
 from ..distributed import class_names
 from ..errors import MasterError, PolicyError, first_line, listed
-from ..formats import LOW_DTYPES, dtype_name
+from ..formats import LOW_DTYPES, dtype_name, overflowing
 from ..kernels import is_dtensor, overlaps, span_of
 from ..optim import (
     MasterOptimizer,
@@ -25,7 +25,7 @@ from ..optim import (
     parameters,
     wrapped_optimizer,
 )  # fmt: skip
-from ..policy import FP32_RULES, Policy, Rule, is_matmul_like
+from ..policy import FP32_RULES, ModuleRule, Policy, Rule, is_matmul_like, write_module_rule
 from ..random_state import kept
 from .forward import record
 
@@ -130,9 +130,10 @@ def convert_(
 
     Raises:
         PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
-            DistributedDataParallel (`is_replicated`) or ZeroRedundancyOptimizer holds already, or whose memory another tensor of the model shows.
+            DistributedDataParallel (`is_replicated`) or ZeroRedundancyOptimizer holds already, or whose memory another tensor of the model shows;
+            or values beyond fp16.
 
-    Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: no.
+    Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: for fp16.
     """
     if policy.params in LOW_DTYPES and not policy.is_low:
         raise PolicyError(
@@ -156,6 +157,14 @@ def convert_(
         )
     if changed:
         _check_apart(model, changed, policy)
+    narrowed = [(name, p) for name, p in changed.items() if targets[p] is torch.float16]
+    if over := overflowing(torch.float16, narrowed):
+        name = over[0].rpartition(" ")[0].rpartition(".")[0]
+        rule = f"{write_module_rule(ModuleRule(pattern=name, precision=Rule.FP32))!r}" if name else "params=fp32"
+        raise PolicyError(
+            f"the policy stores weights in fp16, whose largest number is 65504, and {listed(over)} would be inf there. "
+            f"Write {rule} in the policy for such a module, or take bf16-master, whose range is that of fp32."
+        )
     has_own_grad_dtype = [p for p in changed.values() if p.grad_dtype is p.dtype]
     spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
     if spread:

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import version
-from ..formats import LOW_DTYPES
+from ..errors import CheckpointError, listed
+from ..formats import LOW_DTYPES, overflowing
 from ..optim import keeps_masters, local_optimizer, parameters
 from . import state_dict as checkpoint
 from .engine import Engine
@@ -66,8 +67,14 @@ class MastersFollow:
             self._restored.clear()
 
     def _before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
-        names = [name for name, _ in module.named_parameters()]
-        self._loaded = {name: state[prefix + name] for name in names if prefix + name in state}
+        own = dict(module.named_parameters())
+        self._loaded = {name: state[prefix + name] for name in own if prefix + name in state}
+        low = [(n, v) for n, v in self._loaded.items() if own[n].dtype is torch.float16 and isinstance(v, Tensor)]
+        if over := overflowing(torch.float16, low):
+            raise CheckpointError(
+                f"this model stores weights in fp16, whose largest number is 65504, and {listed(over)} would be inf there. "
+                "Load them before mezzo.prepare, under a policy that keeps them in fp32 or bf16. Nothing of the model was changed."
+            )
         for p in [p for p, seen in self._restored.items() if version(p) != seen]:
             del self._restored[p]
 

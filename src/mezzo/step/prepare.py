@@ -123,7 +123,7 @@ def prepare(
 
     Writes: class and forward of each module; the storage of weights, where the policy gives them another dtype. If it
         raises, whatever raised, model and optimizers are what they were; so the old weights are held until it returns.
-    Syncs: no.
+    Syncs: for weights that go to fp16.
 
     >>> model = nn.Linear(4, 1)
     >>> amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")

@@ -167,9 +167,9 @@ class PreparedRun:
 
         Raises:
             FormatError: an unknown name.
-            StepError: no floating dtype.
+            StepError: no floating dtype, or one that has no number as large as a weight.
 
-        Syncs: no, but for a ZeroRedundancyOptimizer's masters.
+        Syncs: for fp16 and fp8, and a ZeroRedundancyOptimizer's masters.
         """
         return checkpoint.export(self.model, self.optimizers, dtype)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..binding import innermost, uncompiled
 from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, listed, shown
-from ..formats import LOW_DTYPES, SMALLEST, dtype_name, is_count, is_number, parse_dtype
+from ..formats import LOW_DTYPES, SMALLEST, dtype_name, is_count, is_number, overflowing, parse_dtype
 from ..kernels import AUX_STATE, read_master
 from ..loss_scale import LossScale
 from ..optim import (
@@ -290,7 +290,7 @@ def compare_policies(saved: Mapping[str, Any] | None, policy: Policy) -> Iterato
 def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype | str) -> dict[str, Tensor]:
     """Return the model's state dict with floating parameters, from their masters, in one dtype; buffers as they are.
 
-    Fresh memory for every parameter. Syncs: as `master_of`.
+    Fresh memory for every parameter. Syncs: as `master_of`; for fp16 and what is narrower.
     """
     dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype):
@@ -301,11 +301,19 @@ def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype
         )
     owners = {p: optimizer for optimizer in optimizers for p in parameters(optimizer)}
     weights: dict[str, Tensor] = {}
+    over: list[str] = []
     for name, value in innermost(model).state_dict(keep_vars=True).items():
         if not isinstance(value, nn.Parameter) or not value.is_floating_point():
             weights[name] = value.detach() if isinstance(value, Tensor) else value
             continue
-        weights[name] = master_of(owners.get(value), value).to(dtype, copy=True)
+        wide = master_of(owners.get(value), value)
+        over += overflowing(dtype, [(name, wide)])
+        weights[name] = wide.to(dtype, copy=True)
+    if over:
+        raise StepError(
+            f"export_weights({dtype_name(dtype)}) would lose {listed(over)}: the largest number of {dtype_name(dtype)} is "
+            f"{torch.finfo(dtype).max:g}. Write torch.bfloat16 or torch.float32."
+        )
     return weights
 
 
