@@ -10,6 +10,7 @@ import torch
 
 from mezzo import Policy, custom_bwd, custom_fwd
 from mezzo.casting import autocast
+from mezzo.errors import RegionError
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MEZZO = Policy(compute=BF16, ops="mezzo")
@@ -35,6 +36,57 @@ def make(fwd: Any, bwd: Any, seen: list[torch.dtype]) -> type[torch.autograd.Fun
             return da, a.t() @ grad
 
     return Product
+
+
+def with_setup(
+    decorate: Any, cast_inputs: torch.dtype | None, seen: list[torch.dtype]
+) -> type[torch.autograd.Function]:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(cast_inputs=cast_inputs)
+        def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            seen.extend((a.dtype, b.dtype))
+            return a @ b
+
+        @staticmethod
+        @decorate
+        def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @custom_bwd
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = ctx.saved_tensors
+            seen.append(grad.dtype)
+            return grad @ b.t(), a.t() @ grad
+
+    return Product
+
+
+@pytest.mark.parametrize("cast_inputs", [None, FP32, BF16, torch.float16])
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_function_with_a_setup_context(region: str, cast_inputs: torch.dtype | None) -> None:
+    runs = []
+    for is_split in (False, True):
+        torch.manual_seed(0)
+        a, b = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+        seen: list[torch.dtype] = []
+        decorate = custom_fwd(cast_inputs=cast_inputs)
+        function = with_setup(decorate, cast_inputs, seen) if is_split else make(decorate, custom_bwd, [])
+        with autocast("cpu", **REGIONS[region]):
+            out = function.apply(a, b)
+        out.float().sum().backward()
+        assert a.grad is not None and b.grad is not None
+        runs.append((out.dtype, out.tolist(), a.grad.tolist(), b.grad.tolist()))
+        assert not is_split or seen == ([cast_inputs] * 3 if cast_inputs else [FP32, FP32, BF16])
+    assert runs[0] == runs[1]
+
+
+def test_a_setup_context_without_custom_fwd_is_named() -> None:
+    a = torch.randn(4, 4, requires_grad=True)
+    out = with_setup(lambda method: method, None, []).apply(a, a)
+    with pytest.raises(RegionError, match="and setup_context with the same, if there is one"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("cast_inputs", [None, FP32, BF16, torch.float16])

@@ -28,7 +28,7 @@ def custom_fwd(
     fwd: None = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
 ) -> Callable[[F], F]: ...
 def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None) -> Any:
-    """Decorate the `forward` of a `torch.autograd.Function` for use in regions.
+    """Decorate the `forward` of a `torch.autograd.Function` for use in regions, and its `setup_context`, if it has one, alike.
 
     Args:
         fwd: the static method.
@@ -47,17 +47,21 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     @functools.wraps(fwd)
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        ctx = args[:1] if hasattr(args[0], "save_for_backward") else ()  # none where the class has a setup_context
+        args = args[len(ctx) :]
         given = (t.device.type for t in tensors_in(args, kwargs) if t.is_floating_point())
         device = device_type or next(given, "cpu")
-        if cast_inputs is None or not torch.is_autocast_enabled(device):
-            ctx._mezzo_region = autocast.current()
-            return fwd(ctx, *args, **kwargs)
-        ctx._mezzo_region = autocast.current(enabled=False)
-        args = tuple(_cast_all(value, cast_inputs, device) for value in args)
-        kwargs = {name: _cast_all(value, cast_inputs, device) for name, value in kwargs.items()}
-        with ctx._mezzo_region:
-            return fwd(ctx, *args, **kwargs)
+        target = cast_inputs if torch.is_autocast_enabled(device) else None
+        region = autocast.current() if target is None else autocast.current(enabled=False)
+        for one in ctx:
+            one._mezzo_region = region
+        if target is None:
+            return fwd(*ctx, *args, **kwargs)
+        args = tuple(_cast_all(value, target, device) for value in args)
+        kwargs = {name: _cast_all(value, target, device) for name, value in kwargs.items()}
+        with region:
+            return fwd(*ctx, *args, **kwargs)
 
     return forward
 
@@ -79,7 +83,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
         The method, or a decorator when `bwd` is left out.
 
     Raises:
-        RegionError: at the first backward, if forward has no `custom_fwd`.
+        RegionError: at the first backward, if forward, or setup_context, has no `custom_fwd`.
 
     Syncs: no.
     Source: torch.amp.custom_bwd.
@@ -93,7 +97,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
         if region is None:
             raise RegionError(
                 "custom_bwd runs backward in the region of its forward, which nobody wrote down: decorate forward with "
-                "mezzo.custom_fwd."
+                "mezzo.custom_fwd, and setup_context with the same, if there is one."
             )
         with region:
             return bwd(ctx, *args)
