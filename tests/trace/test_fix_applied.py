@@ -190,7 +190,8 @@ def test_the_expression_against_a_singularity_trains(name: str) -> None:
 
 @pytest.mark.parametrize("size", [1e-6, 1e-7, 1e-8])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_scale_against_flushed_gradients_keeps_them(size: float, depth: int) -> None:
+@pytest.mark.parametrize("is_handed_out", [False, True], ids=["backward", "grad"])
+def test_the_scale_against_flushed_gradients_keeps_them(size: float, depth: int, is_handed_out: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(16, 16), nn.Tanh())])
     x = torch.randn(8, 16)
@@ -199,7 +200,10 @@ def test_the_scale_against_flushed_gradients_keeps_them(size: float, depth: int)
         model.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             y = model(x)
-        (y.float().square().mean() * size * scale).backward()
+        loss = y.float().square().mean() * size * scale
+        if is_handed_out:
+            return list(torch.autograd.grad(loss, list(model.parameters())))
+        loss.backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     with diagnose.trace(model) as t:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -209,7 +210,18 @@ class Trace:
         for leaf in leaves:
             if leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._followed:
                 self._followed[id(leaf)] = leaf
+                # the first for what torch.autograd.grad hands out, too
+                self._handles.append(leaf.register_hook(partial(self._on_flushed, leaf)))  # type: ignore[no-untyped-call]  # torch's own
                 self._handles.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]  # torch's own
+
+    def _on_flushed(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take note of how much of a gradient 16 bit flushed, as backward hands it over or leaves it in `.grad`."""
+        name = self._context.parameter_name(parameter) or "of an input"
+        if (values := plain(gradient)) is not None:
+            with self._collector.aside():
+                self._flushed[self._context.step, name] = self._collector.flushes.lost(
+                    name, values, self._context.loss_scale, self._context.step
+                )
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._roots_since_backward.clear()
@@ -227,9 +239,7 @@ class Trace:
             self._size("gradient", name, "", id(parameter), gradient)
             self._idle.on_gradient(parameter, name, self._sizes[-1].amax, self._collector.flushes.zeroed_at(gradient))
             is_bad = not is_finite(gradient)
-            self._flushed[self._context.step, name] = self._collector.flushes.lost(
-                name, gradient, self._context.loss_scale, self._context.step
-            )
+        self._on_flushed(parameter, gradient)
         if is_bad:
             self._collector.sink("gradient", name, gradient)
 
