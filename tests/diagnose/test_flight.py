@@ -82,6 +82,34 @@ def test_a_planted_step_runs_again_bit_for_bit(tmp_path: Path, kind: str) -> Non
     assert str(again.grad_norm) == str(results[6].grad_norm)
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW, whose betas move": torch.optim.AdamW,
+    "a rate in a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-3)),
+    "both, fused": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-3), fused=True),
+    "SGD, whose momentum moves": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_schedule_moves_is_recorded(tmp_path: Path, name: str, policy: str) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model, _, loss = build()
+        return model, OPTIMIZERS[name](model.parameters()), loss
+
+    model, optimizer, _ = made()
+    amp = mezzo.prepare(model, optimizer, policy=policy)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+    with mezzo.record(amp, tmp_path / "run", every=6) as recorder:
+        for batch in recorder.batches(batches(6)):
+            amp.backward(loss_fn(model, batch))
+            amp.step()
+            amp.zero_grad()
+            schedule.step()
+    again = mezzo.replay(tmp_path / "run", 5, made)
+    assert (again.first_different, again.compared) == (None, 6)
+
+
 def test_micro_batches_and_every_step_of_two_segments(tmp_path: Path) -> None:
     results = train(tmp_path / "run", batches(20), accumulate=2, every=3)
     for step in range(6, 10):

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import random_state
 from ..errors import ConfigError, DataError, kind_of, shown
 from ..files import FileImage, as_path, flush_to_disk
-from ..formats import is_count
+from ..formats import is_count, number_of
 from ..random_state import RandomState
 from ..step import Stepper, StepResult
 from . import step_data
@@ -51,6 +51,15 @@ def as_data(value: object, what: str, *, copies: bool = False) -> Any:
         f"{what} holds {type(value).__name__}, and a record keeps data only: tensors, numbers, text, and dicts, lists and tuples of "
         "them. Note the tensors that the loss is made of."
     )
+
+
+def _number_of(option: object) -> Any:
+    """Return an option of a group that a schedule may move: a number, one in a tensor, or a tuple of them; None for others. Syncs: for a tensor."""
+    if isinstance(option, tuple):
+        numbers = tuple(map(_number_of, option))
+        return None if None in numbers else numbers
+    option = number_of(option) if isinstance(option, Tensor) and option.numel() == 1 else option
+    return option if isinstance(option, (bool, int, float)) else None
 
 
 def batch_file(folder: Path, step: int, index: int) -> Path:
@@ -234,7 +243,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def _prospect(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return what the step will be made of beside its batches if nothing changes."""
         groups = [group for optimizer in self._amp.optimizers for group in optimizer.param_groups]
-        kept = [{k: v for k, v in group.items() if isinstance(v, (bool, int, float))} for group in groups]
+        kept = [{k: x for k, v in group.items() if (x := _number_of(v)) is not None} for group in groups]
         return {"options": options, "groups": kept}
 
     def _write_step(self, options: dict[str, Any]) -> None:
@@ -312,7 +321,7 @@ def record(
         DataError: the folder holds another record, or cannot be written.
 
     Writes: the folder; `step` and `backward` of the stepper, until it is closed.
-    Syncs: once in 16 steps, with the last of them, and with each step that is run twice.
+    Syncs: once in 16 steps, with the last of them, with each step that is run twice, and for a learning rate in a tensor.
     """
     if (twice_every != 0) != (loss_fn is not None) or not is_count(twice_every):
         raise ConfigError(

@@ -125,7 +125,11 @@ class _Run:
         made_of = step_data.read(changed) if changed.is_file() else batches[-1]
         groups = [group for optimizer in self.amp.optimizers for group in optimizer.param_groups]
         for group, values in zip(groups, made_of["groups"], strict=True):
-            group.update({k: v for k, v in values.items() if k in group})
+            for key in group.keys() & values.keys():
+                if isinstance(group[key], Tensor):  # it may stand in several groups, and in a graph
+                    group[key].fill_(values[key])
+                else:
+                    group[key] = values[key]
         losses = []
         for batch in batches:
             random_state.set_(RandomState(*batch["random"]))
