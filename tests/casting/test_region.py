@@ -302,3 +302,18 @@ def test_enabled_is_read_as_true_or_false() -> None:
     for enabled, dtype in ((None, torch.float32), (0, torch.float32), (1, torch.bfloat16)):
         with autocast("cpu", enabled=enabled):  # type: ignore[arg-type]  # what a config may hold
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, ops=mezzo", "bf16, op:softmax=fp32"])
+def test_an_op_of_the_programs_own_is_cast_as_it_was_registered(policy: str) -> None:
+    product = torch.library.custom_op(
+        "mezzo_region_test::product",
+        lambda a, b: a @ b,
+        mutates_args=(),
+        schema="(Tensor a, Tensor b) -> Tensor",
+    )
+    torch.library.register_autocast("mezzo_region_test::product", "cpu", torch.bfloat16)
+    with autocast("cpu", policy=policy):
+        assert product(torch.ones(2, 2), torch.ones(2, 2).bfloat16()).dtype is torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert product(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32

@@ -112,6 +112,11 @@ def test_none_is_refused_where_a_dtype_is_needed(name: str) -> None:
          "module rule 'a=fp32': 'fp32' is text; write a Rule or a torch dtype."),
         (lambda: ModuleRule(pattern="a", precision=Rule.LOW, required=1),  # type: ignore[arg-type]
          "required=1 must be true or false."),
+        (
+            lambda: OpRules(edits=(("mylib::scale", Rule.LOW),)),
+            ("unknown op 'mylib::scale': rules are for torch's ops. An op of your own is cast in every region by what"
+             " torch.library.register_autocast('mylib::scale', device, dtype) says."),
+        ),
         (lambda: OpRules(edits=(("cumsm", Rule.LOW),)), "unknown op 'cumsm'. Did you mean 'cumsum'?"),
         (lambda: OpRules(edits=((3, Rule.LOW),)), "the op 3 must be text."),  # type: ignore[arg-type]
         (lambda: OpRules(edits=3), "edits=3 must be a tuple of (op, Rule)."),  # type: ignore[arg-type]

@@ -307,6 +307,19 @@ def test_a_backward_that_fails_halfway() -> None:
     assert amp.step()
 
 
+def test_a_step_inside_of_backward() -> None:
+    _, amp = prepared("fp32")
+    handle = next(amp.model.parameters()).register_post_accumulate_grad_hook(lambda _: amp.step())
+    with pytest.raises(
+        StepError, match=r"step\(\) was called inside of a backward pass that is not over, as from a hook"
+    ):
+        amp.backward(loss_of(amp))
+    handle.remove()
+    amp.zero_grad()
+    amp.backward(loss_of(amp))
+    assert amp.step()
+
+
 def test_zeros_of_before_an_explanation_are_zeros_after_it() -> None:
     model = nn.Linear(8, 3)
     amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")

@@ -190,6 +190,9 @@ class OpRules:
 
 def check_op(op: str) -> None:
     """Raise a `PolicyError` that names the nearest op unless a policy may have a rule for the op."""
+    own = isinstance(op, str) and "::" in op
+    check(not own, f"unknown op {op!r}: rules are for torch's ops. An op of your own is cast in every region by what "
+          f"torch.library.register_autocast({op!r}, device, dtype) says.")  # fmt: skip
     check_known("op", op, known_ops())
 
 

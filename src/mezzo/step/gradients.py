@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import is_pipeline_dry_run
+from .._torch import graph_task_id, is_pipeline_dry_run
 from ..casting import backward_message
 from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, did_you_mean, listed
@@ -331,6 +331,10 @@ class Gradients:
         return is_bad(norm_and_finite(list(grads)).norm, self.home)
 
     def _refuse_broken(self, pending: AccumulationState, call: str) -> None:
+        if pending.broken is _HALF_A_SUM and graph_task_id() != -1:
+            raise StepError(
+                f"{call} was called inside of a backward pass that is not over, as from a hook. Write it after amp.backward(loss)."
+            )
         if pending.broken:
             raise StepError(
                 f"{call} was called after {pending.broken}. Call amp.zero_grad() and compute the loss again."
