@@ -355,3 +355,16 @@ def test_what_the_program_reads_and_adds_in_a_region_is_seen_in_each_engine(poli
         for _ in range(4):
             total.add_(torch.ones(4))
     assert [f.verdict for r in (read, added) for f in r.report.findings] == ["singularity", "lost-update"]
+
+
+@pytest.mark.parametrize("policy", ENGINES)
+def test_a_constant_inside_of_torchs_own_function_is_not_the_programs_in_any_engine(policy: str) -> None:
+    found = []
+    for compute in (lambda x: F.normalize(x, dim=-1), lambda x: x.clamp_min(1e-12)):
+        with (
+            diagnose.trace() as t,
+            mezzo.autocast("cpu", policy=policy.replace("bf16", "fp16").replace("ops=mezzo", "op:erf=fp32")),
+        ):
+            compute(torch.ones(2, 4).half()).float().sum()
+        found.append([lint.rule for lint in t.report.record.lints])
+    assert found == [[], ["constant-lost"]]

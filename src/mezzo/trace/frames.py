@@ -132,6 +132,11 @@ def is_called_from(ending: str) -> bool:
     return any(frame.f_code.co_filename.endswith(ending) for frame, _ in walk_stack(sys._getframe(1)))
 
 
+def functions_of(file: str) -> set[str]:
+    """Return the names of the functions of a file that are on the Python stack."""
+    return {f.f_code.co_name for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename == file}
+
+
 def argument_of(ending: str, *names: str) -> float | None:
     """Return the first of some numbers that a function on the Python stack, of a file whose path ends so, was given; None if none was."""
     frames = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename.endswith(ending))

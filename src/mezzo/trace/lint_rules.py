@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..binding import record
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
-from .frames import argument_of, is_called_from
+from .frames import argument_of, functions_of, is_called_from
 from .measure import amax, numbers, rerun_wide
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
@@ -134,6 +134,8 @@ class LintWatch:
         if name not in _TAKES_CONSTANT and name not in _SCALES:
             return
         if not self.of_risks and site.called != name and site.called in vars(functional):
+            return
+        if not self.of_risks and functions_of(functional.__file__) - {name}:  # which a mode of mezzo's ran op by op
             return
         facts = format_of(low.dtype)
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
