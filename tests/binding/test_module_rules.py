@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import UserDict
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -117,6 +118,19 @@ def test_a_rule_for_a_missing_kernel_fuses_nothing() -> None:
 
 class Encoding(UserDict):
     """What tokenizers return, and models of embeddings hand on."""
+
+
+def test_a_namespace_comes_out_as_output_says() -> None:
+    class Names(nn.Linear):
+        def forward(self, x):
+            self.made = SimpleNamespace(logits=super().forward(x), name="row")
+            return self.made
+
+    model = Names(4, 2)
+    mezzo.prepare(model, None, "bf16")
+    found = model(torch.ones(3, 4))
+    assert (found.logits.dtype, found.name) == (torch.float32, "row")
+    assert model.made.logits.dtype is torch.bfloat16, "the model's own stays as it made it"
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, Encoding])

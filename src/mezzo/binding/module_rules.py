@@ -10,6 +10,7 @@ from collections import UserDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +59,7 @@ class Regions(Protocol):
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return a value with its fp32, fp16 and bf16 tensors cast; differentiable; fp64 and other types are left alone. Syncs: no.
 
-    They may lie in lists, tuples, dicts, `UserDict`s, dataclasses and classes registered with torch's pytree.
+    They may lie in lists, tuples, dicts, `UserDict`s, `SimpleNamespace`s, dataclasses and classes registered with torch's pytree.
     """
     if isinstance(value, Tensor):
         castable = value.dtype is torch.float32 or value.dtype in LOW_DTYPES
@@ -76,9 +77,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the tensors in a dataclass, a `UserDict`, or a subclass of tuple, list or dict, that torch's pytree does not know."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    """Cast the tensors in a dataclass, a `SimpleNamespace`, a `UserDict`, or a subclass of tuple, list or dict, that torch's pytree does not know."""
+    is_namespace = isinstance(value, SimpleNamespace)
+    if is_namespace or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        names = [*vars(value)] if is_namespace else [f.name for f in dataclasses.fields(value)]
+        fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
         cast = copy.copy(value)
         for name, item in cast_floating(fields, dtype).items():
             object.__setattr__(cast, name, item)
