@@ -157,6 +157,7 @@ class AccumulationState:
         gradients_bad: inf or NaN were seen before somebody edited the gradients.
         penalty_bad: inf or NaN were in what `grad` returned, so that a loss made of it is no witness.
         flushed: shape (), fp32: share of the gradients' elements that 16 bit flushed to zero; None: not measured.
+        is_scaled: a loss was multiplied by the scale.
         broken: what failed halfway, so that the gradients are no longer those of the loss; else empty.
         stale: parameters whose gradients were used up by an earlier step when this one began, with their stamps.
     """
@@ -167,12 +168,13 @@ class AccumulationState:
     gradients_bad: Flag = False
     penalty_bad: Flag = False
     flushed: Tensor | None = None
+    is_scaled: bool = False
     broken: str = ""
     stale: dict[Tensor, Stamp] = field(default_factory=dict)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, and remember whether it was finite. Syncs: no."""
-        self.loss_bad = either(self.loss_bad, is_bad(loss, self.device))
+        self.loss_bad, self.is_scaled = either(self.loss_bad, is_bad(loss, self.device)), True
         if self.scale is None:
             return loss
         with torch.enable_grad():  # backward runs where gradients are off too, as in torch

@@ -229,7 +229,7 @@ class Engine:
     def external_backward(self) -> Iterator[None]:
         """Take what backward passes of somebody else's leave inside the block; see `Stepper.external_backward`. Syncs: no."""
         watched = NOTHING if self.consensus is None else self.consensus.watching()
-        with watched, self.gradients.external(self.scale):
+        with watched, self.gradients.external(self.scale, is_alone=self.consensus is None):
             yield
 
     def run_step(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:

@@ -57,6 +57,8 @@ def grads_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> l
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
+_OF_NO_LOSS = "of no loss, amp.backward(sum((p.float() * g).sum() for p, g in pairs))"
+AFTER_BACKWARD = "Write amp.step() after amp.backward(loss), which has not returned yet."
 
 
 class _Shown(dict[str, Tensor]):
@@ -152,12 +154,25 @@ class Gradients:
         return pending
 
     @contextmanager
-    def external(self, scale: Tensor | None) -> Iterator[None]:
-        """Take what somebody else's backward passes leave for the gradients of this step; see `Stepper`. Syncs: no."""
+    def external(self, scale: Tensor | None, *, is_alone: bool) -> Iterator[None]:
+        """Take what somebody else's backward passes leave for the gradients of this step; see `Stepper`. Syncs: no.
+
+        The losses of one that `is_alone` are all asked for here; those of a pipeline on several ranks, on its last.
+        """
         self._refuse_while_shown("external_backward()")
         pending = self._begin(self.parameters(), scale, "external_backward()")
-        pending.broken = _HALF_A_SUM
+        pending.broken, pending.is_scaled = _HALF_A_SUM, False
         yield
+        if (
+            is_alone
+            and pending.scale is not None
+            and not pending.is_scaled
+            and self._versions.changed(self.parameters())
+        ):
+            raise StepError(
+                "external_backward() left gradients without the loss scale that the step divides them by. Write amp.scaled(loss) in the "
+                f"block for its loss, or, for gradients g {_OF_NO_LOSS} in place of the block."
+            )
         pending.broken = ""
         self._versions.note(self.parameters())
 
@@ -232,7 +247,9 @@ class Gradients:
     def is_abandoned(self) -> bool:
         """Whether somebody dropped the gradients since the backward pass, and with them the step."""
         pending = self._pending
-        return pending is not None and all(p.grad is None or is_stale(pending, p) for p in self.parameters())
+        if pending is None or graph_task_id() != -1:  # a pass that runs may have left none yet
+            return False
+        return all(p.grad is None or is_stale(pending, p) for p in self.parameters())
 
     @property
     def pending(self) -> AccumulationState:
@@ -267,8 +284,8 @@ class Gradients:
         if not self._versions.changed(self.parameters()):
             return ""
         return (
-            " Gradients are there, made elsewhere: write amp.backward(loss) for loss.backward(), or, if a schedule runs backward itself, "
-            "`with amp.external_backward(): schedule.step(...)`."
+            f" Gradients are there, made elsewhere: write amp.backward(loss) for loss.backward(), for gradients g {_OF_NO_LOSS}, or, "
+            "if a schedule runs backward itself, `with amp.external_backward(): schedule.step(...)`."
         )
 
     def collect(self, optimizer: Optimizer | None) -> list[OptimizerGrads]:
@@ -336,6 +353,10 @@ class Gradients:
                 f"{call} was called inside of a backward pass that is not over, as from a hook. Write it after amp.backward(loss)."
             )
         if pending.broken:
+            if graph_task_id() != -1:
+                raise StepError(
+                    f"{call} was called while a backward pass runs, before all gradients are there. {AFTER_BACKWARD}"
+                )
             raise StepError(
                 f"{call} was called after {pending.broken}. Call amp.zero_grad() and compute the loss again."
             )

@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import STEP_WRAPPER, global_post_hooks, global_pre_hooks, is_fused, profiler_enabled, step_hooks
+from .._torch import (
+    STEP_WRAPPER,
+    global_post_hooks,
+    global_pre_hooks,
+    graph_task_id,
+    is_fused,
+    profiler_enabled,
+    step_hooks,
+)
 from ..errors import StepError, listed, shown
 from ..formats import SMALLEST, is_number, number_of
 from ..kernels import CLIP_EPS, choose
@@ -36,7 +44,7 @@ from ..policy import ScalingConfig
 from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
 from .grad_passes import clamp_, multiply_
-from .gradients import OptimizerGrads
+from .gradients import AFTER_BACKWARD, OptimizerGrads
 from .ranks import option_lines
 from .result import Skip, StepFlags
 
@@ -71,7 +79,8 @@ def forbid_direct_steps(optimizer: Optimizer, engine: _Steps, stepper: object) -
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine = reference()
         if engine is not None and not engine.is_stepping and not _only_makes_state(optimizer):
-            advice = NO_SCALER if is_called_by_scaler() else "Write amp.step()."
+            in_order = "Write amp.step()." if graph_task_id() == -1 else AFTER_BACKWARD
+            advice = NO_SCALER if is_called_by_scaler() else in_order
             past = "the guard" if engine.scale is None else "the guard and on gradients that may carry the loss scale"
             raise StepError(f"{type(optimizer).__name__}.step() was called directly, past {past}. {advice}")
 

@@ -1,0 +1,108 @@
+"""Gradients that no loss has (torch.func, evolution strategies, DP-SGD), and steps that hooks take in backward: they train as in torch, or are told how to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.errors import StepError
+
+POLICIES = ("fp32", "bf16", "bf16-master", "fp16, scaling=1024", "fp16-master, scaling=1024")
+SCALED = POLICIES[3:]
+
+
+def prepared(policy: str) -> tuple[nn.Linear, mezzo.Stepper]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    return model, mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), policy)
+
+
+def set_by_hand(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.25)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_told_for_gradients_that_no_loss_has_trains_as_torch(policy: str) -> None:
+    model, amp = prepared(policy)
+    before = amp.export_weights()
+    set_by_hand(model)
+    with pytest.raises(
+        StepError, match=r"of no loss, amp\.backward\(sum\(\(p\.float\(\) \* g\)\.sum\(\) for p, g in pairs\)\)"
+    ):
+        amp.step()
+    amp.zero_grad()
+    pairs = [(p, torch.full(p.shape, 0.25)) for p in model.parameters()]
+    amp.backward(sum(((p.float() * g).sum() for p, g in pairs), torch.zeros(())))
+    assert amp.step().grad_norm == pytest.approx(0.25 * 10**0.5)
+    for name, weight in amp.export_weights().items():
+        torch.testing.assert_close(weight, before[name] - 0.125)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("leave", [set_by_hand, lambda model: model(torch.ones(3, 4)).sum().backward()])
+def test_gradients_of_an_external_backward_must_carry_the_loss_scale(
+    leave: Callable[[nn.Module], None], policy: str
+) -> None:
+    model, amp = prepared(policy)
+    if policy not in SCALED:
+        with amp.external_backward():
+            leave(model)
+        assert amp.step()
+        return
+    with pytest.raises(StepError) as error, amp.external_backward():
+        leave(model)
+    assert str(error.value) == (
+        "external_backward() left gradients without the loss scale that the step divides them by. Write amp.scaled(loss) in the block for "
+        "its loss, or, for gradients g of no loss, amp.backward(sum((p.float() * g).sum() for p, g in pairs)) in place of the block."
+    )
+    amp.zero_grad()
+    with amp.external_backward():
+        amp.scaled(model(torch.ones(3, 4)).sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
+    assert amp.step()
+
+
+@pytest.mark.parametrize("policy", SCALED)
+def test_an_external_backward_that_left_nothing_is_fine(policy: str) -> None:
+    model, amp = prepared(policy)
+    amp.backward(model(torch.ones(3, 4)).sum())
+    with amp.external_backward():
+        pass
+    assert amp.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_in_a_hook_of_backward_is_told_to_come_after_it(policy: str) -> None:
+    model, amp = prepared(policy)
+    calls: dict[Callable[[], object], str] = {amp.step: "step()", amp.optimizers[0].step: ""}
+    for call, name in calls.items():
+        hook = model.weight.register_post_accumulate_grad_hook(lambda p, call=call: call())  # type: ignore[misc]
+        with pytest.raises(StepError) as error:
+            amp.backward(model(torch.ones(3, 4)).sum())
+        assert str(error.value).endswith("Write amp.step() after amp.backward(loss), which has not returned yet.")
+        assert str(error.value).startswith(
+            f"{name} was called while a backward pass runs" if name else "SGD.step() was called directly"
+        )
+        hook.remove()
+        with pytest.raises(StepError, match="failed halfway"):
+            amp.step()
+        amp.zero_grad()
+    amp.backward(model(torch.ones(3, 4)).sum())
+    assert amp.step()
+
+
+def test_a_loss_inside_of_a_backward_is_told_where_it_belongs() -> None:
+    model, amp = prepared("bf16")
+
+    @torch.enable_grad()  # type: ignore[untyped-decorator]  # torch's own
+    def again(grad: Tensor) -> None:
+        amp.backward(model(torch.ones(3, 4)).sum())
+
+    y = model(torch.ones(3, 4))
+    y.register_hook(again)
+    with pytest.raises(StepError, match=r"^backward\(loss\) was called while a backward pass runs"):
+        amp.backward(y.sum())
