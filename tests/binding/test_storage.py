@@ -109,3 +109,25 @@ def test_stored_values_are_another_tensors_in_the_same_parameter() -> None:
     weight, value = model.weight, torch.full((2, 2), 3.0, dtype=torch.bfloat16)
     store_(model, {weight: value})
     assert model.weight is weight and torch.equal(weight.data, value) and weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("text", ["bf16-master", "fp16-master, scaling=16"])
+def test_weights_that_processes_share_are_not_taken_from_them(text: str) -> None:
+    model = nn.Linear(2, 2).share_memory()
+    optimizer, policy = torch.optim.SGD(model.parameters(), lr=0.1), Policy.parse(text)
+    with pytest.raises(
+        PolicyError,
+        match=r"2 parameters \(weight, bias\) lie in memory that processes share.*Write model\.share_memory\(\) after",
+    ):
+        mezzo.prepare(model, optimizer, policy)
+    assert model.weight.is_shared() and model.weight.dtype is torch.float32
+    mezzo.prepare(model, optimizer, "bf16").release()
+    mezzo.prepare(model, None, policy)  # an answer is this process's own
+    own = nn.Linear(2, 2)
+    amp = mezzo.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), policy)
+    shown = own.share_memory().weight.data
+    for _ in range(2):
+        amp.zero_grad()
+        amp.backward(own(torch.ones(3, 2)).sum())
+        before = shown.clone()
+        assert amp.step() and own.weight.is_shared() and not torch.equal(shown, before)

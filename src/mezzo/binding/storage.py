@@ -156,7 +156,7 @@ def convert_(
             f"they are. Leave parameters_as_bucket_view out, or keep weights in fp32 (params=fp32)."
         )
     if changed:
-        _check_apart(model, changed, policy)
+        _check_apart(model, changed, policy, is_trained=bool(optimizers))
     narrowed = [(name, p) for name, p in changed.items() if targets[p] is torch.float16]
     if over := overflowing(torch.float16, narrowed):
         name = over[0].rpartition(" ")[0].rpartition(".")[0]
@@ -185,10 +185,17 @@ def convert_(
     return list(changed)
 
 
-def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy) -> None:
-    """Refuse weights whose memory another tensor of the model shows, which would be left with the values of before."""
+def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy, *, is_trained: bool) -> None:
+    """Refuse weights whose memory another tensor of the model shows, or another process may, which would be left with the values of before."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     plain = [(name, tensor) for name, tensor in tensors if type(tensor.detach()) is Tensor and _has_memory(tensor)]
+    shared = [name for name, p in plain if name in changed and p.device.type == "cpu" and p.is_shared()]
+    if shared and is_trained:
+        raise PolicyError(
+            f"{len(shared)} parameters ({listed(shared)}) lie in memory that processes share, and policy={policy!s} would store them anew "
+            f"in {dtype_name(policy.params)}, where the others do not see them move. Write model.share_memory() after mezzo.prepare, in "
+            "the process that starts the others, or keep weights in fp32 (params=fp32)."
+        )
     for last, name in overlaps((*span_of(tensor), name) for name, tensor in plain):
         if name in changed or last in changed:
             raise PolicyError(
