@@ -189,7 +189,7 @@ def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy
     """Refuse weights whose memory another tensor of the model shows, or another process may, which would be left with the values of before."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     plain = [(name, tensor) for name, tensor in tensors if type(tensor.detach()) is Tensor and _has_memory(tensor)]
-    shared = [name for name, p in plain if name in changed and p.device.type == "cpu" and p.is_shared()]
+    shared = [name for name, p in plain if name in changed and p.device.type == "cpu" and p.is_shared()]  # type: ignore[no-untyped-call]  # torch's own
     if shared and is_trained:
         raise PolicyError(
             f"{len(shared)} parameters ({listed(shared)}) lie in memory that processes share, and policy={policy!s} would store them anew "

@@ -28,7 +28,7 @@ def custom_fwd(
     fwd: None = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
 ) -> Callable[[F], F]: ...
 def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None) -> Any:
-    """Decorate the `forward` of a `torch.autograd.Function` for use in regions, and its `setup_context`, if it has one, alike.
+    """Decorate the `forward` of a `torch.autograd.Function` for use in regions; one with a `setup_context` has that decorated too.
 
     Args:
         fwd: the static method.
@@ -48,20 +48,20 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        ctx = args[:1] if hasattr(args[0], "save_for_backward") else ()  # none where the class has a setup_context
-        args = args[len(ctx) :]
-        given = (t.device.type for t in tensors_in(args, kwargs) if t.is_floating_point())
-        device = device_type or next(given, "cpu")
-        target = cast_inputs if torch.is_autocast_enabled(device) else None
-        region = autocast.current() if target is None else autocast.current(enabled=False)
-        for one in ctx:
+        ctx, given = (args[:1], args[1:]) if args and hasattr(args[0], "save_for_backward") else ((), args)
+        found = (t.device.type for t in tensors_in(given, kwargs) if t.is_floating_point())
+        device = device_type or next(found, "cpu")
+        dtype = cast_inputs if torch.is_autocast_enabled(device) else None
+        region = autocast.current() if dtype is None else autocast.current(enabled=False)
+        for one in ctx:  # a forward beside a setup_context has none
             one._mezzo_region = region
-        if target is None:
-            return fwd(*ctx, *args, **kwargs)
-        args = tuple(_cast_all(value, target, device) for value in args)
-        kwargs = {name: _cast_all(value, target, device) for name, value in kwargs.items()}
+        if dtype is None:
+            return fwd(*args, **kwargs)
+        count = 1 if fwd.__name__ == "setup_context" else len(given)  # which has the output behind its inputs
+        given = (*(_cast_all(value, dtype, device) for value in given[:count]), *given[count:])
+        kwargs = {name: _cast_all(value, dtype, device) for name, value in kwargs.items()}
         with region:
-            return fwd(*ctx, *args, **kwargs)
+            return fwd(*ctx, *given, **kwargs)
 
     return forward
 
@@ -97,7 +97,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
         if region is None:
             raise RegionError(
                 "custom_bwd runs backward in the region of its forward, which nobody wrote down: decorate forward with "
-                "mezzo.custom_fwd, and setup_context with the same, if there is one."
+                "mezzo.custom_fwd, or, where it is given no ctx, decorate its setup_context so."
             )
         with region:
             return bwd(ctx, *args)

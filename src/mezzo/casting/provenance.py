@@ -21,7 +21,7 @@ from torch.nn import Module
 
 from .._torch import own_buffers, own_modules, own_parameters
 from ..errors import first_line
-from ..formats import describe
+from ..formats import LOW_DTYPES, describe
 from ..policy import OpRow, Rule, known_ops, op_table
 
 _MISMATCH = re.compile(
@@ -54,6 +54,7 @@ _ADVICE = (
     ),
 )
 """What to write instead, whatever op it was."""
+_OF_A_CUSTOM_OP = "GeneratedBackwardFor_"  # torch.library.register_autograd names it so
 _IN_FP32 = (
     "In 16 bit the sum of probabilities is not 1 within the 1e-6 that it asks for: hand it logits=x.float(), inside of "
     "`with torch.autocast(x.device.type, enabled=False):`."
@@ -218,7 +219,15 @@ def backward_message(error: BaseException) -> str | None:
     if not contexts:
         return None
     name = type(contexts[-1]).__name__.removesuffix("Backward")
-    fix = f"Decorate {name}.forward with mezzo.custom_fwd and {name}.backward with mezzo.custom_bwd: it then runs in the region of forward."
+    fix = (
+        f"Decorate {name}.forward (or setup_context, where it has one) with mezzo.custom_fwd and {name}.backward with mezzo.custom_bwd: "
+        "it then runs in the region of forward."
+    )
+    if name.startswith(_OF_A_CUSTOM_OP):
+        low = next((t for _, t in _tensors_on_line(*frames[-1][:2]) if t.dtype in LOW_DTYPES), None)
+        given = "device, dtype" if low is None else f"{low.device.type!r}, {low.dtype}"
+        fix = f"Write torch.library.register_autocast(op, {given}) for this op: its inputs, and what it saves of them, are then cast before it runs."
+        name = name.removeprefix(_OF_A_CUSTOM_OP).removesuffix("_default")
     return _sentence(error, frames, f"in the backward of {name}", fix)
 
 
