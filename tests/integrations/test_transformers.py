@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate
 import pytest
@@ -105,6 +105,28 @@ def test_the_logged_norm_is_that_of_true_gradients(tmp_path: Path) -> None:
     logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert len(logged) == EPOCHS * loops.BATCHES and all(0 < norm < 10 for norm in logged)
     assert logged[-1] == pytest.approx(trainer.accelerator._adapter.result.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16, scaling=1024"])
+@pytest.mark.parametrize("max_norm", [0.0, 1e-3])
+def test_callbacks_before_the_step_see_true_and_clipped_gradients(max_norm: float, policy: str, tmp_path: Path) -> None:
+    class Looking(transformers.TrainerCallback):
+        norms: ClassVar[list[float]] = []
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            grads = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
+            self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+    class Late(Looking):
+        norms: ClassVar[list[float]] = []
+
+    args = arguments(tmp_path, num_train_epochs=1, max_grad_norm=max_norm, logging_strategy="steps", logging_steps=1)
+    trainer = Trainer(Classifier(), args, train_dataset=rows(), callbacks=[Looking()], policy=policy)
+    trainer.add_callback(Late())
+    trainer.train()
+    logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert len(logged) == loops.BATCHES and trainer.stepper.counters().applied == loops.BATCHES
+    assert Looking.norms == Late.norms == pytest.approx([max_norm] * loops.BATCHES if max_norm else logged, rel=1e-2)
 
 
 def test_it_creates_its_own_optimizer_and_evaluates(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..casting import autocast
 from ..errors import StepError
 from ..formats import LOW_DTYPES, SMALLEST, describe, is_number, number_of
+from ..optim import parameters
 from ..policy import Policy, PolicyLike, as_policy
 from ..step import Stepper, StepResult, prepare
 
@@ -150,6 +151,14 @@ class Adapter:
         """Have `.grad` hold true gradients until the next backward or step, to look at or to edit. Syncs: no."""
         self._shown.close()
         self._shown.enter_context(self.stepper.unscaled_grads())
+
+    def show_clipped(self) -> None:
+        """Have `.grad` hold true gradients, clipped by what the next step was to clip. Syncs: no."""
+        self.show()
+        for optimizer in self.stepper.optimizers:
+            for name, bound in self._clips.pop(id(optimizer), {}).items():
+                clip = torch.nn.utils.clip_grad_norm_ if name == "max_norm" else torch.nn.utils.clip_grad_value_
+                clip(parameters(optimizer), bound)
 
     def hide(self) -> None:
         """Have `.grad` hold what the step takes again."""

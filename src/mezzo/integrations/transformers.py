@@ -18,6 +18,21 @@ except ImportError as error:
     ) from error
 
 
+class _Shown(transformers.TrainerCallback):
+    """Stands before callbacks that look at gradients before a step, which the Trainer hands them true and clipped."""
+
+    def __init__(self, trainer: PolicyMixin) -> None:
+        self._trainer = trainer
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Have `.grad` hold true, clipped gradients, where another callback looks. Syncs: no."""
+        trainer: Any = self._trainer
+        empty = transformers.TrainerCallback.on_pre_optimizer_step
+        kinds = {type(one) for one in trainer.callback_handler.callbacks} - {_Shown}
+        if any(kind.on_pre_optimizer_step is not empty for kind in kinds):
+            trainer.accelerator._adapter.show_clipped()
+
+
 class PolicyMixin:
     """Gives a subclass of `transformers.Trainer` a policy: `class MyTrainer(PolicyMixin, SFTTrainer): ...`.
 
@@ -36,6 +51,7 @@ class PolicyMixin:
     def __init__(self, *args: Any, policy: PolicyLike = "auto", **kwargs: Any) -> None:
         self._policy = policy
         super().__init__(*args, **kwargs)
+        self.callback_handler.callbacks.insert(0, _Shown(self))  # type: ignore[attr-defined]  # the Trainer's
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Accelerator, and have it train under the policy."""
