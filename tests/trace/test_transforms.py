@@ -15,6 +15,8 @@ import mezzo.diagnose as diagnose
 NET = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 X = torch.randn(3, 4)
 PARAMETERS = {name: p.detach() for name, p in NET.named_parameters()}
+STACKED = {name: torch.stack([p, -p]) for name, p in PARAMETERS.items()}
+NARROW = {name: p.bfloat16() for name, p in STACKED.items()}
 
 
 def called(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -38,8 +40,13 @@ PROGRAMS: dict[str, Callable[[], object]] = {
     "functional_call": lambda: func.grad(called)(PARAMETERS, X),
     "per sample": lambda: func.vmap(func.grad(called), in_dims=(None, 0))(PARAMETERS, X),
     "dual numbers": dual,
+    "ensemble": lambda: func.vmap(called, in_dims=(0, None))(STACKED, X),
+    "ensemble in 16 bit": lambda: func.vmap(called, in_dims=(0, None))(NARROW, X.bfloat16()),
+    "gradients of an ensemble in 16 bit": lambda: func.grad(
+        lambda p: func.vmap(called, (0, None))(p, X.bfloat16()).sum()
+    )(NARROW),
 }
-BACKWARD = {"jacrev", "hessian", "grad", "functional_call", "per sample"}
+BACKWARD = {"jacrev", "hessian", "grad", "functional_call", "per sample", "gradients of an ensemble in 16 bit"}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward-mode rules
@@ -76,6 +83,16 @@ def later_fault(amp: mezzo.Stepper, model: nn.Module) -> Callable[[], Tensor]:
         return loss
 
     return closure
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_spoiled_member_of_an_ensemble_is_found(dtype: torch.dtype) -> None:
+    spoiled = {name: p.clone().to(dtype) for name, p in STACKED.items()}
+    spoiled["2.weight"][1] = torch.nan
+    with diagnose.trace(NET) as t:
+        loss = func.vmap(called, in_dims=(0, None))(spoiled, X.to(dtype)).sum()
+        (loss * torch.ones((), requires_grad=True)).backward()
+    assert t.report.findings[0].verdict == "inherited"
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch import own_buffers, own_parameters, storage_id
+from .._torch import own_buffers, own_parameters, storage_id, unwrapped
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
 from ..optim import parameters
 from .frames import Owner, caller
@@ -304,7 +304,7 @@ def _states(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
         held = {**own_buffers(module), **own_parameters(module), **vars(module)}
         for key, t in held.items():
             is_low = isinstance(t, Tensor) and t.dtype in LOW_DTYPES and t.layout is torch.strided
-            if is_low and not t.requires_grad:
+            if is_low and not t.requires_grad and unwrapped(t) is t:  # what a transform hands in is no state
                 yield f"{path}.{key}".lstrip("."), t
 
 

@@ -236,7 +236,7 @@ class ModuleStack:
         for root in self.roots:
             for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
                 for name, held in named:
-                    local = local_tensor(held)
+                    local = local_tensor(unwrapped(held))
                     if local.layout is torch.strided and storage_id(local) == key:
                         return f"{kind} {uncompiled(name)}"
         for name, held in self.inputs:
