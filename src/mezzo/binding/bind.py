@@ -125,7 +125,10 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
             f"a policy cannot be bound to the forward of {class_names(module)[0]}, a generator or coroutine, whose body runs when "
             "forward has returned. Give it another name, and write a forward that returns the list of what it yields."
         )
-    before, forward = record(module), module.__dict__.pop("forward", None)
+    cls, before = type(module), record(module)
+    is_bound = hasattr(cls, "_mezzo_class")
+    # One that was assigned since calls the bound one, and stays outside.
+    forward = None if is_bound else module.__dict__.pop("forward", None)
     inner = None if before is None else before.inner
     if forward is not None:
         inner = _Own(forward)
@@ -135,8 +138,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     module.__dict__[RECORD] = Bound(
         binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
     )
-    cls = type(module)
-    if hasattr(cls, "_mezzo_class"):
+    if is_bound:
         return
     if is_parametrized(module):  # a class of its own, which remove_parametrizations takes away from above its base
         cls.__bases__ = (bound_class(cls.__bases__[0]),)
@@ -175,6 +177,8 @@ def unbind(model: nn.Module) -> None:
         bound, cls = module.__dict__.pop(RECORD, None), type(module)
         if bound is None:
             continue
+        if "forward" in vars(module) and not isinstance(bound.inner, _Own):
+            continue  # it calls that of the bound class, which is its original's without a record
         if isinstance(bound.inner, _Own):
             module.__dict__["forward"] = bound.inner.forward
         if "_mezzo_class" in vars(cls):
