@@ -126,8 +126,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
             "forward has returned. Give it another name, and write a forward that returns the list of what it yields."
         )
     cls, before = type(module), record(module)
-    is_bound = hasattr(cls, "_mezzo_class")
-    # One that was assigned since calls the bound one, and stays outside.
+    is_bound = hasattr(cls, "_mezzo_class")  # a forward assigned since calls the bound one, and stays outside
     forward = None if is_bound else module.__dict__.pop("forward", None)
     inner = None if before is None else before.inner
     if forward is not None:

@@ -219,10 +219,8 @@ def backward_message(error: BaseException) -> str | None:
     if not contexts:
         return None
     name = type(contexts[-1]).__name__.removesuffix("Backward")
-    fix = (
-        f"Decorate {name}.forward (or setup_context, where it has one) with mezzo.custom_fwd and {name}.backward with mezzo.custom_bwd: "
-        "it then runs in the region of forward."
-    )
+    ways = f"{name}.forward (or setup_context, where it has one) with mezzo.custom_fwd and {name}.backward with mezzo.custom_bwd"
+    fix = f"Decorate {ways}: it then runs in the region of forward."
     if name.startswith(_OF_A_CUSTOM_OP):
         low = next((t for _, t in _tensors_on_line(*frames[-1][:2]) if t.dtype in LOW_DTYPES), None)
         given = "device, dtype" if low is None else f"{low.device.type!r}, {low.dtype}"

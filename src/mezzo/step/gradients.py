@@ -163,12 +163,8 @@ class Gradients:
         pending = self._begin(self.parameters(), scale, "external_backward()")
         pending.broken, pending.is_scaled = _HALF_A_SUM, False
         yield
-        if (
-            is_alone
-            and pending.scale is not None
-            and not pending.is_scaled
-            and self._versions.changed(self.parameters())
-        ):
+        is_missed = is_alone and pending.scale is not None and not pending.is_scaled
+        if is_missed and self._versions.changed(self.parameters()):
             raise StepError(
                 "external_backward() left gradients without the loss scale that the step divides them by. Write amp.scaled(loss) in the "
                 f"block for its loss, or, for gradients g {_OF_NO_LOSS} in place of the block."
@@ -247,9 +243,8 @@ class Gradients:
     def is_abandoned(self) -> bool:
         """Whether somebody dropped the gradients since the backward pass, and with them the step."""
         pending = self._pending
-        if pending is None or graph_task_id() != -1:  # a pass that runs may have left none yet
-            return False
-        return all(p.grad is None or is_stale(pending, p) for p in self.parameters())
+        is_at_rest = pending is not None and graph_task_id() == -1  # a pass that runs may have left none yet
+        return is_at_rest and all(p.grad is None or is_stale(self.pending, p) for p in self.parameters())
 
     @property
     def pending(self) -> AccumulationState:
@@ -355,7 +350,7 @@ class Gradients:
         if pending.broken:
             if graph_task_id() != -1:
                 raise StepError(
-                    f"{call} was called while a backward pass runs, before all gradients are there. {AFTER_BACKWARD}"
+                    f"{call} was called while a backward pass runs, which has more to add. {AFTER_BACKWARD}"
                 )
             raise StepError(
                 f"{call} was called after {pending.broken}. Call amp.zero_grad() and compute the loss again."

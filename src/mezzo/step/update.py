@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import (
+from .._torch import (  # fmt: skip
     STEP_WRAPPER,
     global_post_hooks,
     global_pre_hooks,
@@ -30,15 +30,7 @@ from .._torch import (
 from ..errors import StepError, listed, shown
 from ..formats import SMALLEST, is_number, number_of
 from ..kernels import CLIP_EPS, choose
-from ..loss_scale import (
-    AccumulationState,
-    LossScale,
-    StepScaling,
-    can_move_in_place,
-    handing,
-    move_,
-    next_state,
-)
+from ..loss_scale import AccumulationState, LossScale, StepScaling, can_move_in_place, handing, move_, next_state
 from ..optim import check_finite, is_hooked, keeps_masters, parameters, wrapped_optimizer
 from ..policy import ScalingConfig
 from .attempt import Attempt, can_be_undone
