@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import (  # fmt: skip
+from .._torch import (
     STEP_WRAPPER,
     global_post_hooks,
     global_pre_hooks,
