@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -99,3 +100,45 @@ def test_one_that_stood_there_before_is_in_the_region_and_comes_back() -> None:
     losses(model, amp, 2)
     amp.release()
     assert model.forward is forward and type(model) is nn.Sequential and len(CALLS) == 2
+
+
+def scaled(self: nn.Linear, x: Tensor) -> Tensor:
+    return 2 * nn.functional.linear(x, self.weight, self.bias)
+
+
+def old_one(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.old_forward(x)
+    return out
+
+
+def keep_(module: Any) -> None:
+    module.old_forward, module.forward = module.forward, types.MethodType(old_one, module)
+
+
+WAYS: dict[str, tuple[Callable[[Any], object], bool]] = {
+    "a method": (lambda m: setattr(m, "forward", types.MethodType(scaled, m)), True),
+    "a function": (lambda m: setattr(m, "forward", lambda x: scaled(m, x)), True),
+    "wrapped": (wrap_, False),
+    "called by a method": (keep_, False),
+    "called by a partial": (lambda m: setattr(m, "forward", functools.partial(lambda f, x: f(x), m.forward)), False),
+    "compiled": (lambda m: setattr(m, "forward", torch.compile(m.forward, backend="eager")), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own
+@pytest.mark.parametrize("way", WAYS)
+def test_one_that_is_replaced_is_told_once_and_one_that_is_called_is_not(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, is_told = WAYS[way]
+    model = net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    losses(model, amp, 1)
+    change(model[2])
+    losses(model, amp, 3)
+    said = [record.getMessage() for record in caplog.records if record.name == "mezzo.binding"]
+    sentence = (
+        "the forward of 2 was assigned after mezzo.prepare and does not call the one that was there, so the policy's rules for it do not "
+        "hold. Assign it before mezzo.prepare."
+    )
+    assert said == [sentence] * is_told

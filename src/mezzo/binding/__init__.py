@@ -6,6 +6,7 @@ from .bind import rebind as rebind
 from .bind import remember as remember
 from .bind import unbind as unbind
 from .bind import uncompiled as uncompiled
+from .bind import warn_of_replaced as warn_of_replaced
 from .forward import AfterForward as AfterForward
 from .forward import BeforeForward as BeforeForward
 from .forward import Binding as Binding

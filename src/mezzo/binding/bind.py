@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,7 +24,9 @@ from .hand_written import class_of
 from .module_rules import Precision
 from .own_ops import in_place_of_forward
 
+_log = logging.getLogger("mezzo.binding")
 _WRITTEN = (RECORD, "forward")
+_told: WeakSet[nn.Module] = WeakSet()  # modules whose forward was looked at since it was assigned
 
 
 @dataclass(eq=False, slots=True)
@@ -149,6 +153,30 @@ def _is_innermost_attention(module: nn.Module) -> bool:
     if not is_attention(class_of(module)):
         return False
     return not any(is_attention(class_of(inner)) for inner in module.modules() if inner is not module)
+
+
+def warn_of_replaced(model: nn.Module) -> None:
+    """Say once in the log which bound modules got a forward since that has none of a bound class to call. Host only."""
+    for name, module in model.named_modules():
+        bound, forward = record(module), vars(module).get("forward")
+        if forward is None or bound is None or not bound.binding.policy.is_low or module in _told:
+            continue
+        _told.add(module)
+        if not _holds(forward, type(module).forward, 4):
+            _log.warning(
+                "the forward of %s was assigned after mezzo.prepare and does not call the one that was there, so the policy's rules for it do not "
+                "hold. Assign it before mezzo.prepare.", name or type(module).__name__,
+            )  # fmt: skip
+
+
+def _holds(value: Any, forward: object, depth: int) -> bool:
+    """Whether a function is a module's forward, or has it in reach: as what it wraps, closes over or keeps beside."""
+    if depth == 0 or getattr(value, "__func__", None) is forward:
+        return depth > 0
+    kept = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    kept += [*getattr(value, "args", ()), *getattr(value, "__dict__", {}).values()]
+    kept += [getattr(value, name, None) for name in ("func", "__self__", "__func__")]
+    return any(_holds(one, forward, depth - 1) for one in kept if callable(one))
 
 
 def remember(model: nn.Module) -> Callable[[], None]:

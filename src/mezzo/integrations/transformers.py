@@ -18,7 +18,7 @@ except ImportError as error:
     ) from error
 
 
-class _Shown(transformers.TrainerCallback):
+class _ShowsGradients(transformers.TrainerCallback):
     """Stands before callbacks that look at gradients before a step, which the Trainer hands them true and clipped."""
 
     def __init__(self, trainer: PolicyMixin) -> None:
@@ -28,7 +28,7 @@ class _Shown(transformers.TrainerCallback):
         """Have `.grad` hold true, clipped gradients, where another callback looks. Syncs: no."""
         trainer: Any = self._trainer
         empty = transformers.TrainerCallback.on_pre_optimizer_step
-        kinds = {type(one) for one in trainer.callback_handler.callbacks} - {_Shown}
+        kinds = {type(one) for one in trainer.callback_handler.callbacks} - {_ShowsGradients}
         if any(kind.on_pre_optimizer_step is not empty for kind in kinds):
             trainer.accelerator._adapter.show_clipped()
 
@@ -51,7 +51,7 @@ class PolicyMixin:
     def __init__(self, *args: Any, policy: PolicyLike = "auto", **kwargs: Any) -> None:
         self._policy = policy
         super().__init__(*args, **kwargs)
-        self.callback_handler.callbacks.insert(0, _Shown(self))  # type: ignore[attr-defined]  # the Trainer's
+        self.callback_handler.callbacks.insert(0, _ShowsGradients(self))  # type: ignore[attr-defined]  # the Trainer's
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Accelerator, and have it train under the policy."""

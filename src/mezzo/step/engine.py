@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import is_capturing
-from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_
+from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_, warn_of_replaced
 from ..distributed import RankConsensus, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
@@ -262,6 +262,7 @@ class Engine:
         self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)
         if before is not None:
             self.check()
+            warn_of_replaced(self.root)
             self._invariants.check(before, grads, result.flags(), self.num_steps, self.report)
         return result
 
