@@ -85,7 +85,7 @@ def test_a_function_with_a_setup_context(region: str, cast_inputs: torch.dtype |
 def test_a_setup_context_without_custom_fwd_is_named() -> None:
     a = torch.randn(4, 4, requires_grad=True)
     out = with_setup(lambda method: method, None, []).apply(a, a)
-    with pytest.raises(RegionError, match="and setup_context with the same, if there is one"):
+    with pytest.raises(RegionError, match="where it is given no ctx, decorate its setup_context so"):
         out.sum().backward()
 
 

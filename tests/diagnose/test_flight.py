@@ -378,30 +378,3 @@ def test_the_stepper_is_left_as_it_was(tmp_path: Path) -> None:
     with mezzo.record(amp, tmp_path / "run"):
         assert {"step", "backward"} <= vars(amp).keys()
     assert not {"step", "backward"} & vars(amp).keys()
-
-
-@pytest.mark.parametrize("first_closed", ["inner", "outer"])
-@pytest.mark.parametrize("outer", ["record", "watch"])
-def test_a_recorder_and_a_watch_of_one_run_leave_each_other_at_work(
-    outer: str, first_closed: str, tmp_path: Path
-) -> None:
-    model, optimizer, _ = build()
-    amp = mezzo.prepare(model, optimizer, policy=POLICY)
-    (batch,) = batches(1)
-
-    def take_step() -> None:
-        amp.zero_grad()
-        amp.backward(loss_fn(model, batch))
-        amp.step()
-
-    makers: list[Callable[[], Any]] = [lambda: mezzo.record(amp, tmp_path), lambda: mezzo.diagnose.watch(amp, every=1)]
-    made = [make() for make in (makers if outer == "record" else reversed(makers))]
-    take_step()
-    gone, stays = reversed(made) if first_closed == "inner" else made
-    gone.close()
-    take_step()
-    stays.close()
-    take_step()
-    counts = {id(m): m.step if isinstance(m, mezzo.diagnose.Recorder) else len(m.report.steps) for m in made}
-    assert (counts[id(gone)], counts[id(stays)]) == (1, 2)
-    assert not vars(amp).keys() & {"step", "backward"} or first_closed == "outer"

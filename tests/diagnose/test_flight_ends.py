@@ -1,4 +1,4 @@
-"""What a kill, a full disk, a fork or the end of a program leave of a record."""
+"""What a kill, a full disk, a fork or the end of a program leave of a record, and what a watch of the same run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,30 @@ def test_a_step_whose_batches_are_not_all_there_is_told(tmp_path: Path, leaves: 
         batch.mkdir()
     with pytest.raises(DataError, match=rf"00000001\.{lost}\.batch.* cannot be read as a record"):
         mezzo.replay(tmp_path, 3, build)
+
+
+@pytest.mark.parametrize("first_closed", ["inner", "outer"])
+@pytest.mark.parametrize("outer", ["record", "watch"])
+def test_a_recorder_and_a_watch_of_one_run_leave_each_other_at_work(
+    outer: str, first_closed: str, tmp_path: Path
+) -> None:
+    model, optimizer, _ = build()
+    amp = mezzo.prepare(model, optimizer, policy="fp16, guard.patience=50")
+    (batch,) = batches(1)
+
+    def take_step() -> None:
+        amp.zero_grad()
+        amp.backward(loss_fn(model, batch))
+        amp.step()
+
+    makers: list[Callable[[], Any]] = [lambda: mezzo.record(amp, tmp_path), lambda: mezzo.diagnose.watch(amp, every=1)]
+    made = [make() for make in (makers if outer == "record" else reversed(makers))]
+    take_step()
+    gone, stays = reversed(made) if first_closed == "inner" else made
+    gone.close()
+    take_step()
+    stays.close()
+    take_step()
+    counts = {id(m): m.step if isinstance(m, mezzo.diagnose.Recorder) else len(m.report.steps) for m in made}
+    assert (counts[id(gone)], counts[id(stays)]) == (1, 2)
+    assert not vars(amp).keys() & {"step", "backward"} or first_closed == "outer"

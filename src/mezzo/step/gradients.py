@@ -343,10 +343,6 @@ class Gradients:
         return is_bad(norm_and_finite(list(grads)).norm, self.home)
 
     def _refuse_broken(self, pending: AccumulationState, call: str) -> None:
-        if pending.broken is _HALF_A_SUM and graph_task_id() != -1:
-            raise StepError(
-                f"{call} was called inside of a backward pass that is not over, as from a hook. Write it after amp.backward(loss)."
-            )
         if pending.broken:
             if graph_task_id() != -1:
                 raise StepError(
