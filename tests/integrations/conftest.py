@@ -16,6 +16,7 @@ def start_anew() -> None:
 
 @pytest.fixture(autouse=True)
 def accelerate_starts_anew() -> Iterator[None]:
+    start_anew()  # programs of other tests that ran in this process left theirs
     before = dict(os.environ)  # a plugin writes its options there
     yield
     os.environ.clear()
