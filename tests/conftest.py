@@ -33,6 +33,14 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def accelerate_starts_anew() -> None:
+    """Forget what the first Accelerator of this process was asked for, in whichever test: Accelerate gives it to all others."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 FROZEN_AFTER = (10, 100, 300, 1000, 3000)
 """Numbers of tests after which what they imported is taken out of walks over objects too."""
 _num_run = itertools.count(1)

@@ -1,4 +1,4 @@
-"""Accelerate keeps the state of the first Accelerator of a process; each test starts without."""
+"""Accelerate keeps the state of the first Accelerator of a process, and plugins write their options into its environment; no test leaves any."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ def start_anew() -> None:
 
 
 @pytest.fixture(autouse=True)
-def accelerate_starts_anew() -> Iterator[None]:
-    start_anew()  # programs of other tests that ran in this process left theirs
+def options_of_plugins_end() -> Iterator[None]:
     before = dict(os.environ)  # a plugin writes its options there
     yield
     os.environ.clear()

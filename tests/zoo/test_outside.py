@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -51,8 +50,6 @@ def rows(names: list[str]) -> list[Any]:
 
 def diagnosis(name: str) -> TraceReport:
     torch.manual_seed(0)
-    if "accelerate" in sys.modules:  # which holds on to the precision it was first asked for
-        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
     return trace_script(FOLDER / f"{name}.py").report
 
 
