@@ -22,7 +22,7 @@ from ..policy import FP32_RULES, CacheName, Policy
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import class_of
 from .module_rules import Precision
-from .own_ops import in_place_of_forward
+from .own_ops import CALL_FORWARD, in_place_of_forward
 
 _log = logging.getLogger("mezzo.binding")
 _WRITTEN = (RECORD, "forward")
@@ -139,7 +139,13 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         inner = in_place_of_forward(module, binding, own)
     attends = binding.has_own_ops and own is None and around not in FP32_RULES and _is_innermost_attention(module)
     module.__dict__[RECORD] = Bound(
-        binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends
+        binding=binding,
+        own=own,
+        around=around,
+        is_root=is_root,
+        inner=inner,
+        attends=attends,
+        stays=isinstance(inner, _Own) or inner in CALL_FORWARD,
     )
     if is_bound:
         return

@@ -160,6 +160,7 @@ class Bound:
         around: the precision of the nearest module above it that has a rule; None where none has.
         is_root: whether it is the module that was prepared.
         inner: what is called in place of the class's forward: one that the module had, or one op that computes the same.
+        stays: whether `inner` runs also where the class has got another forward since.
         attends: whether attention inside it runs mezzo's way.
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
@@ -174,6 +175,7 @@ class Bound:
     around: Precision = None
     is_root: bool = False
     inner: Callable[..., Any] | None = None
+    stays: bool = False
     attends: bool = False
     idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
     is_regular: bool = field(init=False)
@@ -347,6 +349,8 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make_class(original: type[nn.Module]) -> type[nn.Module]:
+    written = original.forward
+
     @dynamo_graph_break
     @dynamo_count_apart
     @functools.wraps(original.forward)
@@ -355,7 +359,9 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         if bound is None:
             return original.forward(self, *args, **kwargs)
         is_inside = _here.plain is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
-        own_forward = original.forward if bound.inner is None else bound.inner
+        own_forward = original.forward
+        if bound.inner is not None and (own_forward is written or bound.stays):
+            own_forward = bound.inner
         if is_inside and not bound.is_regular:
             return _run_inside(bound, self, own_forward, args, kwargs, traced=False)
         return own_forward(self, *args, **kwargs) if is_inside else _run(bound, self, own_forward, args, kwargs)

@@ -24,6 +24,12 @@ def class_of(module: nn.Module) -> Any:
     return getattr(type(module), "_mezzo_class", type(module))
 
 
+def torchs_forward(kind: type[nn.Module]) -> Any:
+    """Return the forward that torch wrote for one of its classes; None where another one was put in its place. Host only."""
+    is_torchs = getattr(kind.forward, "__globals__", {}).get("__name__") == kind.__module__
+    return kind.forward if is_torchs else None
+
+
 def hand_written_gelu(module: nn.Module) -> Callable[..., Any] | None:
     """Return the forward that runs a GELU written op by op as torch's own; None for any other module, bound or not. Syncs: no.
 
@@ -34,17 +40,17 @@ def hand_written_gelu(module: nn.Module) -> Callable[..., Any] | None:
     if "gelu" not in original.__name__.casefold() or original.__module__.startswith("torch.nn."):
         return None
     has_state = not vars(module).keys() <= _STATELESS or own_modules(module) or own_parameters(module)
-    return None if has_state or next(module.buffers(), None) is not None else _gelu_of(original)
+    return None if has_state or next(module.buffers(), None) is not None else _gelu_of(original, original.forward)
 
 
 @functools.cache
-def _gelu_of(original: type[nn.Module]) -> Callable[..., Any] | None:
+def _gelu_of(original: type[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any] | None:
     empty = [_empty(original, is_training) for is_training in (True, False)]
     size = torch.logspace(-8, 4, 97, dtype=torch.float64, device="cpu")
     x = torch.cat([-size.flip(0), size.new_zeros(1), size]).view(5, 39)
     for approximate in ("tanh", "none"):
         fused = functools.partial(F.gelu, approximate=approximate)
-        if all(_agree(functools.partial(original.forward, instance), fused, [x], 1e-7) for instance in empty):
+        if all(_agree(functools.partial(forward, instance), fused, [x], 1e-7) for instance in empty):
             return functools.partial(run_gelu, approximate)
     return None
 

@@ -36,9 +36,10 @@ from ..kernels import (
     wide_layer_norm,
 )
 from ..policy import FP32_RULES, ModuleRule, OpRules, Policy, Rule, op_table
-from .hand_written import HandWrittenRMSNorm
+from .hand_written import HandWrittenRMSNorm, torchs_forward
 
 _log = logging.getLogger("mezzo.binding")
+_LAYER_NORM, _GROUP_NORM, _RMS_NORM = map(torchs_forward, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm))
 
 Precision = Rule | torch.dtype | None
 """What a module computes in: a rule, a 16-bit dtype, or None for the policy's compute dtype."""
@@ -224,10 +225,10 @@ def _low_norm(
     """Return the form that saves memory in eager mode, of a norm of one tensor that has one."""
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or traced:
         return None
-    if forward is nn.LayerNorm.forward:
+    if forward is _LAYER_NORM:
         is_wide = args[0].dtype is torch.float32 and _own_dtype(module) is torch.float32
         return partial(wide_layer_norm, low) if is_wide else layer_norm if args[0].dtype is low else None
-    if forward is nn.GroupNorm.forward:
+    if forward is _GROUP_NORM:
         return group_norm if args[0].dtype is low and args[0].is_cpu and module.weight is not None else None
     return _rms_norm(module, forward, args[0], low) if _own_dtype(module) in (torch.float32, args[0].dtype) else None
 
@@ -235,7 +236,7 @@ def _low_norm(
 def _rms_norm(
     module: nn.Module, forward: Callable[..., Any], x: Tensor, low: torch.dtype
 ) -> Callable[..., Tensor] | None:
-    if isinstance(module, nn.RMSNorm) and forward is nn.RMSNorm.forward:
+    if isinstance(module, nn.RMSNorm) and forward is _RMS_NORM:
         shape, weight = list(module.normalized_shape), module.weight
         if takes_rms_norm(x, shape, weight, low):
             return lambda module, x: rms_norm(x, shape, weight, module.eps, low, module.training)

@@ -30,7 +30,7 @@ from ..kernels import (
 )
 from ..policy import Rule
 from .forward import Binding, Bound, record
-from .hand_written import class_of, hand_written_gelu, hand_written_rms_norm
+from .hand_written import class_of, hand_written_gelu, hand_written_rms_norm, torchs_forward
 from .module_rules import ModesAside, Precision
 
 SMALLEST_POOL = 1 << 14
@@ -88,8 +88,8 @@ def _with_kept_casts(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module is of one of torch's classes and has the forward of one. Host only."""
-    return isinstance(module, kinds) and class_of(module).forward in [kind.forward for kind in kinds]
+    """Whether a module is of one of torch's classes and has the forward that torch wrote for one. Host only."""
+    return isinstance(module, kinds) and class_of(module).forward in map(torchs_forward, kinds)
 
 
 def run_unfused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +242,10 @@ def _run_by_mode(module: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
     with _bound(module).binding.by_mode():
         return forward(module, *args, **kwargs)
+
+
+CALL_FORWARD = (run_unfused, run_recurrent, _run_by_mode)
+"""What calls the forward that a class has at the time, whichever that is."""
 
 
 def _casts_of(module: Any) -> tuple[Tensor, Tensor | None]:
