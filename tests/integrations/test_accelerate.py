@@ -188,15 +188,17 @@ def test_clipping_returns_the_true_norm(ready, norm_type: float) -> None:
     assert accelerator.stepper.counters().applied == 1
 
 
-@pytest.mark.parametrize("bound", [None, -1.0, 0, float("nan"), "1", 10**400, torch.ones(2)])
+@pytest.mark.parametrize("bound", [None, -1.0, 0, True, float("nan"), "1", 10**400, torch.ones(2)])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_a_bound_that_would_leave_no_gradient_is_refused_where_it_is_given(ready, bound: Any, norm_type: float) -> None:
     accelerator, model, optimizer = ready
     before = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(mezzo.errors.StepError, match=r"max_norm=.* would leave no gradient; write a positive number\."):
+    with pytest.raises(
+        mezzo.errors.StepError, match=r"max_norm=.*: gradients are clipped to a positive number; write one\."
+    ):
         accelerator.clip_grad_norm_(model.parameters(), bound, norm_type)
     with pytest.raises(
-        mezzo.errors.StepError, match=r"clip_value=.* would leave no gradient; write a positive number\."
+        mezzo.errors.StepError, match=r"clip_value=.*: gradients are clipped to a positive number; write one\."
     ):
         accelerator.clip_grad_value_(model.parameters(), bound)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))

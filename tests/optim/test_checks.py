@@ -68,6 +68,8 @@ REFUSALS: list[tuple[Any, str]] = [
     (lambda: AdamW([low(1)], lr=10**400), f"lr=1{'0' * 56}... must be in [0, inf)."),
     (lambda: AdamW([low(1)], eps=None), "eps=None must be in [0, inf)."),
     (lambda: SGD([low(1)], momentum="x"), "momentum='x' must be in [0, inf)."),
+    (lambda: SGD([low(1)], dampening="1"), "dampening='1' must be in (-inf, inf)."),
+    (lambda: SGD([low(1)], dampening=float("nan")), "dampening=nan must be in (-inf, inf)."),
     (lambda: SGD([low(1)], weight_decay=10**400), f"weight_decay=1{'0' * 56}... must be in [0, inf)."),
     (lambda: AdamW([low(1)], betas=0.9), "betas=0.9 must be two numbers in [0, 1)."),
     (lambda: AdamW([low(1)], betas=(0.9,)), "betas=(0.9,) must be two numbers in [0, 1)."),

@@ -136,6 +136,14 @@ def two_clippings(amp: mezzo.Stepper) -> None:
     amp.step(max_norm=1.0, clip_value=1.0)
 
 
+def clipped_to_a_flag(amp: mezzo.Stepper) -> None:
+    amp.step(clip_value=True)
+
+
+def another_norm(amp: mezzo.Stepper) -> None:
+    amp.step(max_norm=1.0, norm_type="inf")  # type: ignore[arg-type]  # refused
+
+
 def clipped_to_nothing(amp: mezzo.Stepper) -> None:
     amp.step(max_norm=0.0)
 
@@ -204,7 +212,12 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
         "have no gradient: write a loss of real numbers."
     ),
     two_clippings: "step(max_norm=1.0, clip_value=1.0): clip by norm or by value, not both.",
-    clipped_to_nothing: "step(max_norm=0.0) would leave no gradient; write a positive number, or None.",
+    clipped_to_nothing: "step(max_norm=0.0): gradients are clipped to a positive number; write one, or None.",
+    clipped_to_a_flag: "step(clip_value=True): gradients are clipped to a positive number; write one, or None.",
+    another_norm: (
+        "step(norm_type='inf'): steps clip by the L2 norm alone. Write torch.nn.utils.clip_grad_norm_ with this norm_type "
+        "inside `with amp.unscaled_grads():`, and then step without max_norm."
+    ),
     another_optimizer: (
         "SGD.step() was called on the gradients of outer.weight, outer.bias, which carry the loss scale, and this "
         "optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), and write "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mezzo
 import mezzo.diagnose as diagnose
-from mezzo.errors import RegionError
+from mezzo.errors import ConfigError, RegionError
 
 ROOT = Path(__file__).parents[2]
 
@@ -322,3 +322,9 @@ def test_healthy_training_of_the_zoo_is_silent_in_mezzo_regions(monkeypatch: pyt
     with diagnose.trace() as t:
         run()
     assert t.report.findings == ()
+
+
+@pytest.mark.parametrize("step", ["1", -1, 1.5, True, None])
+def test_a_step_that_is_no_whole_number_is_refused(step: object) -> None:
+    with pytest.raises(ConfigError, match=r"trace was given step=.*; give a whole number of 0 or more\."):
+        diagnose.trace(step=step)  # type: ignore[arg-type]  # refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
@@ -15,10 +14,10 @@ from torch.optim import Optimizer
 
 from ..casting import autocast
 from ..errors import StepError
-from ..formats import LOW_DTYPES, SMALLEST, describe, is_number, number_of
+from ..formats import LOW_DTYPES, describe
 from ..optim import parameters
 from ..policy import Policy, PolicyLike, as_policy
-from ..step import Stepper, StepResult, prepare
+from ..step import Stepper, StepResult, is_bound, prepare
 
 _WHICH = (
     "optimizers were given whose parameters belong to {count} of the models given so far; one loss scale is kept, so it "
@@ -246,8 +245,8 @@ class Adapter:
 
 
 def _check_bound(name: str, bound: object) -> None:
-    if not is_number(number_of(bound), SMALLEST, math.inf):
-        raise StepError(f"clipping to {name}={describe(bound)} would leave no gradient; write a positive number.")
+    if not is_bound(bound):
+        raise StepError(f"clipping to {name}={describe(bound)}: gradients are clipped to a positive number; write one.")
 
 
 def _alone(model: nn.Module, policy: PolicyLike) -> Policy:

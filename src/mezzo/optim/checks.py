@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, MasterError, did_you_mean, listed, shown
-from ..formats import LOW_DTYPES, describe, dtype_name, is_number, number_of
+from ..formats import LARGEST, LOW_DTYPES, describe, dtype_name, is_number, number_of
 from ..kernels import registry
 from ..policy import Master
 
@@ -18,10 +18,10 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")
 
 
-def check_range(name: str, value: Any, *, below: float = math.inf) -> None:
-    """Refuse what is no number in [0, below): a ConfigError. Syncs: for a tensor, once."""
-    if not is_number(number := number_of(value), 0.0) or number >= below:
-        raise ConfigError(f"{name}={shown(value)} must be in [0, {below}).")
+def check_range(name: str, value: Any, *, low: float = 0, below: float = math.inf) -> None:
+    """Refuse what is no finite number in [low, below): a ConfigError. Syncs: for a tensor, once."""
+    if not is_number(number := number_of(value), max(low, -LARGEST)) or number >= below:
+        raise ConfigError(f"{name}={shown(value)} must be in {'(' if low < 0 else '['}{low}, {below}).")
 
 
 def check_betas(betas: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +72,7 @@ class SGD(MasterOptimizer):
         check_rate(lr)
         check_range("momentum", momentum)
         check_range("weight_decay", weight_decay)
+        check_range("dampening", dampening, low=-math.inf)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ConfigError(
                 f"nesterov=True was asked with momentum={momentum}, dampening={dampening}: "

@@ -4,4 +4,5 @@ from .capture import CapturedStep as CapturedStep
 from .prepare import prepare as prepare
 from .result import StepResult as StepResult
 from .stepper import Stepper as Stepper
+from .update import is_bound as is_bound
 from .update import needs_closure as needs_closure

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import StepAttributeError, StepTypeError, did_you_mean
+from ..errors import StepAttributeError, StepError, StepTypeError, did_you_mean, shown
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
@@ -213,6 +213,7 @@ class Stepper(PreparedRun):
         *,
         max_norm: float | None = None,
         clip_value: float | None = None,
+        norm_type: float = 2,
         optimizer: Optimizer | None = None,
     ) -> StepResult:
         """Take the step: check, unscale, clip, update, and move the loss scale; or leave everything as it was.
@@ -223,6 +224,7 @@ class Stepper(PreparedRun):
             max_norm: clip the true gradients to this L2 norm, as torch.nn.utils.clip_grad_norm_ does; over all
                 optimizers, or each by itself with skip="independent".
             clip_value: clamp the true gradients to this value in both directions.
+            norm_type: 2 alone, as in the loops of torch that write it.
             optimizer: step this one only; the others keep their gradients, which later backward passes add to, and what
                 the step used up must be dropped before the backward of this one's next step alone.
 
@@ -238,6 +240,11 @@ class Stepper(PreparedRun):
         Writes: weights, optimizer state, buffers of a skipped step, the loss scale.
         Syncs: no, with mezzo.optim and torch's fused optimizers without hooks or `on_applied`; else once.
         """
+        if norm_type != 2:
+            raise StepError(
+                f"step(norm_type={shown(norm_type)}): steps clip by the L2 norm alone. Write torch.nn.utils.clip_grad_norm_ with this "
+                "norm_type inside `with amp.unscaled_grads():`, and then step without max_norm."
+            )
         if torch.is_inference_mode_enabled():  # state made there could never be written again outside
             with torch.inference_mode(False):
                 return self.step(closure, max_norm=max_norm, clip_value=clip_value, optimizer=optimizer)

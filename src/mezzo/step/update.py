@@ -166,6 +166,11 @@ def _lacks_momentum(optimizer: Optimizer, owner: Optimizer) -> bool:
     return any(state.get(p, {}).get("momentum_buffer") is None for p in params if p.grad is not None)
 
 
+def is_bound(top: Any) -> bool:
+    """Whether gradients can be clipped to this: a positive number, inf for one; no flag. Syncs: for a tensor, once."""
+    return is_number(top if isinstance(top, float | bool) else number_of(top), SMALLEST, math.inf)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
     """How gradients are clipped: to at most an L2 norm, or to a value in both directions; None: not. A StepError for both, or one that is not positive."""
@@ -180,8 +185,10 @@ class Clip:
                 f"step(max_norm={self.max_norm}, clip_value={self.value}): clip by norm or by value, not both."
             )
         for name, top in (("max_norm", self.max_norm), ("clip_value", self.value)):
-            if top is not None and not is_number(top if isinstance(top, float) else number_of(top), SMALLEST, math.inf):
-                raise StepError(f"step({name}={shown(top)}) would leave no gradient; write a positive number, or None.")
+            if top is not None and not is_bound(top):
+                raise StepError(
+                    f"step({name}={shown(top)}): gradients are clipped to a positive number; write one, or None."
+                )
 
     def spelled(self) -> list[str]:
         """Return what was asked for, as arguments. Host only."""

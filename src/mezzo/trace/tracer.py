@@ -14,8 +14,8 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import autograd_node, dispatch_modes, function_modes
-from ..errors import RegionError
-from ..formats import dtype_name
+from ..errors import ConfigError, RegionError, shown
+from ..formats import dtype_name, is_count
 from ..optim import parameters
 from .collector import Collector
 from .context import TraceContext
@@ -349,7 +349,7 @@ def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
         The context. Its `report` can be read inside and after the block.
 
     Raises:
-        ConfigError: the model is none.
+        ConfigError: the model is none, or the step no whole number.
         RegionError: the context is entered a second time.
 
     Writes: nothing that outlives the block.
@@ -363,4 +363,6 @@ def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
     """
     if model is not None:
         check_model("trace", model)
+    if not is_count(step):
+        raise ConfigError(f"trace was given step={shown(step)}; give a whole number of 0 or more.")
     return Trace(model, step=step)
