@@ -243,6 +243,26 @@ def test_gradients_are_true_after_unscaling(ready) -> None:
     torch.testing.assert_close(norm, plain_norm(), rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize("order", ["clipped first", "unscaled first", "both"])
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_gradients_that_are_unscaled_are_those_that_the_step_takes(ready, order: str, by: str) -> None:
+    accelerator, model, optimizer = ready
+    if order != "clipped first":
+        accelerator.unscale_gradients()
+    if by == "norm":
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    else:
+        accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    if order != "unscaled first":
+        accelerator.unscale_gradients()
+    grads = [p.grad.clone() for p in model.parameters()]
+    size = torch.nn.utils.get_total_norm(grads) if by == "norm" else max(grad.abs().max() for grad in grads)
+    torch.testing.assert_close(size, torch.tensor(1e-3), rtol=1e-3, atol=0)
+    optimizer.step()
+    result = accelerator._adapter.result
+    assert result.applied and (by == "value" or result.grad_norm == pytest.approx(1e-3, rel=1e-3))
+
+
 def test_a_model_may_come_before_its_optimizer() -> None:
     accelerator = Accelerator(cpu=True, policy="bf16")
     model = accelerator.prepare(loops.make_model())

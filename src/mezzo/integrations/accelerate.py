@@ -149,8 +149,8 @@ class Accelerator(accelerate.Accelerator):
         self._adapter.backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Have `.grad` hold true gradients until the next backward or step."""
-        self._adapter.show()
+        """Have `.grad` hold true gradients, clipped as asked for since backward, until the next backward or step. Syncs: no."""
+        self._adapter.show_clipped()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip to a norm, and return the norm before; see `Adapter.clip_norm`. Syncs: no."""

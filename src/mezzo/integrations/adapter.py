@@ -63,7 +63,7 @@ class Adapter:
         self._given: tuple[Optimizer, ...] = ()
         self._models: list[nn.Module] = []
         self._clips: dict[int, dict[str, float]] = {}
-        self._shown = ExitStack()
+        self._shown, self._is_shown = ExitStack(), False
 
     @property
     def stepper(self) -> Stepper:
@@ -150,6 +150,8 @@ class Adapter:
         """Have `.grad` hold true gradients until the next backward or step, to look at or to edit. Syncs: no."""
         self._shown.close()
         self._shown.enter_context(self.stepper.unscaled_grads())
+        self._shown.callback(setattr, self, "_is_shown", False)
+        self._is_shown = True
 
     def show_clipped(self) -> None:
         """Have `.grad` hold true gradients, clipped by what the next step was to clip. Syncs: no."""
@@ -176,7 +178,7 @@ class Adapter:
             parameters: of one optimizer, or some of them.
             max_norm: inf only measures.
             clip_now: clips true gradients in place and returns their norm; used where the step cannot clip. None if
-                L2 norms are meant.
+                L2 norms are meant. Those that somebody looks at are clipped at once too.
 
         Returns:
             The norm of the true gradients before clipping: shape (), fp32. Syncs: no.
@@ -187,10 +189,9 @@ class Adapter:
         _check_bound("max_norm", max_norm)
         params = [p for p in parameters if p.grad is not None]
         owner = self._owner(params) if clip_now is None else None
-        if owner is None:
+        if owner is None or self._is_shown:
             self.show()
             return torch.nn.utils.clip_grad_norm_(params, max_norm) if clip_now is None else clip_now(params)
-        self._shown.close()
         norm = self.stepper.grad_norm(owner)
         if max_norm < float("inf"):
             self.clip(owner, max_norm=max_norm)
@@ -201,7 +202,7 @@ class Adapter:
         _check_bound("clip_value", clip_value)
         params = [p for p in parameters if p.grad is not None]
         owner = self._owner(params)
-        if owner is None:
+        if owner is None or self._is_shown:
             self.show()
             torch.nn.utils.clip_grad_value_(params, clip_value)
         else:
