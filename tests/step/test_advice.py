@@ -106,7 +106,7 @@ def test_what_stands_where_something_else_belongs(policy: str) -> None:
     amp = mezzo.prepare(model, optimizer, policy)
     amp.backward(F.mse_loss(model(X), X))
     refused(lambda: amp.step(optimizer), StepError, "amp.step(optimizer=...)")  # type: ignore[arg-type, call-overload]
-    refused(lambda: amp.step(max_norm=torch.ones(2)), StepError, "write a positive number")  # type: ignore[arg-type, call-overload]
+    refused(lambda: amp.step(max_norm=torch.ones(2)), StepError, "to a positive number; write one")  # type: ignore[arg-type, call-overload]
     assert amp.step(optimizer=optimizer)
     train(amp)
 
@@ -164,6 +164,43 @@ class ModelEma(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.module = copy.deepcopy(model).eval()
+
+
+class Callback:
+    """As frameworks keep an average: in a list of the object that prepares."""
+
+    def __init__(self, average: nn.Module) -> None:
+        self._average_model = average
+
+
+class Program:
+    def __init__(self, model: nn.Module, policy: str, kept: dict[str, Any]) -> None:
+        vars(self).update(kept)
+        self.amp = mezzo.prepare(model, adamw(model), policy)
+
+
+@pytest.mark.parametrize("make", [AveragedModel, ModelEma])
+@pytest.mark.parametrize("place", ["a variable", "a member", "a callback"])
+def test_an_average_made_before_prepare_is_named(make: Any, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    said = f"{make.__name__} was made before mezzo.prepare, and its weights follow the model's as these are rounded to bf16"
+
+    def build(model: nn.Module, policy: str) -> str:
+        caplog.clear()
+        average = make(model)
+        kept = {"a variable": {}, "a member": {"ema": average}, "a callback": {"callbacks": [Callback(average)]}}[place]
+        if place != "a variable":
+            del average
+        Program(model, policy, kept)
+        return caplog.text
+
+    assert build(net(), "bf16-master").count(said) == 1
+    assert "was made before" not in build(net(), "bf16") + build(net(), "fp32")
+
+
+def test_an_average_of_another_model_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = net(), AveragedModel(nn.Linear(3, 3))
+    mezzo.prepare(model, adamw(model), "bf16-master")
+    assert other and "was made before" not in caplog.text
 
 
 def test_an_average_of_16_bit_weights(caplog: pytest.LogCaptureFixture) -> None:

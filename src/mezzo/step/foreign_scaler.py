@@ -25,6 +25,7 @@ from ..optim import wrapped_optimizer
 from ..stamp import Stamp, version_of
 
 _log = logging.getLogger("mezzo.step")
+_SHORT = 32
 _AVERAGES = re.compile("Averag|E[Mm]A|Ema")
 NO_SCALER = (
     "After mezzo.prepare there is no GradScaler: the stepper scales where the policy says so. Write amp.backward(loss), then "
@@ -93,6 +94,19 @@ def warn_of_average(dtype: torch.dtype) -> bool:
     return name is not None
 
 
+def warn_of_earlier(model: nn.Module, dtype: torch.dtype) -> None:
+    """Say which averages of a model, within reach of the calling code, were made before its weights are 16 bit, whose masters they do not see. Host only."""
+    own, shapes = set(model.modules()), [p.shape for p in model.parameters()]
+    kinds = {type(one) for one in _in_reach() if isinstance(one, nn.Module) and one not in own
+             and _AVERAGES.search(type(one).__name__) and [p.shape for p in one.parameters()] == shapes}  # fmt: skip
+    for name in sorted(kind.__name__ for kind in kinds):
+        _log.warning(
+            "%s was made before mezzo.prepare, and its weights follow the model's as these are rounded to %s. Write "
+            "plain = copy.deepcopy(model).float(), and before each update, from plain, plain.load_state_dict(amp.export_weights()); "
+            "or take the policy '%s', whose weights are fp32.", name, dtype_name(dtype), dtype_name(dtype),
+        )  # fmt: skip
+
+
 def refuse_stranger(
     optimizer: Optimizer, prepared: Sequence[Optimizer], stamps: Mapping[int, Stamp], names: Mapping[Tensor, str]
 ) -> None:
@@ -138,11 +152,17 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _scalers() -> Iterator[torch.amp.GradScaler]:
+def _in_reach() -> Iterator[Any]:
+    """Return what the functions that called have: variables, members of the object whose methods they are, of what its short lists hold, globals."""
     for frame in _callers():
-        variables = list(frame.f_locals.values())
-        owner = frame.f_locals.get("self")
-        members: Any = getattr(owner, "__dict__", {}).values()
-        for value in chain(variables, members, frame.f_globals.values()):
-            if isinstance(value, torch.amp.GradScaler):
-                yield value
+        members = _members(frame.f_locals.get("self"))
+        held = [item for one in members if type(one) is list and len(one) < _SHORT for item in one]
+        yield from chain(list(frame.f_locals.values()), members, *map(_members, held), list(frame.f_globals.values()))
+
+
+def _members(owner: object) -> list[Any]:
+    return list(getattr(owner, "__dict__", {}).values())
+
+
+def _scalers() -> Iterator[torch.amp.GradScaler]:
+    yield from (value for value in _in_reach() if isinstance(value, torch.amp.GradScaler))

@@ -30,9 +30,11 @@ from ..binding import (
 from ..binding.bind import bind
 from ..distributed import disconnect, refuse_flat
 from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of
+from ..formats import LOW_DTYPES
 from ..optim import adopt, parameters, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
 from .capture import P, R
+from .foreign_scaler import warn_of_earlier
 from .loading import MastersFollow
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
@@ -163,6 +165,8 @@ def prepare(
         stepper = Stepper(model, optimizers, binding, was, follow, skip=skip)
         undo.pop_all()
     _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
+    if optimizers and resolved.params in LOW_DTYPES:
+        warn_of_earlier(inner, resolved.params)
     if optimizers and device.type == "cpu":
         offer()
     elif device.type in fused_devices():
