@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -215,6 +216,11 @@ def two_inputs_one_loss() -> None:
 def test_what_a_program_asks_and_settles_is_no_fault(run: Callable[[], None]) -> None:
     report = report_of(run)
     assert [f"{f.verdict} {f.op} {f.reached}" for f in report.findings] == [] and report.answer == "healthy"
+
+
+def test_a_metric_without_a_value_is_told_apart() -> None:
+    where = r", but for metrics that have no value \(div at \S*test_evidence\.py:\d+\)\.$"
+    assert re.search(where, report_of(metric)._verdict()) and not re.search(where, report_of(screened)._verdict())
 
 
 class TestAnswers:

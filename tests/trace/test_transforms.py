@@ -61,6 +61,19 @@ def test_a_transform_gives_the_same_numbers(name: str) -> None:
     assert (t.report.answer == "healthy") == (name in BACKWARD)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_no_module_that_are_not_seen_are_not_called_whole(dtype: torch.dtype) -> None:
+    def loss(weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return nn.functional.linear(X, weight).float().square().mean() * 1e-9
+
+    with diagnose.trace() as t:
+        grad = func.grad(loss)(PARAMETERS["0.weight"])
+    is_flushed = dtype is torch.float16
+    assert bool((grad == 0).all()) is is_flushed
+    assert ("the code loses numbers (no-loss-scale)" in str(t.report)) is is_flushed
+
+
 def test_a_fault_under_vmap_is_named() -> None:
     w = torch.zeros(4, requires_grad=True)
 

@@ -52,8 +52,12 @@ class Read:
 
 def leads_somewhere(event: Event, read: Read) -> bool:
     """Say whether a value that is read belongs to the training, and not to a statistic such as 0/0 found."""
-    is_metric = event.site.op in _METRICS and not event.site.root and not event.tracked
-    return read.tracked or not is_metric
+    return read.tracked or not is_metric(event)
+
+
+def is_metric(event: Event) -> bool:
+    """Say whether a value was computed as statistics are: outside of modules, and of what leads to gradients."""
+    return event.site.op in _METRICS and not event.site.root and not event.tracked
 
 
 def is_arithmetic(call: Call, bad: list[Tensor]) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from ..errors import listed
 from ..report import Block, Chart, Document, Heading, Note, Pairs, Report, Series, Source, Table
+from .evidence import is_metric
 from .findings import FAULTY_RULES, Finding
 from .frames import line_pairs, short_line, source_line
 from .lint_rules import explain_lint
@@ -110,7 +111,9 @@ class TraceReport(Report):
             scale = _TOO_HIGH * bool(self.findings)
             broken = listed(tuple(dict.fromkeys(x.rule for x in self.record.lints)))
             word = f"No fault, but the code loses numbers ({broken})" if broken else "Healthy"
-            return f"{word}: no inf or NaN reached a loss, gradient, weight, buffer, output or the host in {self.seen}.{scale}"
+            made = [f"{e.site.op} at {e.site.frame}" for e in self.record.events if e.kind == "source" and is_metric(e)]
+            apart = f", but for metrics that have no value ({listed(tuple(dict.fromkeys(made)))})" * bool(made)
+            return f"{word}: no inf or NaN reached a loss, gradient, weight, buffer, output or the host in {self.seen}{apart}.{scale}"
         first = self.faults[0]
         return f"Faulty: {first.verdict} in {first.op}, {first.phase}, module {first.path}{f' at {first.frame}' if first.frame else ''}."
 

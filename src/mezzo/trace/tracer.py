@@ -128,7 +128,9 @@ class Trace:
             sinks=tuple(self._collector.sinks),
             sizes=tuple(self._sizes),
             lost=tuple(self._collector.updates.lost),
-            lints=self._collector.lints.records(has_flushed=any(g.flushed for g in self._flushed.values())),
+            lints=self._collector.lints.records(
+                has_flushed=not self._flushed or any(g.flushed for g in self._flushed.values())
+            ),
             lines=self._collector.lines.records(),
             ops=self._collector.ops,
             flushed=tuple(self._flushed.values()),
