@@ -35,6 +35,7 @@ from ..casting import (
     has_own_attention,
     is_large,
     run_attention,
+    weight_casts,
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
@@ -389,6 +390,9 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
 def _leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: object) -> bool:
     """Whether `half`, `to(dtype)` or one of their like is to leave alone what a stepper trains; refused outside of a forward."""
     bound = record(module)
+    if bound is not None and torch.__future__.get_swap_module_params_on_conversion():
+        weight_casts.clear()  # torch swaps no weight that somebody refers to
+        bound.kept = None
     if bound is None or not bound.binding.is_trained:
         return False
     return leaves_dtypes(module, function, bound.binding, is_running=_here.binding is bound.binding)
