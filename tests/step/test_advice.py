@@ -166,43 +166,6 @@ class ModelEma(nn.Module):
         self.module = copy.deepcopy(model).eval()
 
 
-class Callback:
-    """As frameworks keep an average: in a list of the object that prepares."""
-
-    def __init__(self, average: nn.Module) -> None:
-        self._average_model = average
-
-
-class Program:
-    def __init__(self, model: nn.Module, policy: str, kept: dict[str, Any]) -> None:
-        vars(self).update(kept)
-        self.amp = mezzo.prepare(model, adamw(model), policy)
-
-
-@pytest.mark.parametrize("make", [AveragedModel, ModelEma])
-@pytest.mark.parametrize("place", ["a variable", "a member", "a callback"])
-def test_an_average_made_before_prepare_is_named(make: Any, place: str, caplog: pytest.LogCaptureFixture) -> None:
-    said = f"{make.__name__} was made before mezzo.prepare, and its weights follow the model's as these are rounded to bf16"
-
-    def build(model: nn.Module, policy: str) -> str:
-        caplog.clear()
-        average = make(model)
-        kept = {"a variable": {}, "a member": {"ema": average}, "a callback": {"callbacks": [Callback(average)]}}[place]
-        if place != "a variable":
-            del average
-        Program(model, policy, kept)
-        return caplog.text
-
-    assert build(net(), "bf16-master").count(said) == 1
-    assert "was made before" not in build(net(), "bf16") + build(net(), "fp32")
-
-
-def test_an_average_of_another_model_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    model, other = net(), AveragedModel(nn.Linear(3, 3))
-    mezzo.prepare(model, adamw(model), "bf16-master")
-    assert other and "was made before" not in caplog.text
-
-
 def test_an_average_of_16_bit_weights(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     amp = mezzo.prepare(model, adamw(model), "bf16-master")

@@ -35,7 +35,6 @@ from ..casting import (
     has_own_attention,
     is_large,
     run_attention,
-    weight_casts,
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
@@ -345,13 +344,11 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 def bound_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass whose forward enters the region of an instance's record; without one it behaves as `original`."""
     if original not in _classes:
-        _classes[original] = _make_class(original)
+        _classes[original] = _make_class(original, original.forward)
     return _classes[original]
 
 
-def _make_class(original: type[nn.Module]) -> type[nn.Module]:
-    written = original.forward
-
+def _make_class(original: type[nn.Module], written: Callable[..., Any]) -> type[nn.Module]:
     @dynamo_graph_break
     @dynamo_count_apart
     @functools.wraps(original.forward)
@@ -360,9 +357,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         if bound is None:
             return original.forward(self, *args, **kwargs)
         is_inside = _here.plain is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
-        own_forward = original.forward
-        if bound.inner is not None and (own_forward is written or bound.stays):
-            own_forward = bound.inner
+        own_forward = bound.inner if bound.inner and (bound.stays or original.forward is written) else original.forward
         if is_inside and not bound.is_regular:
             return _run_inside(bound, self, own_forward, args, kwargs, traced=False)
         return own_forward(self, *args, **kwargs) if is_inside else _run(bound, self, own_forward, args, kwargs)
@@ -390,12 +385,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
 def _leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: object) -> bool:
     """Whether `half`, `to(dtype)` or one of their like is to leave alone what a stepper trains; refused outside of a forward."""
     bound = record(module)
-    if bound is not None and torch.__future__.get_swap_module_params_on_conversion():
-        weight_casts.clear()  # torch swaps no weight that somebody refers to
-        bound.kept = None
-    if bound is None or not bound.binding.is_trained:
-        return False
-    return leaves_dtypes(module, function, bound.binding, is_running=_here.binding is bound.binding)
+    return bound is not None and leaves_dtypes(module, function, bound, is_running=_here.binding is bound.binding)
 
 
 def _new_bound(original: type[nn.Module]) -> nn.Module:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from ..casting import weight_casts
 from ..errors import StepError, listed
 from ..formats import dtype_name
 from ..policy import Policy
@@ -53,9 +54,7 @@ class _Trained(Protocol):
     def stepper(self) -> Any: ...
 
 
-def leaves_dtypes(
-    module: nn.Module, function: Callable[[Tensor], Tensor], binding: _Trained, *, is_running: bool
-) -> bool:
+def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound: Any, *, is_running: bool) -> bool:
     """Return whether a cast of parameters that a stepper trains is to be left out: one by the model's own forward.
 
     Routers of mixtures of experts cast their layer to fp32 at each call. The policy decides in which dtype it runs, as
@@ -64,8 +63,13 @@ def leaves_dtypes(
     Raises:
         StepError: another dtype outside of a forward, fp64, or another device with it, before anything is changed.
 
-    Host only.
+    Writes: kept casts are dropped where torch swaps weights. Host only.
     """
+    if torch.__future__.get_swap_module_params_on_conversion():  # torch swaps no weight that somebody refers to
+        bound.kept = None
+        weight_casts.clear()
+    if not bound.binding.is_trained:
+        return False
     trained = {name: p for name, p in module.named_parameters() if p.is_floating_point() and p.requires_grad}
     for kind, device in {(p.dtype, p.device) for p in trained.values()}:
         cast = function(torch.empty(0, dtype=kind, device=device))
@@ -73,11 +77,11 @@ def leaves_dtypes(
             continue
         names = [name for name, p in trained.items() if p.dtype is kind]
         if is_running and cast.device == device and cast.dtype is not torch.float64:
-            _say_left_out(module, cast.dtype, kind, binding)
+            _say_left_out(module, cast.dtype, kind, bound.binding)
             return True
         raise StepError(
             f"{len(names)} parameters ({listed(names)}) that a stepper trains would be stored in {dtype_name(cast.dtype)} instead of "
-            f"{dtype_name(kind)}, behind the back of its policy, {binding.policy!s}, and of its optimizers. Call "
+            f"{dtype_name(kind)}, behind the back of its policy, {bound.binding.policy!s}, and of its optimizers. Call "
             "amp.release() first, which gives the plain model back, to be cast and prepared again; nothing was changed."
         )
     return False
