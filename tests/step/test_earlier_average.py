@@ -44,6 +44,18 @@ def test_an_average_made_before_prepare_is_named(make: Any, place: str, caplog: 
     assert "was made before" not in build(net(), "bf16") + build(net(), "fp32")
 
 
+class Proxy:
+    """As frameworks have them in globals and lists: fails at any question outside of a request."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_what_answers_no_question_is_asked_none() -> None:
+    proxy, model = Proxy(), net()
+    assert Program(model, "bf16-master", {"proxy": proxy, "proxies": [proxy]}).amp.model is model
+
+
 def test_an_average_of_another_model_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     model, other = net(), AveragedModel(nn.Linear(3, 3))
     mezzo.prepare(model, adamw(model), "bf16-master")

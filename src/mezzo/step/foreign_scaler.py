@@ -97,7 +97,7 @@ def warn_of_average(dtype: torch.dtype) -> bool:
 def warn_of_earlier(model: nn.Module, dtype: torch.dtype) -> None:
     """Say which averages of a model, within reach of the calling code, were made before its weights are 16 bit, whose masters they do not see. Host only."""
     own, shapes = set(model.modules()), [p.shape for p in model.parameters()]
-    kinds = {type(one) for one in _in_reach() if isinstance(one, nn.Module) and one not in own
+    kinds = {type(one) for one in _in_reach() if issubclass(type(one), nn.Module) and one not in own
              and _AVERAGES.search(type(one).__name__) and [p.shape for p in one.parameters()] == shapes}  # fmt: skip
     for name in sorted(kind.__name__ for kind in kinds):
         _log.warning(
@@ -161,8 +161,11 @@ def _in_reach() -> Iterator[Any]:
 
 
 def _members(owner: object) -> list[Any]:
-    return list(getattr(owner, "__dict__", {}).values())
+    try:
+        return list(object.__getattribute__(owner, "__dict__").values())  # a proxy is not asked for what it stands for
+    except AttributeError:
+        return []
 
 
 def _scalers() -> Iterator[torch.amp.GradScaler]:
-    yield from (value for value in _in_reach() if isinstance(value, torch.amp.GradScaler))
+    yield from (value for value in _in_reach() if issubclass(type(value), torch.amp.GradScaler))
