@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.trace.events import event
-from torch import Tensor
+from torch import Tensor, nn
 
+import mezzo.diagnose as diagnose
 from mezzo.trace.ops import Call, op_facts, results
 from mezzo.trace.reference_path import Fp64Reference, ReferencePath, vanishing_constant
 from mezzo.trace.widening import run_in_fp32, run_wide
@@ -121,3 +123,24 @@ def test_an_infinity_that_disappears_is_judged_by_what_it_would_have_been(func: 
     assert overflow.out[0].item() == math.inf
     assert reference.carry(ran(func, overflow.out[0])) == said
     assert reference.is_too_large(ran(aten.mm.default, overflow.out[0].view(1, 1), half(1.0).view(1, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mask_of_the_lowest_fp32_number_is_healthy(dtype: torch.dtype, seed: int) -> None:
+    """It is -inf in 16 bit, which masks as well; the gradients of scores, almost 0 at first, are what rounding leaves of them."""
+    torch.manual_seed(seed)
+    embedding, inward, outward = nn.Embedding(99, 32), nn.Linear(32, 96), nn.Linear(32, 99)
+    model = nn.ModuleList([embedding, inward, outward])
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    ids, mask = torch.randint(3, 90, (2, 12)), torch.ones(2, 1, 1, 12)
+    mask[1, ..., 9:] = 0
+    with diagnose.trace(model) as t:
+        with torch.autocast("cpu", dtype):
+            q, k, v = inward(embedding(ids)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            bias = (1 - mask) * torch.finfo(torch.float32).min
+            seen_by_all = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            logits = outward(seen_by_all.transpose(1, 2).flatten(2))
+        (F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()) * 1024).backward()
+    assert t.report.findings == ()
