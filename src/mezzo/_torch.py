@@ -106,8 +106,8 @@ def has_foreach_norm(device: torch.device) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_foreach_norm.Scalar", key))
 
 
-foreach_mul_ = torch._foreach_mul_
-foreach_mul = torch._foreach_mul
+foreach_mul_, foreach_mul = torch._foreach_mul_, torch._foreach_mul
+neg_view = torch._neg_view
 foreach_copy_ = torch._foreach_copy_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """What torch.amp's scaler divides with: bit-equality with it depends on this."""

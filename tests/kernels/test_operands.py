@@ -172,6 +172,17 @@ def test_a_gradient_is_read_as_what_it_is(kind: Any, stored: torch.dtype, dtype:
     assert not torch.equal(runs[0][0], torch.ones(70, 9).to(stored))
 
 
+def test_a_weight_of_another_dtype_where_the_last_one_lay_is_stepped_as_what_it_is() -> None:
+    """As `model.float().half()` leaves it: memory that was freed is given out again."""
+    p = Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = stepped(p, master="fp32", kind=SGD)
+    master = optimizer.master(p).clone()
+    p.grad, p.data = None, p.data.view(torch.float16)
+    p.data.copy_(master)
+    step(optimizer)
+    assert torch.equal(p.detach(), (master - 0.1).half())
+
+
 def test_a_gradient_that_lies_in_what_is_written_is_copied_first() -> None:
     p, q = Parameter(torch.randn(6, 5)), Parameter(torch.randn(30))
     twins = [Parameter(p.detach().clone()), Parameter(q.detach().clone())]

@@ -72,6 +72,12 @@ def test_a_sum_of_bits_tells_each_element_and_not_how_it_lies(dtype: torch.dtype
         assert sum_of_bits(edited) != noted
     behind = torch.cat([tensor.view(-1)[:1], tensor.view(-1)])
     assert sum_of_bits(behind[1:].view(7, 11)) == noted  # where no word of 8 bytes begins
+    assert sum_of_bits(tensor.as_strided((1,), (2,))) == sum_of_bits(tensor[0, :1])  # as autograd of a stack gives it
+
+
+def test_a_sum_of_bits_is_that_of_values_which_torch_negates_late() -> None:
+    imaginary = torch.complex(torch.ones(1), torch.ones(1)).conj().imag
+    assert imaginary.is_neg() and sum_of_bits(imaginary) == sum_of_bits(-torch.ones(1))
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 and 2.12

@@ -111,6 +111,30 @@ def test_complex_weights_are_stepped_as_by_torch(kind: Any, torchs: Any) -> None
     torch.testing.assert_close(*results, **CLOSE)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("kind", "torchs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)])
+def test_gradients_that_torch_conjugates_or_negates_late_are_read_as_they_are(kind: Any, torchs: Any) -> None:
+    """Those of complex weights, and of a number that is an imaginary part: autograd hands out views with a flag."""
+    z, q = torch.complex(torch.arange(4.0), torch.ones(4)), torch.ones(1)
+    (ours, scalar), (its, other) = ([torch.nn.Parameter(t.clone()) for t in (z, q)] for _ in range(2))
+    (ours.conj() * (1 + 2j)).real.sum().backward()
+    (torch.complex(scalar, scalar * 3).conj() * (1 + 3j)).real.sum().backward()
+    assert ours.grad is not None and scalar.grad is not None and ours.grad.is_conj()
+    imaginary = torch.complex(scalar.grad, scalar.grad).conj().imag
+    assert imaginary.is_neg() and imaginary.is_contiguous()
+    scalar.grad, its.grad, other.grad = imaginary, ours.grad.resolve_conj(), imaginary.resolve_neg()
+    kind([ours, scalar], lr=0.1).step()
+    torchs([its, other], lr=0.1).step()
+    torch.testing.assert_close([ours, scalar], [its, other], **CLOSE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("late", [torch.Tensor.conj, lambda z: torch.complex(z.imag, z.real).conj().imag[:1]])
+def test_a_weight_that_torch_conjugates_or_negates_late_is_refused(late: Any) -> None:
+    p = torch.nn.Parameter(late(torch.complex(torch.ones(4), torch.ones(4))))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(OperandError, match="conjugated or negated when it is read"):
+        SGD([p], lr=0.1).step()
+
+
 def test_a_sparse_gradient_is_one_sentence_and_nothing_is_changed() -> None:
     p, q = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(3))
     optimizer = AdamW([q, p], lr=0.1)

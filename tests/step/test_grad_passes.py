@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import mezzo
 from mezzo.errors import StepError
+from mezzo.optim import SGD
 from mezzo.step.grad_passes import clamp_, multiply_
 
 
@@ -34,3 +38,37 @@ def test_complex_gradients_have_no_order_and_nothing_is_clamped() -> None:
     with pytest.raises(StepError, match="would clamp complex gradients"):
         clamp_(grads, 1.0, None)
     assert grads[0].item() == 5.0
+
+
+class Phasor(nn.Module):
+    """A sum of complex numbers, one of them made of two real ones: autograd hands out views that torch conjugates or negates late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.complex(torch.arange(4.0), torch.ones(4)))
+        self.real, self.imag, self.low = (nn.Parameter(torch.ones(1)) for _ in range(3))
+
+    def forward(self) -> Tensor:
+        one = torch.complex(self.real, self.imag).conj() * (1 + 3j)
+        parts = torch.stack([one.real, self.low], -1)  # whose gradients have a stride of 2
+        return (self.whole.conj() * (1 + 2j)).real.sum() + parts.square().sum()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, scaling.init_scale=8"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, SGD])
+def test_gradients_that_are_views_are_clipped_and_stepped_as_by_torch(policy: str, kind: Any) -> None:
+    model, twin = Phasor(), Phasor()
+    amp, its = (
+        mezzo.prepare(model, kind(model.parameters(), lr=0.1), policy),
+        torch.optim.SGD(twin.parameters(), lr=0.1),
+    )
+    for _ in range(2):
+        amp.zero_grad()
+        amp.backward(model())
+        assert amp.step(max_norm=1.0).applied
+        its.zero_grad()
+        twin().backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0, foreach=False)
+        its.step()
+    assert any(p.grad is not None and p.grad.is_neg() for p in twin.parameters())
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))

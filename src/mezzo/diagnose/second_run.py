@@ -36,7 +36,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
         a, b = one.coalesce(), other.coalesce()
         return _same_bits(a.indices(), b.indices()) and _same_bits(a.values(), b.values())
     a, b = local(one), local(other)
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    copies = (t.detach().clone(memory_format=torch.contiguous_format) for t in (a, b))  # of any stride, read as it is
+    return torch.equal(*(t.view(-1).view(torch.uint8) for t in copies))
 
 
 class SecondRun:

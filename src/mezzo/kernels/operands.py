@@ -143,7 +143,11 @@ def operands(
     readable = set(FORMATS.values()) if own == 0 else {0, own}
     if weights.values[0].device.type != "cpu" and len(set(formats)) > 1:  # one launch reads one format
         readable = {0}
-    if not (readable.issuperset(formats) and all(map(Tensor.is_contiguous, values))):
+    if (
+        not readable.issuperset(formats)
+        or not all(map(Tensor.is_contiguous, values))
+        or any(map(Tensor.is_neg, values))
+    ):
         values = [
             _readable(weights, index, grad, code in readable)
             for index, (grad, code) in enumerate(zip(values, formats, strict=True))
@@ -173,10 +177,10 @@ def _check_gradient(weights: Weights, index: int, grad: Tensor) -> None:
 
 
 def _readable(weights: Weights, index: int, grad: Tensor, is_readable: bool) -> Tensor:
-    if is_readable and grad.is_contiguous():
+    if is_readable and grad.is_contiguous() and not grad.is_neg():
         return grad
     _check_gradient(weights, index, grad)
-    return grad.contiguous() if is_readable else grad.to(torch.float32).contiguous()
+    return (grad if is_readable else grad.to(torch.float32)).resolve_neg().contiguous()
 
 
 def _copies(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses: Sequence[int]) -> dict[int, Tensor]:

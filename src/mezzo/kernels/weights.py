@@ -110,7 +110,8 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     Nothing is copied where it is contiguous: to sum narrower numbers torch widens all of them first, to 8 bytes each. Shape (),
     int64. Syncs: no.
     """
-    flat, width = tensor.detach().contiguous().view(-1), 8 // tensor.element_size()
+    dense, width = tensor.detach().resolve_neg().contiguous(), 8 // tensor.element_size()
+    flat = dense.as_strided((dense.numel(),), (1,))  # one element has any stride
     flat = flat.clone() if flat.storage_offset() % width else flat  # a view of words begins at a word
     end = len(flat) // width * width
     rest = flat[end:].view(_BITS[flat.element_size()]).sum(dtype=torch.int64)

@@ -23,4 +23,5 @@ from .state import move_ as move_
 from .state import next_state as next_state
 from .unscale import has_nonfinite as has_nonfinite
 from .unscale import is_unusable as is_unusable
+from .unscale import real_values as real_values
 from .unscale import unscale_ as unscale_

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._torch import foreach_mul_, foreach_norm, foreach_unscale_, sparse_values
+from .._torch import foreach_mul_, foreach_norm, foreach_unscale_, neg_view, sparse_values
 from ..errors import MasterError
 from ..formats import describe
 from ..kernels import factor_for, move
@@ -121,7 +121,7 @@ def _grouped(grads: Iterable[Tensor]) -> dict[_Group, list[Tensor]]:
 
 
 def real_values(grad: Tensor) -> Tensor:
-    """Return the dense real tensor that stores the values of a gradient, or of this rank's shard of it.
+    """Return the dense real tensor that stores the values of a gradient, or of this rank's shard of it; of one that torch conjugates or negates late, as it lies.
 
     Duplicate indices of an uncoalesced sparse gradient need no merging first: dividing is linear, and where their
     sum overflows only while scaled, dividing before summing is the better result.
@@ -136,7 +136,7 @@ def real_values(grad: Tensor) -> Tensor:
         grad = grad.values().detach()
     if grad.is_complex():
         grad = torch.view_as_real(grad.conj() if grad.is_conj() else grad)
-    return grad
+    return neg_view(grad) if grad.is_neg() else grad
 
 
 def _combined(

@@ -78,7 +78,7 @@ class KeptBatches:
             # State that is held stays in memory, so that nothing else comes to lie where it lies.
             self._held = [t.detach() for t in self._tensors[len(params) :]]
             self._addresses = list(map(Tensor.data_ptr, self._tensors))
-            self._sizes = [t.nbytes for t in self._tensors[: len(params)]]
+            self._kinds = [(t.nbytes, t.dtype) for t in self._tensors[: len(params)]]
             self._strides = [t.stride() for t in self._tensors[: len(params)] if not t.is_contiguous()]
 
     def _all(self, params: Sequence[Tensor]) -> list[Any]:
@@ -102,7 +102,7 @@ class KeptBatches:
             len(tensors) == len(self._tensors)
             and all(map(is_, tensors, self._tensors))
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
-            and [t.nbytes for t in tensors[: len(active)]] == self._sizes
+            and [(t.nbytes, t.dtype) for t in tensors[: len(active)]] == self._kinds
             and [t.stride() for t in tensors[: len(active)] if not t.is_contiguous()] == self._strides
         )
 
@@ -290,8 +290,10 @@ class MasterOptimizer(KeepsMasters):
         home = batch.step.device
         scale, clip, found = (getattr(self, name, None) for name in ("grad_scale", "clip_coef", "found_inf"))
         given: Any = [step.grads[index] for index in batch.indices]
+        if batch.needs_views:
+            given = aligned([grad.resolve_conj() for grad in given], batch.orders)
         grads = ScaledGradients(
-            values=aligned(given, batch.orders) if batch.needs_views else given,
+            values=given,
             inv_scale=None if scale is None else scale.to(home, torch.float32).reciprocal(),
             clip_coef=None if clip is None else clip.to(home, torch.float32),
             found_inf=None if found is None else found.to(home),

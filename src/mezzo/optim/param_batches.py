@@ -23,6 +23,7 @@ from ..kernels import (
     local_tensors,
     param_seed,
 )
+from ..kernels.operands import Operand
 from .checks import check_count
 from .optimizer_state import mode_of, moment_dtype
 
@@ -68,12 +69,15 @@ class Active:
     state: dict[str, Any]
 
     def check(self, moments: Sequence[str]) -> None:
-        """Refuse a gradient, or state that is there already, of another shape than the parameter.
+        """Refuse a gradient, or state that is there already, of another shape than the parameter, and one that is no memory of its own.
 
         Raises:
             ConfigError: a step count that is no number, or one without the `moments` that it cannot do without.
             OperandError: the first of them.
         """
+        if self.param.is_conj() or self.param.is_neg():
+            reason = "a view that is conjugated or negated when it is read"
+            raise Operand(self.label, "weight", self.param).refuse(self.param, reason)
         check_shape(self.label, "gradient", self.grad, self.param)
         check_count(self.label, self.state.get("step", 0))
         gone = [name for name in moments if name not in self.state and name != _LATER]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .._torch import foreach_mul_, profiler_enabled, sparse_values
 from ..errors import StepError
 from ..kernels import factor_for, is_dtensor, local, move
-from ..loss_scale import AccumulationState
+from ..loss_scale import AccumulationState, real_values
 from ..stamp import Stamp
 
 _log = logging.getLogger("mezzo.step")
@@ -133,7 +133,7 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients of any layouts and devices by one number. Writes: `grads`. Syncs: no."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in _distinct(grads):
-        values = sparse_values(grad) if grad.is_sparse else grad
+        values = real_values(grad)
         kinds.setdefault((values.device, values.dtype), []).append(values)
     for (device, dtype), parts in kinds.items():
         foreach_mul_(parts, factor_for(factor, device, dtype))
