@@ -12,9 +12,10 @@ import pytest
 import torch
 from tests.optim.streams import bits, equal, snapshot
 from tests.tolerance import relative
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+import mezzo
 from mezzo.errors import CheckpointError, OperandError
 from mezzo.kernels.operands import span_of
 from mezzo.kernels.ops.gradients import norm_and_finite
@@ -366,3 +367,13 @@ def test_buffers_whose_addresses_are_handles_lie_apart() -> None:
     assert spans[0][1] <= spans[1][0] and spans[0][1] - spans[0][0] == 1 << 22
     one, other = span_of(Metal(0x6000_0010_0000)), span_of(Metal(0x6000_0010_0000, 64))
     assert one[0] < other[0] < one[1]
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.RMSNorm(128), lambda: nn.Linear(128, 64), lambda: nn.GRU(128, 128)])
+def test_an_input_that_torch_negates_late_is_read_as_what_it_is(kind: Any) -> None:
+    model = kind().bfloat16()
+    mezzo.prepare(model, None, "bf16")
+    for x in (torch.randn(6, 8, 128), torch.randn(6, 8, 128).bfloat16(), torch.randn(1, 8, 128).bfloat16()):
+        late = torch.ops.aten._neg_view(x)
+        assert late.is_neg() and late.is_contiguous()
+        torch.testing.assert_close(model(late), model(-x), rtol=0, atol=0)

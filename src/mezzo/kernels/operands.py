@@ -262,7 +262,7 @@ def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: 
     reason = "" if type(tensor) in PLAIN and tensor.is_cpu else "and no plain tensor of the CPU"
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype is not dtype:
         reason = f"not {dtype_name(dtype)}{tuple(shape)}"
-    if reason := reason or _misplaced(tensor, tensor):
+    if reason := reason or _misplaced(tensor, tensor) or ("and negated when it is read" if tensor.is_neg() else ""):
         raise OperandError(
             f"gradients of {op} cannot be computed: its {name} is {describe(tensor)}, {reason}. "
             "Have hooks on saved tensors give back what they were given."
@@ -270,8 +270,8 @@ def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: 
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a kernel of the CPU may walk a tensor from its address on: plain, without gaps, inside its storage. Host only."""
-    if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
+    """Whether a kernel of the CPU may walk a tensor from its address on: plain, without gaps, inside its storage, its sign not changed late. Host only."""
+    if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
         return False
     end = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return end <= tensor.untyped_storage().nbytes()

@@ -32,6 +32,7 @@ def fits(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -
         and list(x.shape[-len(shape) :]) == shape
         and (weight is None or (type(weight) in PLAIN and weight.device.type == "cpu" and list(weight.shape) == shape))
         and (weight is None or weight.dtype is torch.float32 or weight.dtype in LOW_DTYPES)
+        and not (x.is_neg() or (weight is not None and weight.is_neg()))
         and is_unwatched()
     )
 

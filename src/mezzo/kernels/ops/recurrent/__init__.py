@@ -60,7 +60,7 @@ def _state(hx: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _is_plain(tensor: Tensor) -> bool:
     is_strided = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
-    return is_strided and tensor.dtype in FORMATS
+    return is_strided and tensor.dtype in FORMATS and not tensor.is_neg()
 
 
 def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
