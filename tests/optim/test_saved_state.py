@@ -80,3 +80,22 @@ def test_what_does_not_fit_is_named(change: str) -> None:
     make(saved)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         check_saved("optimizer", saved, optimizer)
+
+
+def test_a_compensation_that_no_step_takes_is_named() -> None:
+    p = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    optimizer = mezzo.optim.AdamW([p], master="kahan")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["compensation"] = saved["state"][0]["compensation"].double()
+    with pytest.raises(CheckpointError, match=re.escape("is fp64[2,3] cpu, and must be bf16")):
+        check_saved("optimizer", saved, optimizer)
+
+
+def test_a_sum_of_squares_missing_in_one_is_named() -> None:
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.ones(2)) for _ in range(2)])
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][1]["sum"]
+    with pytest.raises(CheckpointError, match="has no sum, which others of its group have"):
+        check_saved("optimizer", saved, optimizer)

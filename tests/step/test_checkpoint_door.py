@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.step.step_models import Net, assert_same, batch, everything, mse
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mezzo
@@ -61,6 +61,12 @@ def _drop(path: str) -> Callable[[State], None]:
     return change
 
 
+def _freed() -> Tensor:
+    tensor = torch.ones(1, 8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 FAULTS: dict[str, tuple[Callable[[State], None], str]] = {
     "scale NaN": (_set("scaling/scale", NAN), "scale.*nan"),
     "scale zero": (_set("scaling/scale", 0.0), "scale.*0"),
@@ -74,13 +80,16 @@ FAULTS: dict[str, tuple[Callable[[State], None], str]] = {
     "weight missing": (_drop("model/inner.weight"), r"inner\.weight.*missing|missing.*inner\.weight"),
     "weight unknown": (_set("model/other", torch.ones(1)), "other"),
     "weight misshapen": (_set("model/outer.weight", torch.ones(2, 2)), r"outer\.weight.*\[2, 2\].*\[1, 8\]"),
+    "weight freed": (_set("model/outer.weight", _freed()), r"outer\.weight.*ends beyond its storage of 0 bytes"),
     "weight no tensor": (_set("model/outer.weight", [1.0]), r"outer\.weight"),
+    "weight of a number": (lambda state: state["model"].update({3: torch.ones(1)}), "unknown 1 .3."),
     "model no mapping": (_set("model", 3), "model"),
     "counter unknown": (_set("counters/seeen", 1), "seeen"),
     "counter negative": (_set("counters/seen", -1), "seen.*-1"),
     "counter text": (_set("counters/seen", "many"), "seen.*'many'"),
     "counters list": (_set("counters", [1]), "counters"),
     "policy text": (_set("policy", 5), "policy"),
+    "policy version": (lambda state: state["policy"].update(version=torch.ones(2)), "policy of version"),
     "policy unknown": (_set("policy", {"computer": "bf16"}), "computer"),
     "optimizer no mapping": (_set("optimizers/0", 5), "optimizer"),
     "optimizer empty": (_set("optimizers/0", {}), "param_groups"),

@@ -22,6 +22,7 @@ from .operands import Operands as Operands
 from .operands import check_apart as check_apart
 from .operands import check_shape as check_shape
 from .operands import layout_of as layout_of
+from .operands import misplaced as misplaced
 from .operands import overlaps as overlaps
 from .operands import span_of as span_of
 from .ops import adamw as adamw

@@ -171,7 +171,7 @@ def _formats(grads: Sequence[Tensor]) -> array[int]:
 def _check_gradient(weights: Weights, index: int, grad: Tensor) -> None:
     weight = weights.values[index]
     reason = "of another shape" if grad.shape != weight.shape else ""
-    reason = reason or ("" if grad.is_floating_point() else "of no floating dtype") or _misplaced(grad, weight)
+    reason = reason or ("" if grad.is_floating_point() else "of no floating dtype") or misplaced(grad, weight)
     if reason:
         raise Operand(weights.label(index), "gradient", grad).refuse(weight, reason)
 
@@ -244,7 +244,7 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     addresses = [tensor.data_ptr() for tensor in tensors]
     if 0 in addresses:
         for index, tensor in enumerate(tensors):
-            if reason := _misplaced(tensor, tensor):
+            if reason := misplaced(tensor, tensor):
                 raise Operand(f"gradient {index}", "gradient", tensor).refuse(tensor, reason)
     return addresses
 
@@ -262,7 +262,7 @@ def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: 
     reason = "" if type(tensor) in PLAIN and tensor.is_cpu else "and no plain tensor of the CPU"
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype is not dtype:
         reason = f"not {dtype_name(dtype)}{tuple(shape)}"
-    if reason := reason or _misplaced(tensor, tensor) or ("and negated when it is read" if tensor.is_neg() else ""):
+    if reason := reason or misplaced(tensor, tensor) or ("and negated when it is read" if tensor.is_neg() else ""):
         raise OperandError(
             f"gradients of {op} cannot be computed: its {name} is {describe(tensor)}, {reason}. "
             "Have hooks on saved tensors give back what they were given."
@@ -317,7 +317,7 @@ def _check_row(row: Sequence[Operand], weights: Weights) -> None:
         if one.tensor.dtype not in dtypes:
             wanted = " or ".join(map(dtype_name, dtypes))
             raise one.refuse(weight, f"and has to be {wanted} with master={weights.mode}")
-        if reason := _misplaced(one.tensor, weight):
+        if reason := misplaced(one.tensor, weight):
             raise one.refuse(weight, reason)
         if any(stride == 0 and size > 1 for size, stride in zip(one.tensor.shape, one.tensor.stride(), strict=True)):
             raise one.refuse(weight, "expanded: several of its elements are one in memory")
@@ -332,8 +332,8 @@ def _dtypes(name: str, mode: str, weight: torch.dtype) -> tuple[torch.dtype, ...
     return _FLOATS
 
 
-def _misplaced(tensor: Tensor, weight: Tensor) -> str:
-    """Say why a tensor cannot be read beside its weight; empty if it can."""
+def misplaced(tensor: Tensor, weight: Tensor) -> str:
+    """Return why a tensor cannot be read beside its weight; empty if it can. Host only."""
     if tensor.device != weight.device:
         return "on another device"
     if tensor.layout is not torch.strided:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, first_line, listed, shown
-from ..formats import describe, dtype_name, is_number, number_of
-from ..kernels import AUX_STATE
+from ..formats import LOW_DTYPES, describe, dtype_name, is_number, number_of
+from ..kernels import AUX_STATE, misplaced
 from ..loss_scale import parameters
 from .checks import is_seed
 
@@ -107,6 +107,8 @@ def check_tensor(part: str, value: Any, own: Tensor) -> None:
         refuse(part, f"has shape {list(value.shape)}, and {list(own.shape)} is wanted")
     if value.layout is not own.layout or (value.is_meta and not own.is_meta):
         refuse(part, f"is a tensor of {value.layout} on {value.device}, and must be one of {own.layout} with values")
+    if reason := value.layout is torch.strided and misplaced(value, value):
+        refuse(part, f"is {describe(value)}, {reason}")
 
 
 def _signs(options: Mapping[str, Any], beside: Mapping[str, Any]) -> list[str]:
@@ -156,7 +158,8 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
             check_tensor(where, value, param)
             if value.is_floating_point() is (name == AUX_STATE["split"]):
                 refuse(where, f"is {value.dtype}: steps of torch's optimizers do not keep it", _FIRST_LOADED)
-            if value.dtype is not (wanted := _AUX_DTYPES.get(name, value.dtype)):
+            low = value if value.dtype in LOW_DTYPES else param
+            if value.dtype is not (wanted := _AUX_DTYPES.get(name, low.dtype)):
                 refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
         elif name in MOMENTS:
             if value is not None or name != _NONE_YET:
@@ -169,7 +172,7 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
 
 def _check_alike(part: str, entries: Mapping[Any, Mapping[str, Any]]) -> None:
     """Refuse a parameter whose state lacks what that of others in its group has."""
-    known = {name for entry in entries.values() for name in entry} & (MOMENTS | _COUNTS)
+    known = {name for entry in entries.values() for name in entry} & (MOMENTS | _COUNTS | {"sum"})
     for key, entry in entries.items():
         if known & entry.keys() and (missing := sorted(known - entry.keys())):
             refuse(f"{part}.state[{key!r}]", f"has no {missing[0]}, which others of its group have")

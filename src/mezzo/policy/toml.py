@@ -60,7 +60,10 @@ def from_document(document: Mapping[str, object]) -> PolicyFields:
     for key in document:
         check_known("key", str(key), _KEYS)
     version = document.get("version", VERSION)
-    check(version == VERSION, f"'version': a policy of version {shown(version)}; this mezzo reads version {VERSION}.")
+    check(
+        isinstance(version, int) and version == VERSION,
+        f"'version': a policy of version {shown(version)}; this mezzo reads version {VERSION}.",
+    )
     preset = preset_fields(document["preset"]) if "preset" in document else PolicyFields()
     changes: dict[str, object] = {
         name: _value(name, kinds(PolicyFields)[name], document[name]) for name in FIELDS if name in document

@@ -343,7 +343,7 @@ def _check_policy(saved: Any) -> None:
 def _check_weights(part: str, saved: Any, wanted: Mapping[str, Any]) -> None:
     check_mapping(part, saved)
     missing = [name for name in wanted if name not in saved]
-    unknown = [name for name in saved if name not in wanted]
+    unknown = [str(name) for name in saved if name not in wanted]
     if missing or unknown:
         parts = [
             f"{word} {len(names)} ({listed(names)})"
