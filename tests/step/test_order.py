@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -355,3 +357,44 @@ def test_an_optimizer_outlives_its_stepper() -> None:
     del amp
     gc.collect()
     optimizer.step()
+
+
+@pytest.mark.parametrize("at", ["master_store.py", "param_batches.py", "buffers.py"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, mezzo.optim.SGD])
+def test_a_step_that_ctrl_c_ended_is_not_taken_again(at: str, kind: Any) -> None:
+    """Wherever it came, the gradients that were used are refused, and the run goes on with the next ones."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    amp = mezzo.prepare(model, kind(model.parameters(), lr=0.1), "fp16-master, scaling.init_scale=8")
+    amp.backward(loss_of(amp))
+
+    reached: set[str] = set()
+
+    def interrupt(frame: Any, event: str, _: object) -> Any:
+        reached.add(frame.f_code.co_name)
+        if frame.f_code.co_filename.endswith(at) and "update_" in reached:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return None
+
+    sys.settrace(interrupt)
+    try:
+        amp.step()
+    except KeyboardInterrupt:
+        with pytest.raises(StepError, match="interrupted and may have been taken in part"):
+            amp.step()
+    finally:
+        sys.settrace(None)
+    amp.zero_grad()
+    amp.backward(loss_of(amp))
+    assert amp.step().applied
+    assert not vars(amp.optimizers[0]).keys() & {"grad_scale", "found_inf", "clip_coef"}
+
+
+def test_a_step_inside_the_step_of_an_optimizer_is_refused() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, "bf16")
+    optimizer.register_step_pre_hook(lambda *_: amp.step() and None)
+    amp.backward(loss_of(amp))
+    with pytest.raises(StepError, match="that has not ended"):
+        amp.step()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from torch import Tensor
@@ -50,13 +50,14 @@ def handing(optimizer: Optimizer, scaling: StepScaling) -> Iterator[None]:
     }
     if scaling.clip_coef is not None:
         given["clip_coef"] = scaling.clip_coef
-    for name, value in given.items():
-        setattr(optimizer, name, value)
     try:
+        for name, value in given.items():
+            setattr(optimizer, name, value)
         yield
     finally:
         for name in given:
-            delattr(optimizer, name)
+            with suppress(AttributeError):  # interrupted before it was there
+                delattr(optimizer, name)
 
 
 def step_scaled(

@@ -28,7 +28,7 @@ from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
 from .result import Skip, StepFlags, StepResult, check_grads
-from .update import Clip, Stepped, move_scale_, update_
+from .update import UNFINISHED, Clip, Stepped, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]
 
@@ -254,9 +254,13 @@ class Engine:
         before = look(grads) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
-        self.is_stepping = True
+        pending, self.is_stepping = self.gradients.pending, True
+        pending.broken = UNFINISHED  # which stays where Ctrl-C comes, until the step is closed
         try:
-            result.undo = update_(grads, flags, self.gradients.pending, skipped, clip, self._skip)
+            result.undo = update_(grads, flags, pending, skipped, clip, self._skip)
+        except Exception:
+            pending.broken = pending.broken.removeprefix(UNFINISHED)
+            raise
         finally:
             self.is_stepping = False
         self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)

@@ -50,7 +50,7 @@ class Leftovers:
         self.is_part = bool(others) and (before is None or bool(self._waiting))
         if self._waiting:
             self.spent_by = " and ".join(type(one).__name__ for one in stepped)
-            self.pending = replace(pending, scale=None if pending.scale is None else pending.scale.clone())
+            self.pending = replace(pending, broken="", scale=None if pending.scale is None else pending.scale.clone())
 
     def open(self, pending: AccumulationState, params: Iterable[Tensor], stamps: Mapping[int, Stamp]) -> None:
         """Look at the gradients, by their stamps as they were left, that the first backward pass of a step will be added to.

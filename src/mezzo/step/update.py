@@ -289,7 +289,8 @@ def update_(
             undo[i] = _take(one, scaling)
         except BaseException as failure:
             is_edited = is_divided or clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
-            pending.broken = _CHANGED if is_edited else ""
+            if isinstance(failure, Exception):
+                pending.broken = _CHANGED if is_edited else ""
             if taken:
                 pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
             if taken and isinstance(failure, Exception):
@@ -322,6 +323,7 @@ def _take(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | Non
     return None if attempt is None else attempt.settle()
 
 
+UNFINISHED = "a step() that has not ended, or was interrupted and may have been taken in part"
 _CHANGED = "a step() that failed, when gradients had been divided or clipped already"
 
 
