@@ -292,11 +292,6 @@ class Gradients:
         pending = self.require("step()")
         self._accept_edits(pending, self.parameters())
         self._add_up_parts()
-        if optimizer is not None and all(optimizer is not known for known in self._optimizers):
-            raise StepError(
-                f"step(optimizer=...) was given {type(optimizer).__name__}, which prepare(model, optimizer) was not given. "
-                f"Write one of amp.optimizers: {', '.join(f'[{i}] {type(o).__name__}' for i, o in enumerate(self._optimizers))}."
-            )
         chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
         if (count := sum([len(one.params) for one in found])) not in self._nums_found:  # a replaced one has none

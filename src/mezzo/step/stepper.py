@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import StepAttributeError, StepError, StepTypeError, did_you_mean, shown
+from ..errors import StepAttributeError, StepError, StepTypeError, did_you_mean, kind_of, shown
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
@@ -205,7 +205,7 @@ class Stepper(PreparedRun):
 
         Syncs: no on one rank and for copies; for sharded weights with the slowest rank.
         """
-        return self._engine.grad_norm(optimizer and stepped_optimizer(optimizer, self.optimizers))
+        return self._engine.grad_norm(self._known(optimizer, "grad_norm"))
 
     def step(
         self,
@@ -256,10 +256,20 @@ class Stepper(PreparedRun):
             refuse_in_graph(closure=closure, optimizer=optimizer, observers=self._observers)
         engine.check_before_step()
         take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)
-        result = take(optimizer and stepped_optimizer(optimizer, self.optimizers), clip)
+        result = take(self._known(optimizer, "step"), clip)
         for observer in self._observers:
             observer.after_step(result)
         return result
+
+    def _known(self, optimizer: Optimizer | None, call: str) -> Optimizer | None:
+        """Return what is stepped for an optimizer that a call was given; a StepError where nothing is."""
+        found = None if optimizer is None else stepped_optimizer(optimizer, self.optimizers)
+        if optimizer is not None and all(found is not known for known in self.optimizers):
+            raise StepError(
+                f"{call}(optimizer=...) was given {kind_of(optimizer)}, which prepare(model, optimizer) was not given. "
+                f"Write one of amp.optimizers: {', '.join(f'[{i}] {type(o).__name__}' for i, o in enumerate(self.optimizers))}."
+            )
+        return found
 
     def capture(self, function: Callable[P, R]) -> CapturedStep[P, R]:
         """Return a function that does one whole step as this one does, captured as a graph of the device and replayed.
@@ -291,12 +301,13 @@ class Stepper(PreparedRun):
 
         Raises:
             StepTypeError: no function.
+            StepError: an optimizer that is not stepped here.
         """
         if not callable(function):
             raise StepTypeError(
                 f"amp.on_applied takes a function, and got {type(function).__name__}. Write amp.on_applied(scheduler.step)."
             )
-        self._engine.callbacks.append((function, optimizer and stepped_optimizer(optimizer, self.optimizers)))
+        self._engine.callbacks.append((function, self._known(optimizer, "on_applied")))
         return function
 
     def observe(self, observer: StepObserver) -> Callable[[], None]:
