@@ -252,3 +252,17 @@ def test_a_target_network_by_hand(update: Any, policy: str, is_said: bool, caplo
             plain.load_state_dict(amp.export_weights())
     assert caplog.text.count("is averaged by hand in bf16") == int(is_said)
     assert pickle.loads(pickle.dumps(target))(x).isfinite().all()
+
+
+@pytest.mark.parametrize("call", ["step", "grad_norm", "on_applied"])
+@pytest.mark.parametrize("other", [False, [], "adam", torch.ones(2), torch.optim.SGD([torch.ones(1)])])
+def test_what_is_not_stepped_here_is_refused_as_an_optimizer(call: str, other: Any) -> None:
+    model = torch.nn.Linear(4, 1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    amp.backward(model(torch.ones(2, 4)).square().mean())
+    given = [lambda: None] if call == "on_applied" else []
+    with pytest.raises(
+        StepError, match=rf"{call}\(optimizer=...\) was given .* Write one of amp.optimizers: \[0\] SGD"
+    ):
+        getattr(amp, call)(*given, optimizer=other)
+    assert amp.step(clip_value=1e308).applied
