@@ -99,3 +99,20 @@ def test_a_sum_of_squares_missing_in_one_is_named() -> None:
     del saved["state"][1]["sum"]
     with pytest.raises(CheckpointError, match="has no sum, which others of its group have"):
         check_saved("optimizer", saved, optimizer)
+
+
+@pytest.mark.parametrize("state", [{"a": 1}, {0: {"a": 1}, 1: {"a": 1}}])
+def test_what_the_inner_optimizer_stumbles_over_leaves_it_as_it_was(state: dict[Any, Any]) -> None:
+    optimizer = mezzo.optim.MasterWeights(
+        torch.optim.Adagrad([torch.nn.Parameter(torch.ones(2).bfloat16()) for _ in "ab"]), "split"
+    )
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match="is refused by Adagrad"):
+        optimizer.load_state_dict({**before, "state": state})
+    now = optimizer.state_dict()
+    torch.testing.assert_close(now["state"], before["state"], rtol=0, atol=0)
+    assert now["param_groups"] == before["param_groups"]
+    optimizer.step()

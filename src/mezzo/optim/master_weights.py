@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_fused
-from ..errors import ConfigError, MasterError, StepError, did_you_mean, shown
+from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, shown
 from ..formats import describe
 from ..kernels import AUX_STATE, ScaledGradients
 from ..policy import Master
@@ -28,7 +28,7 @@ from .optimizer_state import (
     keep_masters,
     take_masters_,
 )
-from .saved_state import HOW, check_saved, each_entry
+from .saved_state import HOW, check_saved, each_entry, refuse
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
 _STATE_HOOKS = [f"register_{what}state_dict_{when}_hook" for what in ("", "load_") for when in ("pre", "post")]
@@ -224,7 +224,14 @@ class MasterWeights(HasMasters):
         hooked = self.inner.register_load_state_dict_post_hook  # those of others see the model's parameters
         with ExitStack() as inside, hooked(lambda _: inside.close(), prepend=True):
             inside.enter_context(self._masters_inside())
-            type(self.inner).load_state_dict(self.inner, {**state_dict, "state": rest, "param_groups": groups})
+            kept_own = {k: v for k, v in vars(self.inner).items() if k in ("state", "param_groups")}
+            try:
+                type(self.inner).load_state_dict(self.inner, {**state_dict, "state": rest, "param_groups": groups})
+            except Exception as error:  # torch has put both in place when it looks into them
+                vars(self.inner).update(kept_own)
+                refuse(
+                    f"state of {type(self).__name__}", f"is refused by {type(self.inner).__name__}: {first_line(error)}"
+                )
         self._rekey({fp32_param: p for p, fp32_param in self.masters.stand_ins.items()})
         self.masters.seed = saved_groups[0].get("rounding_seed", self.masters.seed)
         for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:
