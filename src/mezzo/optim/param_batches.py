@@ -75,7 +75,7 @@ class Active:
             ConfigError: a step count that is no number, or one without the `moments` that it cannot do without.
             OperandError: the first of them.
         """
-        if self.param.is_conj() or self.param.is_neg():
+        if not torch.compiler.is_compiling() and (self.param.is_conj() or self.param.is_neg()):
             reason = "a view that is conjugated or negated when it is read"
             raise Operand(self.label, "weight", self.param).refuse(self.param, reason)
         check_shape(self.label, "gradient", self.grad, self.param)
