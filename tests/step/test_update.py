@@ -92,7 +92,7 @@ class TestClip:
     @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
     @pytest.mark.parametrize("name", ["max_norm", "value"])
     def test_bounds_that_leave_nothing_are_refused(self, name: str, bound: float) -> None:
-        with pytest.raises(StepError, match="write a positive number, or None"):
+        with pytest.raises(StepError, match="clipped to a positive number; write one, or None"):
             Clip(**{name: bound})
 
 
