@@ -14,19 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.small import emotion_rows, tiny, words, write_tsv
+from tests.train.small import trained_in, words
 
 from mezzo.cli import main
-from mezzo.train import TrainConfig, run
+from mezzo.train import TrainConfig
 from mezzo.train.predictor import Predictor
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("trained")
-    config = tiny(write_tsv(folder / "rows.tsv", emotion_rows(90)), folder / "out", epochs=1)
-    run(config)
-    return config
+    return trained_in(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def test_a_recorder_and_a_watch_of_one_run_leave_each_other_at_work(
     outer: str, first_closed: str, tmp_path: Path
 ) -> None:
     model, optimizer, _ = build()
-    amp = mezzo.prepare(model, optimizer, policy="fp16, guard.patience=50")
+    amp = mezzo.prepare(model, optimizer, policy=test_flight.POLICY)
     (batch,) = batches(1)
 
     def take_step() -> None:

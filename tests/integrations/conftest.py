@@ -1,4 +1,4 @@
-"""Accelerate keeps the state of the first Accelerator of a process, and plugins write their options into its environment; no test leaves any."""
+"""Plugins of Accelerate write their options into the environment; no test leaves any."""
 
 from __future__ import annotations
 
@@ -20,4 +20,3 @@ def options_of_plugins_end() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
-    start_anew()

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from mezzo.train import TrainConfig
+from mezzo.train import TrainConfig, run
 
 WORDS = {
     "anger": "furious rage hateful insult",
@@ -56,3 +56,10 @@ def words(config: TrainConfig) -> list[str]:
     """Return the command line that asks for a config."""
     changed = {name: value for name, value in config.to_dict().items() if value != TrainConfig().to_dict()[name]}
     return [word for name, value in changed.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def trained_in(folder: Path) -> TrainConfig:
+    """Train for one epoch in a folder, and return what was asked for."""
+    config = tiny(write_tsv(folder / "rows.tsv", emotion_rows(90)), folder / "out", epochs=1)
+    run(config)
+    return config

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.train.small import emotion_rows, metrics, tiny, write_tsv
+from tests.train.small import metrics, trained_in
 
 from mezzo.errors import CheckpointError, ConfigError
 from mezzo.train import Predictor, TrainConfig, run
@@ -16,10 +16,7 @@ from mezzo.train.metrics import read_metrics
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("trained")
-    config = tiny(write_tsv(folder / "rows.tsv", emotion_rows(90)), folder / "out", epochs=1)
-    run(config)
-    return config
+    return trained_in(tmp_path_factory.mktemp("trained"))
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
