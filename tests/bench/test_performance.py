@@ -9,7 +9,7 @@ import pytest
 
 from mezzo.bench import load
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
-from mezzo.bench.performance import PAGE, RESULTS, Comparison, figures, newest, page, sentence, with_figures
+from mezzo.bench.performance import PAGE, RESULTS, Comparison, figures, newest, page, sentence, summary, with_figures
 from mezzo.bench.results_table import markdown_table
 from mezzo.bench.roofline import PeakRates
 from mezzo.cli import main
@@ -67,6 +67,31 @@ def test_wins_ties_and_losses(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_summary_is_as_recommended_and_counts_every_way(tmp_path: Path) -> None:
+    """A line a workload, eager, mezzo's memory kept and the rival's not; what is not won is said, compiled lines are counted."""
+    rivals = [measured("torch-autocast", 2.0, 2.0, point=point) for point in ("a", "b")]
+    kept = [measured("prepare+keep", took, took, point=point) for point, took in (("a", 0.5), ("b", 4.0))]
+    compiled = [
+        measured("torch-autocast+compile", 1.0, 1.0, point="a"),
+        measured("prepare+compile", 2.0, 2.0, point="a"),
+    ]
+    masters = [measured("prepare-master", 1.0, 1.0, point="a", peak_bytes=70)]
+    rooflines = {point: PointRoofline() for point in ("a", "b")}
+    sizes = dataclasses.replace(result(), measurements=(*rivals, *kept, *compiled, *masters), rooflines=rooflines)
+    (tmp_path / "a.json").write_text(sizes.to_json())
+    one = (measured("torch-autocast", 2.0, 2.0), measured("prepare", 4.0, 4.0), measured("prepare+capture", 1.0, 1.0))
+    (tmp_path / "b.json").write_text(dataclasses.replace(result("step", gpu="NVIDIA H200"), measurements=one).to_json())
+    assert summary(tmp_path).splitlines() == [
+        "| workload | X, 2 threads | peak memory of the rival's |", "| --- | ---: | ---: |",
+        "| `recipe` 2 sizes | 1.41x 1 loss, 2.00x | 0.70-1.00x |",
+        "| all ways to run them | 2 win, 2 loss | - |",
+        "",
+        "| workload | NVIDIA H200, captured | NVIDIA H200, eager | peak memory of the rival's |", "| --- | ---: | ---: | ---: |",
+        "| `step` small | 2.00x | 0.50x loss | 1.00x |",
+        "| all ways to run them | 1 win | 1 loss | - |",
+    ]  # fmt: skip
+
+
 def test_several_sizes_are_one_line(tmp_path: Path) -> None:
     found = [measured("torch-autocast", 2.0, 2.0, point=point) for point in ("a", "b", "c")]
     found += [measured("prepare", took, took, point=point) for point, took in (("a", 1.0), ("b", 4.0), ("c", 2.0))]
@@ -90,7 +115,7 @@ def test_each_machine_is_a_column(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_gpu_is_a_line_with_steps_that_a_graph_launches(tmp_path: Path) -> None:
+def test_a_gpu_is_two_columns_the_second_of_steps_that_a_graph_launches(tmp_path: Path) -> None:
     """The rival of a captured step is an eager one: nobody captures a rival."""
     found = (
         measured("torch-autocast", 2.0, 2.2, 2.1), measured("prepare", 4.0, 4.4, 4.2, peak_bytes=80),
@@ -98,10 +123,11 @@ def test_a_gpu_is_a_line_with_steps_that_a_graph_launches(tmp_path: Path) -> Non
     )  # fmt: skip
     (tmp_path / "a.json").write_text(dataclasses.replace(result(gpu="NVIDIA H200"), measurements=found).to_json())
     (tmp_path / "b.json").write_text(result("step", gpu="NVIDIA H200").to_json())
-    assert figures(tmp_path).splitlines()[2:] == [
-        "", "| workload | policy | GPU | eager | captured | peak memory of the rival's |", "| --- | --- | --- | ---: | ---: | ---: |",
-        "| `recipe` small | bf16 | NVIDIA H200 | 0.50x loss | 2.10x | 0.70-0.80x |",
-        "| `recipe` small | bf16-master | NVIDIA H200 | 1.00x tie | - | 1.00x |",
+    assert figures(tmp_path).splitlines() == [
+        "| workload | policy | NVIDIA H200, captured | NVIDIA H200, eager | peak memory of the rival's |",
+        "| --- | --- | ---: | ---: | ---: |",
+        "| `recipe` small | bf16 | 2.10x | 0.50x loss | 0.70-0.80x |",
+        "| `recipe` small | bf16-master | - | 1.00x tie | 1.00x |",
     ]  # fmt: skip
 
 
@@ -117,8 +143,8 @@ def test_the_sentence_of_the_figures(tmp_path: Path) -> None:
         one = dataclasses.replace(result(workload), measurements=(*rival, *found))
         (tmp_path / f"{workload}.json").write_text(one.to_json())
     assert sentence(tmp_path) == (
-        "With [memory kept](docs/memory.md), training steps of 2 models beside the fastest eager rival as people run it: "
-        "on 1 CPU 0.50x to 2.00x as fast under `bf16` (geometric mean of 2: 1.00x). "
+        "With [memory kept](docs/memory.md), training steps of 2 models beside the fastest eager rival as people run it, "
+        "in geometric mean: on 1 CPU 1.00x the speed under `bf16` (0.50x to 2.00x). "
         "The published amp tutorial takes 0.25x of fp32's time and 0.70x of its memory under `bf16-master`."
     )
 
@@ -131,9 +157,9 @@ def test_the_sentence_keeps_apart_where_16_bit_is_emulated(tmp_path: Path) -> No
         one = dataclasses.replace(result("bert"), measurements=both, machine=machine, peak_rates=rates)
         (tmp_path / f"{model}.json").write_text(one.to_json())
     assert sentence(tmp_path) == (
-        "With [memory kept](docs/memory.md), training steps of a model beside the fastest eager rival as people run it: "
-        "on 2 CPUs 0.50x to 2.00x as fast under `bf16` (geometric mean of 2: 1.00x); "
-        "on 1 CPU where bf16 is emulated, and fp32 alone is faster, 4.00x to 4.00x as fast under `bf16` (geometric mean of 1: 4.00x)."
+        "With [memory kept](docs/memory.md), training steps of a model beside the fastest eager rival as people run it, in geometric mean: "
+        "on 2 CPUs 1.00x the speed under `bf16` (0.50x to 2.00x); "
+        "on 1 CPU where bf16 is emulated, and fp32 alone is faster, 4.00x the speed under `bf16` (4.00x to 4.00x)."
     )
 
 
@@ -195,11 +221,15 @@ def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFix
         "<!-- speed: made by `mezzo bench docs` --><!-- end of speed --> before "
         "<!-- figures: made by `mezzo bench docs` -->\n<!-- end of figures --> after"
     )
-    (stored / "a.json").write_text(result(gpu="NVIDIA H200").to_json())
+    of_gpu = dataclasses.replace(result(gpu="NVIDIA H200"), measurements=(measured("prepare", 1.0),))
+    (stored / "a.json").write_text(of_gpu.to_json())
     assert main([*words, "--check"]) == 1
     assert "run `mezzo bench docs`" in capsys.readouterr().err
     assert main(words) == 0
-    assert "| workload | policy |" in readme.read_text() and "-->No figures are stored yet.<!--" in readme.read_text()
+    assert (
+        "| workload | NVIDIA H200, eager |" in readme.read_text()
+        and "-->No figures are stored yet.<!--" in readme.read_text()
+    )
     assert "### NVIDIA H200\n" in place.read_text()
     assert main([*words, "--check"]) == 0
     (stored / "b.json").write_text(result().to_json())

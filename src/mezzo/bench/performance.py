@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -30,6 +30,8 @@ from .workload import WORKLOADS
 RESULTS = Path("benchmarks/results")
 PAGE = Path("docs/performance.md")
 README = Path("README.md")
+PEAK = "peak memory of the rival's"
+POLICIES = ("prepare", "prepare-master")
 TRAINED = ("recipe", "text", "bert", "gpt2", "llama", "vit", "resnet", "lstm")
 """The workloads that are training steps of a model at one size."""
 INTRODUCTION = """# Performance
@@ -47,6 +49,11 @@ of steps for every variant. Raw samples, versions, clocks and commits stand in t
 
 Any row can be measured again with `mezzo bench WORKLOAD`; `mezzo bench` lists the workloads.
 """
+BESIDE_RIVALS = """## Beside the fastest rival
+
+How many times as fast `mezzo.prepare` is under each policy as the fastest rival in the same run. Of three figures the first is with nothing kept, the second with
+mezzo's memory kept and the rival as people run it, the third with memory kept on both sides. Each is a win where medians and the middle half of the rounds agree, else
+a tie or a loss, which is said; a dash was not measured."""
 
 
 def newest(results: Sequence[Result]) -> list[Result]:
@@ -89,7 +96,7 @@ def page(folder: Path, place: Path) -> str:
     """
     stored = _loaded(folder)
     chosen = newest(list(stored.values()))
-    parts, last = [INTRODUCTION.rstrip()], ""
+    parts, last = [INTRODUCTION.rstrip(), f"{BESIDE_RIVALS}\n\n{figures(folder)}"], ""
     for result in chosen:
         if result.workload != last:
             last = result.workload
@@ -132,23 +139,40 @@ def compare(result: Result, measurement: Measurement, *, keeps: bool, compiled: 
     )
 
 
-def _told(found: Sequence[Comparison | None]) -> str:
+def _told(found: Sequence[Comparison]) -> str:
     """Return one comparison with its outcome, a win unless it is said, or the ends of several with how many were won, tied and lost."""
-    seen = [one for one in found if one is not None]
-    if not seen:
+    if not found:
         return MISSING
-    outcomes = [one.outcome for one in seen]
-    if len(seen) == 1:
-        return f"{seen[0].ratio:.2f}x {outcomes[0]}".removesuffix(" win")
-    counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("win", "tie", "loss") if kind in outcomes)
-    return f"{min(one.ratio for one in seen):.2f}-{max(one.ratio for one in seen):.2f}x: {counts}"
+    if len(found) == 1:
+        return f"{found[0].ratio:.2f}x {found[0].outcome}".removesuffix(" win")
+    return f"{min(one.ratio for one in found):.2f}-{max(one.ratio for one in found):.2f}x: {_counts(found)}"
+
+
+def _counts(found: Sequence[Comparison]) -> str:
+    outcomes = [one.outcome for one in found]
+    return ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("win", "tie", "loss") if kind in outcomes)
 
 
 class _Cell(NamedTuple):
     """A workload under a policy at all its sizes on one machine, held against the fastest rival run in the same way."""
 
-    text: str  # with nothing kept, with mezzo's memory kept alone, and with both kept
+    ways: list[list[Comparison]]  # with nothing kept, with mezzo's memory kept alone, and with both kept
     shares: list[float]  # peak memory as a part of the rival's, at each size
+
+    @property
+    def text(self) -> str:
+        return " / ".join(_told(found) for found in self.ways)
+
+    @property
+    def as_recommended(self) -> str:
+        """Return the geometric mean over the sizes, mezzo's memory kept where that was measured, and what was not won."""
+        found = next((way for way in (*self.ways[1:2], *self.ways) if way), [])
+        if not found:
+            return MISSING
+        outcomes = [one.outcome for one in found]
+        told = (f"{outcomes.count(kind)} {kind}" if found[1:] else kind for kind in ("tie", "loss") if kind in outcomes)
+        mean = f"{statistics.geometric_mean(one.ratio for one in found):.2f}x"
+        return " ".join([mean, *told])
 
 
 def _cell(result: Result, policy: str, compiled: bool) -> _Cell | None:
@@ -159,59 +183,91 @@ def _cell(result: Result, policy: str, compiled: bool) -> _Cell | None:
     if not bare and not kept:
         return None
 
-    def against(own: Mapping[str, Measurement], keeps: bool) -> str:
-        return _told([compare(result, m, keeps=keeps, compiled=compiled) for m in own.values()])
+    def against(own: Mapping[str, Measurement], keeps: bool) -> list[Comparison]:
+        found = (compare(result, m, keeps=keeps, compiled=compiled) for m in own.values())
+        return [one for one in found if one is not None]
 
-    told = (against(bare, False), *((against(kept, False), against(kept, True)) if kept else ()))
+    ways = [against(bare, False), *((against(kept, False), against(kept, True)) if kept else ())]
     beside = [(m, fastest_rival(result, m.point, keeps=False, compiled=compiled)) for m in (kept or bare).values()]
     shares = [m.peak_bytes / rival.peak_bytes for m, rival in beside if rival is not None and rival.peak_bytes > 0]
-    return _Cell(" / ".join(told), shares)
-
-
-def _row_name(result: Result, policy: str, compiled: bool) -> tuple[str, str]:
-    points = points_of(result)
-    size = points[0] if len(points) == 1 else f"{len(points)} sizes"
-    return f"`{result.workload}` {size}{', compiled' if compiled else ''}", _policy_name([result], policy)
+    return _Cell(ways, shares)
 
 
 def _newest_on(device: str, folder: Path) -> list[Result]:
     return [one for one in newest(list(_loaded(folder).values())) if one.machine["device"] == device]
 
 
+class _Row(NamedTuple):
+    workload: str
+    policy: str
+    compiled: bool
+
+
+def _tables(folder: Path) -> list[dict[_Row, dict[str, _Cell]]]:
+    """Return what stands in a table's lines under the names of its columns: one table with a column a CPU, one with two a GPU."""
+    devices = {"cpu": {"": ""}, "cuda": {"": ", eager", "+capture": ", captured"}}
+    found: list[dict[_Row, dict[str, _Cell]]] = []
+    for device, ends in devices.items():
+        rows: dict[_Row, dict[str, _Cell]] = {}
+        for result, policy, compiled in product(_newest_on(device, folder), POLICIES, (False, True)):
+            points = points_of(result)
+            name = f"`{result.workload}` {points[0] if len(points) == 1 else f'{len(points)} sizes'}"
+            for end, way in ends.items():
+                if (cell := _cell(result, policy + end, compiled)) is not None:
+                    row = rows.setdefault(_Row(name, _policy_name([result], policy), compiled), {})
+                    row[machine_name(result) + way] = cell
+        found += [rows] if rows else []
+    return found
+
+
+def _columns(rows: Mapping[_Row, Mapping[str, _Cell]]) -> list[str]:
+    return sorted({column for cells in rows.values() for column in cells})
+
+
+def _peak(cells: Iterable[_Cell]) -> str:
+    return _range([share for cell in cells for share in cell.shares])
+
+
 def figures(folder: Path) -> str:
-    """Return the tables of every policy of `mezzo.prepare` beside the fastest rival, from the newest results: a column a CPU, then GPUs.
+    """Return the tables of every policy of `mezzo.prepare` beside the fastest rival, from the newest results: a column a CPU, two a GPU.
 
     Raises:
         BenchError: as `page`.
     """
-    rows: dict[tuple[str, str], dict[str, _Cell]] = {}
-    for result, policy, compiled in product(_newest_on("cpu", folder), ("prepare", "prepare-master"), (False, True)):
-        if (cell := _cell(result, policy, compiled)) is not None:
-            rows.setdefault(_row_name(result, policy, compiled), {})[machine_name(result)] = cell
-    machines = sorted({place for cells in rows.values() for place in cells})
-    table = [
-        ("workload", "policy", *machines, "peak memory of the rival's"),
-        ("---", "---", *["---:"] * len(machines), "---:"),
-    ]
-    for name, cells in rows.items():
-        told = [cells[place].text if place in cells else MISSING for place in machines]
-        table.append((*name, *told, _range([share for cell in cells.values() for share in cell.shares])))
-    return markdown(table) + _gpu_figures(folder)
+    return "\n\n".join(map(_in_full, _tables(folder)))
 
 
-def _gpu_figures(folder: Path) -> str:
-    """Return the same of a GPU, a line each, with steps that `amp.capture` replays beside eager ones; nothing where none was measured."""
-    table: list[tuple[str, ...]] = [
-        ("workload", "policy", "GPU", "eager", "captured", "peak memory of the rival's"),
-        ("---", "---", "---", "---:", "---:", "---:"),
-    ]
-    for result, policy in product(_newest_on("cuda", folder), ("prepare", "prepare-master")):
-        cells = [_cell(result, name, compiled=False) for name in (policy, f"{policy}+capture")]
-        if any(cells):
-            shares = [share for cell in cells if cell is not None for share in cell.shares]
-            told = [MISSING if cell is None else cell.text for cell in cells]
-            table.append((*_row_name(result, policy, compiled=False), machine_name(result), *told, _range(shares)))
-    return f"\n\n{markdown(table)}" if table[2:] else ""
+def _in_full(rows: Mapping[_Row, Mapping[str, _Cell]]) -> str:
+    columns = _columns(rows)
+    table = [("workload", "policy", *columns, PEAK), ("---", "---", *["---:"] * (len(columns) + 1))]
+    for (workload, policy, compiled), cells in rows.items():
+        told = [cells[column].text if column in cells else MISSING for column in columns]
+        table.append((f"{workload}{', compiled' if compiled else ''}", policy, *told, _peak(cells.values())))
+    return markdown(table)
+
+
+def summary(folder: Path) -> str:
+    """Return the figures in short: a line a workload, eager and as recommended, each policy beside the other, and what all figures come to.
+
+    Raises:
+        BenchError: as `page`.
+    """
+    return "\n\n".join(map(_in_short, _tables(folder)))
+
+
+def _in_short(rows: Mapping[_Row, Mapping[str, _Cell]]) -> str:
+    columns, policies = _columns(rows), dict.fromkeys(row.policy for row in rows)
+    table = [("workload", *columns, PEAK), ("---", *["---:"] * (len(columns) + 1))]
+    for name in dict.fromkeys(row.workload for row in rows if not row.compiled):
+        beside = [rows.get(_Row(name, policy, compiled=False), {}) for policy in policies]
+        told = [
+            [cells[column].as_recommended if column in cells else MISSING for cells in beside] for column in columns
+        ]
+        joined = [MISSING if {*one} == {MISSING} else ", ".join(one) for one in told]
+        table.append((name, *joined, _peak(cell for cells in beside for cell in cells.values())))
+    every = [[cells[column] for cells in rows.values() if column in cells] for column in columns]
+    counts = [_counts([one for cell in cells for way in cell.ways for one in way]) for cells in every]
+    return markdown([*table, ("all ways to run them", *counts, MISSING)])
 
 
 def _range(shares: Sequence[float]) -> str:
@@ -239,7 +295,7 @@ def sentence(folder: Path) -> str:
 def _models(results: Sequence[Result]) -> str:
     number = len({one.workload for one in results if any(m.variant == "prepare+keep" for m in one.measurements)})
     models = f"{number} models" if number > 1 else "a model"
-    return f"With [memory kept](docs/memory.md), training steps of {models} beside the fastest eager rival as people run it"
+    return f"With [memory kept](docs/memory.md), training steps of {models} beside the fastest eager rival as people run it, in geometric mean"
 
 
 def _emulates(result: Result) -> bool:
@@ -255,10 +311,9 @@ def _cpus(results: Sequence[Result]) -> str:
 
 def _kept_beside_rivals(results: Sequence[Result]) -> str:
     """Return what each policy with kept memory comes to."""
-    kept = {policy: _beside_rivals_unkept(results, f"{policy}+keep") for policy in ("prepare", "prepare-master")}
-    return ", ".join(
-        f"{min(found):.2f}x to {max(found):.2f}x as fast under `{_policy_name(results, policy)}` "
-        f"(geometric mean of {len(found)}: {statistics.geometric_mean(found):.2f}x)"
+    kept = {policy: _beside_rivals_unkept(results, f"{policy}+keep") for policy in POLICIES}
+    return " and ".join(
+        f"{statistics.geometric_mean(found):.2f}x the speed under `{_policy_name(results, policy)}` ({min(found):.2f}x to {max(found):.2f}x)"
         for policy, found in kept.items()
         if found
     )
@@ -297,7 +352,7 @@ def with_figures(text: str, folder: Path) -> str:
     Raises:
         BenchError: marks are missing; or as `page`.
     """
-    return _placed(_placed(text, "figures", f"\n{figures(folder)}\n"), "speed", sentence(folder))
+    return _placed(_placed(text, "figures", f"\n{summary(folder)}\n"), "speed", sentence(folder))
 
 
 def _placed(text: str, name: str, content: str) -> str:
