@@ -25,6 +25,7 @@ from ..kernels import (
     has_weight_gradient,
     is_large_lstm,
     linear,
+    may_be_large,
     takes_dropout,
     takes_linear,
 )
@@ -146,18 +147,18 @@ def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a `Conv2d`, with gradients by mezzo's kernel where a region casts to bf16 and that is the faster one: the same bits forward. Syncs: no."""
-    with ModesAside(AttentionMode):
-        operands = _convolved(module, *args) if len(args) == 1 and not kwargs else None
-        if operands is not None:
-            return convolution(*operands, module.stride, module.padding)
+    x = args[0] if len(args) == 1 and not kwargs and not is_compiling() else None
+    if isinstance(x, Tensor) and module.groups == 1 and may_be_large(x, module.weight):
+        with ModesAside(AttentionMode):
+            operands = _convolved(module, x)
+            if operands is not None:
+                return convolution(*operands, module.stride, module.padding)
     return class_of(module).forward(module, *args, **kwargs)
 
 
-def _convolved(module: Any, x: object) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def _convolved(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return what a call multiplies, in bf16; None where it is torch's. Syncs: no."""
-    if is_compiling() or num_function_modes() or not isinstance(x, Tensor):
-        return None
-    if not (casts_to_bf16() and module.groups == 1 and module.padding_mode == "zeros" and module.dilation == (1, 1)):
+    if num_function_modes() or not casts_to_bf16() or module.padding_mode != "zeros" or module.dilation != (1, 1):
         return None
     weight, bias = module.weight, module.bias
     if not all([isinstance(pair, tuple) and len(pair) == 2 for pair in (module.stride, module.padding)]):

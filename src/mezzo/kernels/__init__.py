@@ -32,6 +32,7 @@ from .ops.attention import attention as attention
 from .ops.attention import has_gradients as has_gradients
 from .ops.convolution import convolution as convolution
 from .ops.convolution import has_weight_gradient as has_weight_gradient
+from .ops.convolution import may_be_large as may_be_large
 from .ops.decision import CLIP_EPS as CLIP_EPS
 from .ops.decision import decision_slots as decision_slots
 from .ops.decision import num_decided as num_decided

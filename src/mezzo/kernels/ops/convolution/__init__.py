@@ -24,6 +24,11 @@ WASTE = 1.25
 """How many products with 0 may be added, in whole blocks of 8 by 32 channels and in pairs of pictures, to each that is needed."""
 
 
+def may_be_large(input: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution without much padding can have the products that `has_weight_gradient` asks for: the cheapest look. Host only."""
+    return input.dim() == weight.dim() == 4 and input.numel() * weight.numel() >= SMALLEST * input.shape[1]
+
+
 def has_weight_gradient(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> bool:
     """Whether `convolution` takes these operands, of one group without dilation, computes the gradient of the weight faster than torch, and is seen by nobody. Host only."""
     if not (input.dim() == weight.dim() == 4 and 0 < input.shape[2] * input.shape[3] <= LARGEST):
