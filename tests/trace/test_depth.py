@@ -7,8 +7,12 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
+from torch import nn
+from torch.nn import functional as F
 
+from mezzo.diagnose import trace
 from mezzo.trace.depth import BINADES, LAYERS, STEADY, chains, grew_over_steps, trends
 from mezzo.trace.records import Size
 
@@ -113,3 +117,17 @@ def test_a_network_that_shares_its_names_with_a_steady_one_is_told() -> None:
     grows = [replace(head, amax=4.0**n, step=3 * n + 1, owner=1) for n in range(20)]
     steady = [replace(head, step=n, owner=2) for n in range(60)]
     assert grew_over_steps(sorted([*grows, *steady], key=lambda s: s.step), 60).startswith("gradients of head grow")
+
+
+def test_gradients_that_fp16_flushed_are_no_depth() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)], nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(64, 64), torch.randint(0, 10, (64,))
+    with trace(model) as t:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                out = model(x)
+            (F.cross_entropy(out.float(), y) * 3e-5).backward()
+            optimizer.step()
+    assert [f.verdict for f in t.report.findings] == ["underflow"], t.report

@@ -104,13 +104,21 @@ def _is_steady(logs: list[float], per_layer: float = 0.0) -> bool:
     return sum(m > per_layer for m in moves) >= STEADY * len(moves)
 
 
+def _in_fp32(size: Size) -> float:
+    return size.amax if size.reference is None else size.reference
+
+
 def trends(sizes: Iterable[Size]) -> list[Trend]:
-    """Return the chains whose size changes steadily by more than `BINADES`, the largest change first."""
+    """Return the chains whose size changes steadily by more than `BINADES`, the largest change first.
+
+    Gradients that fp16 flushed count as what they are in fp32: their zeros say nothing of depth.
+    """
     found = []
     for (kind, pattern, cls, step), chain in chains(sizes).items():
         if any(s.nonfinite for s in chain):
             continue
-        values = [s.rms for s in (chain if kind == "output" else reversed(chain))]
+        by_fp32 = kind == "gradient" and any(s.reference is not None for s in chain)
+        values = [_in_fp32(s) if by_fp32 else s.rms for s in (chain if kind == "output" else reversed(chain))]
         while len(values) > LAYERS and values[-1] == 0:
             values.pop()
         logs = [_log(v) for v in values]
@@ -155,7 +163,7 @@ def _beyond_fp32(event: Event, sizes: Iterable[Size]) -> Trend | None:
         bad = next((s for s in chain if s.nonfinite), None)
         if kind != "output" or step != event.site.step or bad is None or not _is_on_the_way(event, pattern, bad):
             continue
-        values = [s.reference if s.nonfinite and s.reference is not None else s.amax for s in chain]
+        values = [_in_fp32(s) if s.nonfinite else s.amax for s in chain]
         finite = [v for v in itertools.takewhile(math.isfinite, values)]
         if not LAYERS <= len(finite) < len(chain) or (
             math.isnan(values[len(finite)]) and chain[len(finite)].reference is None

@@ -99,6 +99,10 @@ class FlushWatch:
                 self._wide.forget(tensor)
                 self._flushes.forget(tensor)
 
+    def in_fp32(self, gradient: Tensor) -> Tensor | None:
+        """Return a gradient as fp32 has it, where something on its way was flushed. Syncs: no."""
+        return self._wide.get(gradient)
+
     def lost(self, name: str, gradient: Tensor, loss_scale: float, step: int) -> FlushedGradient:
         """Return how much of a parameter's gradient was flushed. Syncs: yes."""
         wide, found = self._wide.get(gradient), self._flushes.get(gradient)
