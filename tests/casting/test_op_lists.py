@@ -193,3 +193,13 @@ def test_an_lstm_in_fp16_under_torchs_table_says_what_to_write() -> None:
         model(torch.randn(3, 2, 4))
     with mezzo.autocast("cpu", policy="fp16, modules=none, op:lstm=fp32"):
         assert model(torch.randn(3, 2, 4))[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "_grouped_mm"])
+@pytest.mark.parametrize(("rule", "dtype"), [("low", torch.bfloat16), ("fp32", torch.float32)])
+def test_products_of_experts_take_a_rule_by_either_name(name: str, rule: str, dtype: torch.dtype) -> None:
+    x, w, ends = torch.randn(4, 8), torch.randn(2, 8, 8, dtype=torch.bfloat16), torch.tensor([2, 4], dtype=torch.int32)
+    policy = Policy.parse(f"bf16, op:{name}={rule}")
+    with mezzo.autocast("cpu", policy=policy):
+        assert F.grouped_mm(x, w, offs=ends).dtype is dtype
+    assert str(policy.why(None, "grouped_mm").winner.text) == f"op:{name}={rule}"

@@ -247,6 +247,21 @@ def test_steps_that_diverge_and_stay_finite_are_told_once_the_script_ends(
         assert "DIVERGES" in Path(found.frame.file).read_text(encoding="utf-8").splitlines()[found.frame.line - 1]
 
 
+def test_adam_that_its_first_steps_threw_off_for_good_is_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=30.0)
+    with diagnose.trace() as t:
+        for step in range(16):
+            optimizer.param_groups[0]["lr"] = min(step + 1, 10) * 3.0
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(torch.randn(32, 8)), torch.randn(32, 4)).backward()
+            optimizer.step()
+    [found] = t.report.findings
+    assert found.verdict == "exploding-step"
+    assert "16 steps of AdamW, in which the loss grew from 1." in found.why
+
+
 def test_a_loss_that_starts_at_nothing_may_grow() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -26,6 +26,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "special_log1p": "log1p", "special_logsumexp": "logsumexp", "special_softmax": "softmax",
         "special_log_softmax": "log_softmax", "special_erfinv": "erfinv", "linalg_cross": "cross",
         "interpolate": "upsample", "cross_entropy": "cross_entropy_loss",
+        "grouped_mm": "_grouped_mm",
     }
 )  # fmt: skip
 """Public spellings of an op that ATen knows under another name."""

@@ -42,8 +42,8 @@ _NO_RATE = 1e-6
 """Of its largest: fp32 weights do not move at it."""
 _LARGE = 10.0
 """Root mean square of weights that steps have blown up: what starts near 0 grows as fast, and stays small."""
-_DIVERGED, _FEW = 1e3, 4
-"""How many times as large as the first few losses the last few are where training diverges."""
+_DIVERGED, _FEW = 100, 4
+"""How many times as large as those before the first step half of the last few losses are where training diverges."""
 
 
 def _size_of(optimizer: torch.optim.Optimizer) -> float:
@@ -76,6 +76,8 @@ class IdleSteps:
         self._ops = -1
         self._is_unreached = False
         self._sizes: dict[torch.optim.Optimizer, tuple[float, float]] = {}
+        self._largest: dict[torch.optim.Optimizer, float] = {}
+        self._first_losses: dict[torch.optim.Optimizer, float] = {}
         self._losses: list[float] = []
         self._blown_up: dict[object, int] = {}
         self._scale = 1.0
@@ -135,6 +137,7 @@ class IdleSteps:
         self._ops = -1 if found else ops
         self._is_unreached = is_empty and not found and not arrived
         size = _size_of(optimizer)
+        self._first_losses.setdefault(optimizer, max(self._losses, default=math.inf))
         self._sizes[optimizer] = self._sizes.get(optimizer, (size, size))[0], size
         # divided by hand, they are no longer what came
         as_came = all(g is not None and amax(g) == self._tops.get(key) for key, g in grads.items())
@@ -158,6 +161,7 @@ class IdleSteps:
             self._left[id(kept)] = optimizer, self._stamp(kept)
         size, (start, before) = _size_of(optimizer), self._sizes[optimizer]
         self._sizes[optimizer] = start, size
+        self._largest[optimizer] = max(size, self._largest.get(optimizer, 0.0))
         if _is_blown_up(size, before) and optimizer not in self._blown_up:
             self._blown_up[optimizer] = len(self._losses)
             self._idle["exploding-step", optimizer] = site, f"one step of {name}", round(size / before)
@@ -196,13 +200,14 @@ class IdleSteps:
         return bool(before and after) and max(after) < before[0]
 
     def _tell_diverged(self, lints: LintWatch) -> None:
-        first, last = self._losses[:_FEW], self._losses[-_FEW:]
-        if len(self._losses) < 2 * _FEW or not _DIVERGED * max(first) < min(last) < math.inf:
+        if len(self._losses) < 2 * _FEW:
             return
-        for optimizer, (start, size) in self._sizes.items():
-            site, steps = self._steps[optimizer]
-            if _is_blown_up(size, start) and ("exploding-step", optimizer) not in self._idle:
-                what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first[0])} to {number(last[-1])},"
+        last = sorted(self._losses[-_FEW:])[_FEW // 2]
+        for optimizer, (start, _) in self._sizes.items():
+            (site, steps), size, first = self._steps[optimizer], self._largest[optimizer], self._first_losses[optimizer]
+            has_grown = _is_blown_up(size, start) and _DIVERGED * first < last < math.inf
+            if has_grown and ("exploding-step", optimizer) not in self._idle:
+                what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first)} to {number(last)},"
                 lints.add("exploding-step", site, torch.float32, what, round(size / start))
 
     def unreached(self, named: Mapping[int, str]) -> list[tuple[int, str]]:
