@@ -35,9 +35,10 @@ def test_of_equal_values_without_eps(norm: Callable[[float], nn.Module]) -> None
     assert x.grad is not None and x.grad.isfinite().all()
 
 
-def test_by_a_variance_below_0() -> None:
-    norm = nn.BatchNorm1d(8).eval()
-    norm.running_var[3] = -1.0  # type: ignore[index]
-    found = fault_of(norm, torch.randn(4, 8, requires_grad=True))
+@pytest.mark.parametrize(("norm", "shape"), [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (8,)), (nn.BatchNorm2d, (3, 5))])
+def test_by_a_variance_below_0(norm: type[nn.BatchNorm1d], shape: tuple[int, ...]) -> None:
+    layer = norm(8).eval()
+    layer.running_var[3] = -1.0  # type: ignore[index]
+    found = fault_of(layer, torch.randn(4, 8, *shape, requires_grad=True))
     assert found.fix.advice.startswith("running_var holds -1, and no variance is below 0: reset")
     assert "its bias is 0" not in found.why

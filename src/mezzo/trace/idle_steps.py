@@ -42,8 +42,8 @@ _NO_RATE = 1e-6
 """Of its largest: fp32 weights do not move at it."""
 _LARGE = 10.0
 """Root mean square of weights that steps have blown up: what starts near 0 grows as fast, and stays small."""
-_DIVERGED, _FEW = 100, 4
-"""How many times as large as those before the first step half of the last few losses are where training diverges."""
+_DIVERGED, _FEW, _GROWN = 100, 4, 10
+"""Where training diverges: how many times as large as those before the first step half of the last few losses are, and weights once were as at the start."""
 
 
 def _size_of(optimizer: torch.optim.Optimizer) -> float:
@@ -205,8 +205,8 @@ class IdleSteps:
         last = sorted(self._losses[-_FEW:])[_FEW // 2]
         for optimizer, (start, _) in self._sizes.items():
             (site, steps), size, first = self._steps[optimizer], self._largest[optimizer], self._first_losses[optimizer]
-            has_grown = _is_blown_up(size, start) and _DIVERGED * first < last < math.inf
-            if has_grown and ("exploding-step", optimizer) not in self._idle:
+            has_grown = max(_LARGE, _GROWN * start) < size < math.inf and _DIVERGED * first < last < math.inf
+            if start and has_grown and ("exploding-step", optimizer) not in self._idle:
                 what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first)} to {number(last)},"
                 lints.add("exploding-step", site, torch.float32, what, round(size / start))
 

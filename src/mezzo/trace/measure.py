@@ -192,9 +192,11 @@ def offending_values(inputs: list[tuple[str, Tensor]], bad: Tensor) -> tuple[tup
         return ()
     index = tuple(where[0].tolist())
     found = []
+    of_channels = (-1, *[1] * (bad.dim() - 2)) if "running_var" in dict(inputs) else ()
     for name, tensor in inputs:
         try:
-            found.append((name, float(tensor.broadcast_to(bad.shape)[index])))
+            operand = tensor.view(of_channels) if of_channels and tensor.dim() == 1 else tensor
+            found.append((name, float(operand.broadcast_to(bad.shape)[index])))
         except RuntimeError:
             continue
     return tuple(found)
