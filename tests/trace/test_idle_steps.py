@@ -342,3 +342,43 @@ def test_weights_of_zero_that_get_gradients_of_zero_are_told(zeros: str) -> None
     assert {f.verdict for f in t.report.findings} == ({"zero-gradients"} if zeros == "all" else set())
     if zeros == "all":
         assert all(f.op == "addmm" and "weight was exactly 0 in each of 40" in f.why for f in t.report.findings)
+
+
+@pytest.mark.parametrize(
+    ("start", "between", "end", "is_told"),
+    [
+        ("judge", "", "maker", False),
+        ("maker judge", "", "", False),
+        ("judge", "maker", "", False),
+        ("", "", "maker judge", False),
+        ("", "", "maker", True),
+        ("maker", "maker", "", True),
+    ],
+)
+@pytest.mark.parametrize("way", ["none", "zeros", "data"])
+def test_of_two_networks_in_turn_one_may_leave_gradients_that_the_other_clears(
+    start: str, between: str, end: str, is_told: bool, way: str
+) -> None:
+    nets = {"maker": nn.Linear(4, 2), "judge": nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))}
+    optimizers = {name: torch.optim.Adam(net.parameters()) for name, net in nets.items()}
+
+    def clear(names: str) -> None:
+        for p in (p for name in names.split() for p in nets[name].parameters()):
+            if way == "data" and p.grad is not None:
+                p.grad.data.zero_()
+        for name in names.split():
+            if way != "data":
+                optimizers[name].zero_grad(set_to_none=way == "none")
+
+    with diagnose.trace() as t:
+        for _ in range(10):
+            fake = nets["maker"](torch.randn(8, 4))
+            clear(start)
+            (nets["judge"](torch.randn(8, 2)) - nets["judge"](fake.detach())).square().mean().backward()
+            nn.utils.clip_grad_norm_(nets["judge"].parameters(), 1.0)
+            optimizers["judge"].step()
+            clear(between)
+            nets["judge"](fake).square().mean().backward()
+            optimizers["maker"].step()
+            clear(end)
+    assert [f.verdict for f in t.report.findings] == ["uncleared-gradients"] * is_told, t.report.findings

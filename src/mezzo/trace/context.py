@@ -50,7 +50,7 @@ class Names(TorchFunctionMode):
         assigned: the number that `tensor[index] = number`, while it runs, hands on as a tensor; else None.
         backward_dtype: what the region around the running `backward` casts to; None outside regions.
         on_read: called with a tensor before it becomes an array or a list.
-        on_cleared: called before something is set to 0, or to None as gradients are.
+        on_cleared: called with the arguments of what sets something to 0, or to None as gradients are, before it.
         on_numbers: called with a 16-bit tensor and the numbers of Python's that it was made of.
         in_region: whether the last function was called in a region.
     """
@@ -64,7 +64,7 @@ class Names(TorchFunctionMode):
         self._devices = {"cpu", "cpu" if accelerator is None else accelerator.type}
         self.backward_dtype: torch.dtype | None = None
         self.on_read: Callable[[Tensor], None] | None = None
-        self.on_cleared: Callable[[], None] = lambda: None
+        self.on_cleared: Callable[[object], None] = lambda cleared: None
         self.on_numbers: Callable[[Tensor, Any], None] = lambda tensor, data: None
 
     def __torch_function__(
@@ -77,7 +77,7 @@ class Names(TorchFunctionMode):
         if self.current in _READS and self.on_read is not None and args and isinstance(args[0], Tensor):
             self.on_read(args[0])
         if _is_cleared_by(getattr(func, "__name__", ""), args):
-            self.on_cleared()
+            self.on_cleared(args[:1])
         if self.current == "backward":
             given = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]))
             device = given.device.type

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._torch import storage_id, version
+from .._torch import storage_id, tree_leaves, version
 from ..errors import listed
 from ..optim import parameters
 from .frames import short_line
@@ -71,6 +71,7 @@ class IdleSteps:
         self._since: dict[int, tuple[Site, str, int]] = {}
         self._zero: Site | None = None
         self._cleared: tuple[int, Site | None] = (0, None)
+        self._clearings: Counter[int] = Counter()
         self._events = 0
         self._is_cleared: bool | None = None
         self._ops = -1
@@ -100,10 +101,12 @@ class IdleSteps:
             self._events += 1
             self._arrived[id(parameter)] = self._events
         optimizer, left = self._left.pop(id(parameter), (None, (0, 0, 0)))
-        if (
-            optimizer is not None
-        ):  # autograd adds in place, which is one more version; so does what clears, but through .data
-            self._is_sum[optimizer] = self._stamp(parameter) == (left[0], left[1] + 1, left[2])
+        if optimizer is not None:
+            # autograd adds in place, which is one more version; so does what clears, but through .data
+            now = self._stamp(parameter)
+            self._is_sum[optimizer] = now == (left[0], left[1] + 1, left[2])
+            if self._is_sum[optimizer]:  # another network's loss may have added it, before it is cleared
+                self._left[id(parameter)] = optimizer, now
         is_zero = not top and zeroed_at is not None and parameter.dim() > 1
         first, *_, times = self._since.pop(id(parameter), (zeroed_at, 0))
         if is_zero and first and zeroed_at and zeroed_at.op in _STEPS:
@@ -115,14 +118,17 @@ class IdleSteps:
             self._alive.add(id(parameter))
 
     def _stamp(self, parameter: Tensor) -> tuple[int, int, int]:
-        """Return which dense gradient a parameter has, how often it was written, and the last clearing of any. Host only."""
+        """Return which dense gradient a parameter has, how often it was written, and how often cleared. Host only."""
         grad = parameter.grad
         if grad is None or grad.layout is not torch.strided or plain(grad) is None:
             return 0, 0, 0
-        return storage_id(grad), version(grad), self._cleared[0]
+        return storage_id(grad), version(grad), self._clearings[storage_id(grad)]
 
-    def on_cleared(self, site: Site) -> None:
-        """Take note of a line that sets something to 0, or a gradient to None. Syncs: no."""
+    def on_cleared(self, site: Site, cleared: object) -> None:
+        """Take note of a line that sets something to 0, or the gradient of something to None. Syncs: no."""
+        found = [v for v in tree_leaves(cleared) if isinstance(v, Tensor)]
+        grads = (v.grad for v in found if v.is_leaf and v.grad is not None)
+        self._clearings.update(storage_id(v) for v in (*found, *grads) if plain(v) is not None)
         self._events += 1
         self._cleared = self._events, site
 
@@ -136,6 +142,9 @@ class IdleSteps:
         self._is_cleared = 0 < arrived < self._cleared[0] if is_empty and arrived else None if is_empty else False
         self._ops = -1 if found else ops
         self._is_unreached = is_empty and not found and not arrived
+        if self._is_sum.get(optimizer):
+            left = [(self._stamp(p), self._left[id(p)][1]) for p in parameters(optimizer) if id(p) in self._left]
+            self._is_sum[optimizer] = any(now[::2] == then[::2] for now, then in left)
         size = _size_of(optimizer)
         self._first_losses.setdefault(optimizer, max(self._losses, default=math.inf))
         self._sizes[optimizer] = self._sizes.get(optimizer, (size, size))[0], size

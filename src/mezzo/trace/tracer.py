@@ -74,7 +74,7 @@ class Trace:
         self._forwards = self._inferences = self._backwards = self._updates = 0
         self._ended = ""
         self._idle = IdleSteps()
-        self._context.names.on_cleared = lambda: self._idle.on_cleared(self._context.site("zero_grad"))
+        self._context.names.on_cleared = lambda x: self._idle.on_cleared(self._context.site("zero_grad"), x)
         self._updates_running = 0
         self._taken: set[int] = set()
         self._judged_steps: set[int] = set()
