@@ -382,3 +382,15 @@ def test_of_two_networks_in_turn_one_may_leave_gradients_that_the_other_clears(
             optimizers["maker"].step()
             clear(end)
     assert [f.verdict for f in t.report.findings] == ["uncleared-gradients"] * is_told, t.report.findings
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_without_a_storage_are_cleared_too(set_to_none: bool) -> None:
+    table = nn.Embedding(8, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    with diagnose.trace() as t:
+        for _ in range(10):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            table(torch.randint(0, 8, (4,))).square().mean().backward()
+            optimizer.step()
+    assert t.report.answer == "healthy"

@@ -53,6 +53,10 @@ def _size_of(optimizer: torch.optim.Optimizer) -> float:
     return math.sqrt(squares / max(1, sum(v.numel() for v in found)))
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and plain(tensor) is not None
+
+
 def _is_blown_up(size: float, before: float) -> bool:
     return 0 < before and max(_LARGE, _LEAST["exploding-step"] * before) < size < math.inf
 
@@ -120,7 +124,7 @@ class IdleSteps:
     def _stamp(self, parameter: Tensor) -> tuple[int, int, int]:
         """Return which dense gradient a parameter has, how often it was written, and how often cleared. Host only."""
         grad = parameter.grad
-        if grad is None or grad.layout is not torch.strided or plain(grad) is None:
+        if grad is None or not _is_dense(grad):
             return 0, 0, 0
         return storage_id(grad), version(grad), self._clearings[storage_id(grad)]
 
@@ -128,7 +132,7 @@ class IdleSteps:
         """Take note of a line that sets something to 0, or the gradient of something to None. Syncs: no."""
         found = [v for v in tree_leaves(cleared) if isinstance(v, Tensor)]
         grads = (v.grad for v in found if v.is_leaf and v.grad is not None)
-        self._clearings.update(storage_id(v) for v in (*found, *grads) if plain(v) is not None)
+        self._clearings.update(storage_id(v) for v in (*found, *grads) if _is_dense(v))
         self._events += 1
         self._cleared = self._events, site
 
