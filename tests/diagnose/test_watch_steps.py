@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -253,3 +254,17 @@ def test_two_optimizers_of_one_backward_without_prepare() -> None:
             for optimizer in optimizers:
                 optimizer.step()
     assert w.report.zero == 0 and max(t.lost for t in w.report.tensors) < 0.1, w.report
+
+
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_tasks_that_take_turns_are_both_sampled(every: int) -> None:
+    body, heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 1) for _ in range(2))
+    model = nn.ModuleList([body, heads])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with diagnose.watch(model, every=every) as w:
+        for step in range(12 * every):
+            losses = [head(body(torch.randn(16, 8))).square().mean() for head in heads]
+            optimizer.zero_grad()
+            (losses[0] * (step % every == 0) + losses[1] * (step % every > 0)).backward()
+            optimizer.step()
+    assert w.report.sampled == 12 and not w.report.warnings, w.report.warnings

@@ -34,7 +34,7 @@ class Watch(AbstractContextManager["Watch"]):
         model: whose activations, gradients and weights are watched.
         amp: the stepper that trains it; None for a model that is not prepared: then the steps are those of any
             optimizer of its parameters.
-        every: steps from one sampled step to the next.
+        every: one step in so many is sampled.
         width: values sampled of each tensor.
 
     Writes: in sampled steps hooks on leaf modules and parameters; `step` and `backward` of the stepper, or torch's global
@@ -128,7 +128,8 @@ class Watch(AbstractContextManager["Watch"]):
 
     @property
     def _is_sampling(self) -> bool:
-        return self._seen % self._every == 0
+        span, place = divmod(self._seen, self._every)
+        return place == span % self._every
 
     def _on_output(self, row: int, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_sampling and autograd_node() is None and functorch_level() is None:
@@ -336,13 +337,14 @@ def _is_taken(optimizer: torch.optim.Optimizer) -> Tensor | None:
 def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Watch:
     """Watch a run: where its values lie in the formats' ranges, what is lost, what the scale does.
 
-    On every `every`-th step some values of each activation, gradient and weight are put into one block of memory
+    On one step in `every` some values of each activation, gradient and weight are put into one block of memory
     and counted by exponent in one reduction. The host reads nothing until `report` is asked for.
 
     Args:
         run: what `mezzo.prepare` returned; or a model that is not prepared, whose report has no loss scale and no
             skipped steps, and whose gradients are those that its own loop made, scaled or not.
-        every: steps from one sampled step to the next; the first is sampled.
+        every: one step in so many is sampled, the first first, and each time one step later than so many after the last, up
+            to twice as many: what a loop does in turn is seen whole.
         width: values sampled of each tensor, evenly spaced.
 
     Returns:

@@ -132,7 +132,8 @@ class WatchReport(Report):
         fmt = FORMATS[self.compute]
         texts = list(self._of_steps())
         # a loss scaler leaves out the steps whose gradients are not finite
-        is_all_taken = self.sampled == math.ceil(self.num_steps / self.every)
+        spans, rest = divmod(self.num_steps, self.every)
+        is_all_taken = self.sampled == spans + (rest > spans % self.every)
         for t in self.tensors:
             h = t.histogram
             seen = h.zeros + h.numbers + h.nonfinite
@@ -160,7 +161,7 @@ class WatchReport(Report):
         if self.zero:
             yield (
                 f"every sampled gradient was 0 in {self.zero} of {self.sampled} sampled steps: nothing is learned. In fp16 they underflow "
-                f"{'at a small' if self.loss_scale > 1 else 'without a'} loss scale; else the loss does not reach the weights."
+                f"{'at a small' if self.loss_scale > 1 else 'without a'} loss scale; else the loss has no slope, as where all margins are kept, or does not reach the weights."
             )
         elif self.dead and self.sampled >= _LEAST_DEAD:
             yield (
