@@ -144,6 +144,9 @@ KEYS = (
     [
         ("", " at position 0: unknown preset ''. Valid: auto, bf16, bf16-master, fp16, fp16-master, fp32."),
         ("bf61", " at position 0: unknown preset 'bf61'. Did you mean 'bf16'?"),
+        ("fp8", " at position 0: unknown preset 'fp8': no preset computes in fp8; write fp32, fp16, bf16 or auto."),
+        ("fp64-master", " at position 0: unknown preset 'fp64-master': no preset computes in fp64; write fp32, fp16, bf16 or auto."),
+        ("bf16, op:mm=fp16", " at position 6: unknown op rule 'fp16'. An op runs in the policy's compute dtype, 'op:mm=low', or in fp32."),
         ("  bf16_master", " at position 2: unknown preset 'bf16_master'. Did you mean 'bf16-master'?"),
         ("bf16-master; master=fp32", " at position 0: write 'bf16-master, master=fp32', with commas."),
         ("fp16, loss=fp32;output=fp32", " at position 6: write 'loss=fp32,output=fp32', with commas."),

@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from ..errors import PolicyError, did_you_mean, shown
-from ..formats import FP8, LOW_DTYPES, SMALLEST, as_device, dtype_name, is_number, native_support
+from ..errors import FormatError, PolicyError, did_you_mean, shown
+from ..formats import FP8, LOW_DTYPES, SMALLEST, as_device, dtype_name, is_number, native_support, parse_dtype
 from .kinds import Rule, check_kinds
 from .table import TableName, known_ops
 
@@ -28,6 +28,14 @@ def check(condition: bool, message: str) -> None:
     """Raise a `PolicyError` with the message unless the condition holds."""
     if not condition:
         raise PolicyError(message)
+
+
+def named_dtype(word: str) -> torch.dtype | None:
+    """Return the dtype that a word names; None where it names none."""
+    try:
+        return parse_dtype(word)
+    except FormatError:
+        return None
 
 
 def check_known(what: str, word: str, known: Collection[str]) -> None:

@@ -8,7 +8,8 @@ from types import MappingProxyType
 import torch
 
 from ..errors import PolicyError
-from .fields import ModuleRule, PolicyFields, ScalingConfig, check_known
+from ..formats import dtype_name
+from .fields import ModuleRule, PolicyFields, ScalingConfig, check, check_known, named_dtype
 from .kinds import Rule
 
 # Norm layers compute in fp32 and hand on 16 bit. Not "*LayerNorm": whole encoders have names that end so.
@@ -48,5 +49,10 @@ def preset_fields(name: object) -> PolicyFields:
     if not isinstance(name, str):
         raise PolicyError(f"'preset': a name such as 'bf16' is wanted, not {name!r}.")
     preset = ALIASES.get(name.casefold(), name.casefold())
+    dtype = named_dtype(preset.removesuffix("-master"))
+    check(
+        dtype is None or preset in PRESET_FIELDS or dtype_name(dtype) in PRESET_FIELDS,
+        f"unknown preset {preset!r}: no preset computes in {preset.removesuffix('-master')}; write fp32, fp16, bf16 or auto.",
+    )
     check_known("preset", preset, PRESET_FIELDS)
     return PRESET_FIELDS[preset]

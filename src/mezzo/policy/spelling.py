@@ -10,9 +10,9 @@ from typing import Literal, get_args, get_origin
 
 import torch
 
-from ..errors import FormatError, PolicyError, did_you_mean
-from ..formats import dtype_name, parse_dtype
-from .fields import MODULE_RULES, GuardConfig, ModuleRule, PolicyFields, ScalingConfig, check, check_op
+from ..errors import PolicyError, did_you_mean
+from ..formats import dtype_name
+from .fields import MODULE_RULES, GuardConfig, ModuleRule, PolicyFields, ScalingConfig, check, check_op, named_dtype
 from .kinds import NOUNS, Rule, dtypes_in_words, dtypes_of, is_word, kinds, options
 
 Plain = str | int | float | bool
@@ -68,11 +68,9 @@ def _choose(key: str, choices: Mapping[str, object], word: str) -> object:
 
 
 def _read_dtype(key: str, word: str, none: list[str]) -> torch.dtype:
-    try:
-        dtype = parse_dtype(word)
-    except FormatError:
+    if (dtype := named_dtype(word)) is None:
         known = [*map(dtype_name, dtypes_of(key)), *none]
-        raise PolicyError(f"unknown {key} dtype {word!r}.{did_you_mean(word, known)}") from None
+        raise PolicyError(f"unknown {key} dtype {word!r}.{did_you_mean(word, known)}")
     if dtype not in dtypes_of(key):
         raise PolicyError(f"{key}={word} is not a dtype of mixed precision; write {dtypes_in_words(key)}.")
     return dtype
@@ -162,10 +160,8 @@ def _read_precision(word: str) -> Rule | torch.dtype:
     folded = word.casefold()
     if folded in map(str, MODULE_RULES):
         return Rule(folded)
-    try:
-        dtype = parse_dtype(word)
-    except FormatError:
-        raise PolicyError(f"unknown module precision {word!r}.{did_you_mean(word, PRECISIONS)}") from None
+    if (dtype := named_dtype(word)) is None:
+        raise PolicyError(f"unknown module precision {word!r}.{did_you_mean(word, PRECISIONS)}")
     check(dtype_name(dtype) in PRECISIONS, f"a module cannot compute in {dtype_name(dtype)}; write fp32, fp16 or bf16.")
     return dtype
 
@@ -177,7 +173,8 @@ def read_op_rule(op: str, word: str) -> tuple[str, Rule]:
     try:
         return op, Rule(word.casefold())
     except ValueError:
-        raise PolicyError(f"unknown op rule {word!r}.{did_you_mean(word, map(str, Rule))}") from None
+        is_dtype = f" An op runs in the policy's compute dtype, 'op:{op}=low', or in fp32." if named_dtype(word) else ""
+        raise PolicyError(f"unknown op rule {word!r}.{is_dtype or did_you_mean(word, map(str, Rule))}") from None
 
 
 def write_op_rule(op: str, rule: Rule) -> str:
