@@ -30,23 +30,23 @@ _KEPT = 0.05
 
 
 class FlushWatch:
-    """Follows gradients in fp32 from the op that flushed them to the parameter that gets 0."""
+    """Follows gradients in fp32 (`wide`) from the op that flushed them to the parameter that gets 0."""
 
     def __init__(self) -> None:
-        self._wide = WideValues()
+        self.wide = WideValues()
         self._flushes: StorageNotes[tuple[Flush, float]] = StorageNotes()
         self._zeros: StorageNotes[Site] = StorageNotes()
 
     def clear(self) -> None:
         """Start anew, for another step."""
-        self._wide, self._flushes, self._zeros = WideValues(), StorageNotes(), StorageNotes()
+        self.wide, self._flushes, self._zeros = WideValues(), StorageNotes(), StorageNotes()
 
     def see(self, call: Call, site: Site, tops: list[float]) -> None:
         """Take in one op of backward. Syncs: yes."""
         if site.phase != "backward":
             return
         self._follow_zeros(call, site, tops)
-        known = self._wide.known(call)
+        known = self.wide.known(call)
         if not all(map(math.isfinite, tops)) or (
             not known and not any(_may_flush(t, top) for t, top in zip(call.out, tops, strict=True))
         ):
@@ -72,9 +72,9 @@ class FlushWatch:
                 # the op that lost most is the one to name
                 is_worse = tensor.dtype is _NARROW and (inherited is None or share > 2 * inherited[0].share)
                 self._flushes.note(tensor, (here, _rescue(value, lost)) if is_worse or inherited is None else inherited)
-                self._wide.put(tensor, value)
+                self.wide.put(tensor, value)
             elif known:
-                self._wide.put(tensor, value)
+                self.wide.put(tensor, value)
                 if inherited is not None:
                     self._flushes.note(tensor, inherited)
             else:
@@ -94,18 +94,14 @@ class FlushWatch:
         return None if site is None or site.own_node else site
 
     def _forget(self, call: Call) -> None:
-        if len(self._wide):
+        if len(self.wide):
             for tensor in call.out:
-                self._wide.forget(tensor)
+                self.wide.forget(tensor)
                 self._flushes.forget(tensor)
-
-    def in_fp32(self, gradient: Tensor) -> Tensor | None:
-        """Return a gradient as fp32 has it, where something on its way was flushed. Syncs: no."""
-        return self._wide.get(gradient)
 
     def lost(self, name: str, gradient: Tensor, loss_scale: float, step: int) -> FlushedGradient:
         """Return how much of a parameter's gradient was flushed. Syncs: yes."""
-        wide, found = self._wide.get(gradient), self._flushes.get(gradient)
+        wide, found = self.wide.get(gradient), self._flushes.get(gradient)
         flushed = 0 if wide is None else int(((gradient == 0) & (wide != 0)).sum())
         return FlushedGradient(
             name=name,
@@ -340,7 +336,7 @@ class StateWatch:
 
     def _clear(self) -> None:
         self._made: StorageNotes[_FromStates] = StorageNotes()
-        self._before, self._wide, self._bumped = WideValues(), WideValues(), WideValues()
+        self._before, self.wide, self._bumped = WideValues(), WideValues(), WideValues()
 
     def enter(self, root: nn.Module) -> None:
         """Take note of the states of an outermost module that is about to run. Syncs: no."""
@@ -355,7 +351,7 @@ class StateWatch:
             return
         sources = [t for _, t in call.inputs if self._states_in(call.original(t))]
         is_followed = bool(sources) and call.facts.name in _ELEMENTWISE
-        wide = run_in_fp32(call, self._wide.known(call)) if is_followed else None
+        wide = run_in_fp32(call, self.wide.known(call)) if is_followed else None
         known = self._bumped.known(call)
         larger = {id(t): _larger(t) for t in sources if id(t) not in known} if is_followed else {}
         bumped = run_in_fp32(call, larger | known) if wide else None
@@ -370,7 +366,7 @@ class StateWatch:
                 self._bumped.put(flat(out), _larger(flat(out)))
             states = frozenset().union(*(self._states_in(call.original(t)) for t in sources))
             self._before.put(out, source.detach() if before is None else before)
-            self._wide.put(out, wide[i])
+            self.wide.put(out, wide[i])
             self._bumped.put(out, bumped[i])
             self._made.note(out, _FromStates(site, call.facts.kernel, states))
 
@@ -390,7 +386,7 @@ class StateWatch:
         self._clear()
 
     def _compare(self, key: tuple[int, str], state: Tensor, made: _FromStates) -> None:
-        before, wide, bumped = self._before.get(state), self._wide.get(state), self._bumped.get(state)
+        before, wide, bumped = self._before.get(state), self.wide.get(state), self._bumped.get(state)
         assert before is not None and wide is not None and bumped is not None  # noted together
         old = before.float()
         meant = (wide - old).abs() > _MOVED * old.abs()

@@ -274,8 +274,8 @@ class Trace:
         call = self._calls.get((key, self._context.step), 0)
         self._calls[key, self._context.step] = call + 1
         facts = tensor_facts(name, tensor)
-        of_gradient = self._collector.flushes.in_fp32(tensor) if kind == "gradient" else None
-        wide = self._collector.reference.get(tensor) if facts.nonfinite else of_gradient
+        known = self._collector.reference if facts.nonfinite else self._collector.flushes.wide
+        wide = known.get(tensor) if facts.nonfinite or kind == "gradient" else None
         self._sizes.append(
             Size(
                 kind=kind,
