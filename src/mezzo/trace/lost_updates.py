@@ -336,7 +336,7 @@ class StateWatch:
 
     def _clear(self) -> None:
         self._made: StorageNotes[_FromStates] = StorageNotes()
-        self._before, self.wide, self._bumped = WideValues(), WideValues(), WideValues()
+        self._before, self._wide, self._bumped = WideValues(), WideValues(), WideValues()
 
     def enter(self, root: nn.Module) -> None:
         """Take note of the states of an outermost module that is about to run. Syncs: no."""
@@ -351,7 +351,7 @@ class StateWatch:
             return
         sources = [t for _, t in call.inputs if self._states_in(call.original(t))]
         is_followed = bool(sources) and call.facts.name in _ELEMENTWISE
-        wide = run_in_fp32(call, self.wide.known(call)) if is_followed else None
+        wide = run_in_fp32(call, self._wide.known(call)) if is_followed else None
         known = self._bumped.known(call)
         larger = {id(t): _larger(t) for t in sources if id(t) not in known} if is_followed else {}
         bumped = run_in_fp32(call, larger | known) if wide else None
@@ -366,7 +366,7 @@ class StateWatch:
                 self._bumped.put(flat(out), _larger(flat(out)))
             states = frozenset().union(*(self._states_in(call.original(t)) for t in sources))
             self._before.put(out, source.detach() if before is None else before)
-            self.wide.put(out, wide[i])
+            self._wide.put(out, wide[i])
             self._bumped.put(out, bumped[i])
             self._made.note(out, _FromStates(site, call.facts.kernel, states))
 
@@ -386,7 +386,7 @@ class StateWatch:
         self._clear()
 
     def _compare(self, key: tuple[int, str], state: Tensor, made: _FromStates) -> None:
-        before, wide, bumped = self._before.get(state), self.wide.get(state), self._bumped.get(state)
+        before, wide, bumped = self._before.get(state), self._wide.get(state), self._bumped.get(state)
         assert before is not None and wide is not None and bumped is not None  # noted together
         old = before.float()
         meant = (wide - old).abs() > _MOVED * old.abs()
