@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from mezzo.binding import tensors_in
 from mezzo.trace import modules
-from mezzo.trace.modules import OUTSIDE, ModuleStack, Place
-from mezzo.trace.ops import tensors_in
+from mezzo.trace.modules import ModuleStack, Place
 
 
 @dataclass
@@ -135,7 +135,7 @@ def test_modules_are_placed_below_the_outermost_one() -> None:
     net = Net()
     with followed(None) as (stack, places, roots):
         net(torch.ones(3))
-        assert stack.is_outside and stack.place == OUTSIDE
+        assert stack.is_outside and stack.place == Place()
     assert [(p.root, p.module) for p in places] == [("Net", "layers.0"), ("Net", "layers.1"), ("Net", "")]
     assert places[1].classes == ("Net", "Linear")
     assert roots == [net]

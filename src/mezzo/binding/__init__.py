@@ -11,6 +11,7 @@ from .forward import AfterForward as AfterForward
 from .forward import BeforeForward as BeforeForward
 from .forward import Binding as Binding
 from .forward import record as record
+from .module_rules import tensors_in as tensors_in
 from .module_rules import with_missing_kernels as with_missing_kernels
 from .storage import check_floats as check_floats
 from .storage import check_optimizers as check_optimizers

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
@@ -55,6 +55,21 @@ class Regions(Protocol):
     def low_dtype(self) -> torch.dtype | None:
         """Return the dtype low ops run in just here; None where casting is off."""
         ...
+
+
+def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested mappings, sequences and dataclasses, with a name for each. Syncs: no."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, f"{name}[{i}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

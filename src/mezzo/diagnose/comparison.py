@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ConfigError, shown
 from ..formats import dtype_name, is_count, number_of
 from ..policy import Policy, PolicyLike, as_policy
-from ..trace import check_model, preserve_state, run_eagerly
+from ..trace import OUTSIDE, check_model, preserve_state, run_eagerly
 from .compare_report import Agreement, CompareReport, GradientError, ModuleError, OpError, StepFidelity
 from .comparing_mode import ComparingMode, OpKey, Tally, decibels
 from .proposals import try_edits
@@ -33,15 +33,11 @@ def _or_none(tally: Tally) -> Agreement | None:
     return _agreement(tally) if tally.count else None
 
 
-def _path(root: str, module: str) -> str:
-    return module or root or "(outside any module)"
-
-
 def _module_errors(mode: ComparingMode) -> tuple[ModuleError, ...]:
     return tuple(
         ModuleError(
             module=module,
-            path=_path(root, module),
+            path=module or root or OUTSIDE,
             cls=tally.cls,
             forward=_or_none(tally.forward),
             backward=_or_none(tally.backward),
@@ -56,7 +52,7 @@ def _op_error(key: OpKey, tally: Tally, flops: int) -> OpError:
     return OpError(
         phase=key.phase,
         module=key.module,
-        path=_path(key.root, key.module),
+        path=key.module or key.root or OUTSIDE,
         op=key.op,
         called=key.called,
         kernel=key.kernel,

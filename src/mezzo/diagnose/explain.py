@@ -235,7 +235,7 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 self._cast(counts, site, args[0], result)
             else:
                 counts.ops[dtype_name(result.dtype)] += 1
-            self._product(counts, site, func, args, kwargs, out)
+            self._product(counts, facts.name, args, flops_of(func, args, kwargs, out))
         return out
 
     def _cast(self, counts: Counts, site: Site, source: Tensor, result: Tensor) -> None:
@@ -252,17 +252,14 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             counts.up_casts += 1
 
     @staticmethod
-    def _product(
-        counts: Counts, site: Site, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> None:
-        flops = flops_of(func, args, kwargs, out)
-        if not flops and op_facts(func).name not in _PRODUCTS:
+    def _product(counts: Counts, op: str, args: tuple[Any, ...], flops: int) -> None:
+        if not flops and op not in _PRODUCTS:
             return
         operands = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         dtype = operands[-1].dtype
         counts.flops[dtype_name(dtype)] += flops
-        if dtype in LOW_DTYPES and op_facts(func).name in _PRODUCTS:
-            sizes = _sizes(op_facts(func).name, operands)
+        if dtype in LOW_DTYPES and op in _PRODUCTS:
+            sizes = _sizes(op, operands)
             if any(n % ALIGNMENT for n in sizes):
                 counts.unaligned[sizes] += 1
 
@@ -348,7 +345,7 @@ def explain(
     compute = chosen.compute or torch.float32
     native = native_support(device, compute)
     classes = {name: type(m).__name__ for name, m in model.named_modules()}
-    seconds = {"fp32": 0.0, "policy": 0.0}
+    fp32_s = policy_s = 0.0
     with preserve_state(model):
         with bind_copy(model, chosen) as runnable:
             run = _step(runnable, batch, loss_fn, scale_of(chosen, device))
@@ -356,10 +353,10 @@ def explain(
             with counted.watching():
                 run()
             if budget_s:
-                seconds["policy"] = _seconds(run, device, budget_s)
+                policy_s = _seconds(run, device, budget_s)
         if budget_s:
             with bind_copy(model, Policy()) as plain:
-                seconds["fp32"] = _seconds(_step(plain, batch, loss_fn, 1.0), device, budget_s)
+                fp32_s = _seconds(_step(plain, batch, loss_fn, 1.0), device, budget_s)
     return Explanation(
         model=type(model).__name__,
         policy=str(chosen),
@@ -367,7 +364,7 @@ def explain(
         native=native.native,
         native_reason=f"{dtype_name(compute)}: {native.reason}",
         rows=tuple(_row(name, classes.get(name, ""), c) for name, c in counted.counts.items()),
-        fp32_s=seconds["fp32"],
-        policy_s=seconds["policy"],
+        fp32_s=fp32_s,
+        policy_s=policy_s,
         has_backward=counted.has_backward,
     )

@@ -256,7 +256,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _read_results(self) -> None:
         """Write what came of the steps, beside them. Syncs: with the last of them."""
-        found = {step: outcome(result, losses) for step, result, losses in self._results}
+        found = {n: outcome(losses, r.grad_norm, r.scale, applied=r.applied) for n, r, losses in self._results}
         if found:
             with self._telling():
                 _save(found, step_file(self._segment, next(iter(found))).with_suffix(RESULTS))
@@ -285,14 +285,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.close()
 
 
-def outcome(result: StepResult, losses: list[Tensor]) -> dict[str, Any]:
-    """Return what a step came to, as data. Syncs: with the end of the step."""
-    return {
-        "losses": [loss.float().cpu() for loss in losses],
-        "grad_norm": torch.tensor(result.grad_norm, dtype=torch.float32),
-        "scale": result.scale,
-        "applied": result.applied,
-    }
+def outcome(losses: list[Tensor], grad_norm: float, scale: float, *, applied: bool) -> dict[str, Any]:
+    """Return what a step came to, as data. Syncs: for losses on a device."""
+    norm = torch.tensor(grad_norm, dtype=torch.float32)
+    return {"losses": [loss.float().cpu() for loss in losses], "grad_norm": norm, "scale": scale, "applied": applied}
 
 
 def record(

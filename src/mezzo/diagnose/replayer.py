@@ -86,12 +86,8 @@ class ReplayedStep(Report):
                 f"Step {self.first_different} does not come out as recorded: hardware computed something else, or weights were changed "
                 "outside of the steps."
             )
-        same = (
-            f"bit for bit as recorded, {self.compared} step{'s' * (self.compared != 1)} compared"
-            if self.compared
-            else "not compared"
-        )
-        return f"Run again: {same}."
+        compared = f"bit for bit as recorded, {self.compared} step{'s' * (self.compared != 1)} compared"
+        return f"Run again: {compared if self.compared else 'not compared'}."
 
 
 def segment_of(folder: Path, step: int) -> tuple[int, Path]:
@@ -138,15 +134,9 @@ class _Run:
             losses.append(loss.detach())
         try:
             result = self.amp.step(**made_of["options"])
-            found, error = outcome(result, losses), ""
+            found, error = outcome(losses, result.grad_norm, result.scale, applied=result.applied), ""
         except StoppedRun as stopped:
-            found = {
-                "losses": [x.float().cpu() for x in losses],
-                "grad_norm": torch.tensor(float("nan")),
-                "scale": self.amp.scale,
-                "applied": False,
-            }
-            error = str(stopped)
+            found, error = outcome(losses, math.nan, self.amp.scale, applied=False), str(stopped)
         self.amp.zero_grad()
         return found, error
 
@@ -214,20 +204,15 @@ def replay(
     with random_state.kept():
         run = _Run(_built(build), start["policy"], kept)
         run.amp.load_state_dict(start["run"])
-        different, compared = None, 0
-        for before in range(first, step):
-            differs = run.differs(before, run.take(before)[0])
-            compared += differs is not None
-            different = before if differs and different is None else different
+        differs = [run.differs(before, run.take(before)[0]) for before in range(first, step)]
         if policy is not None:
             state, run = run.amp.state_dict(), _Run(_built(build), policy, kept)
             run.amp.load_state_dict(state)
         with around(run.amp.model) as watched:
             found, error = run.take(step)
         report = getattr(watched, "report", None)
-        if policy is None and (differs := run.differs(step, found)) is not None:
-            compared += 1
-            different = step if differs and different is None else different
+        if policy is None:
+            differs.append(run.differs(step, found))
     return ReplayedStep(
         step=step,
         policy=str(start["policy"] if policy is None else as_policy(policy)),
@@ -236,7 +221,7 @@ def replay(
         scale=found["scale"],
         applied=found["applied"],
         error=error,
-        first_different=different,
-        compared=compared,
+        first_different=next((first + n for n, differ in enumerate(differs) if differ), None),
+        compared=sum(differ is not None for differ in differs),
         traced=report if isinstance(report, Report) else None,
     )

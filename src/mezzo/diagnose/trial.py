@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..binding import tensors_in
 from ..errors import ConfigError, kind_of
 from ..formats import describe
 from ..policy import Policy
 from ..step import Stepper
 from ..step.prepare import prepare
-from ..trace import tensors_in
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 

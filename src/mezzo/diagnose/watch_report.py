@@ -250,40 +250,34 @@ def _ranges(report: WatchReport) -> Block:
 
 
 def _histograms(report: WatchReport) -> list[Block]:
-    totals = [(kind, report.total(kind)) for kind in KINDS]
-    series = tuple(
-        Series(name=f"{kind}s", values=_shares(h, report.ends)) for kind, h in totals if report.ends is not None
-    )
-    if report.ends is None:
+    if (ends := report.ends) is None:
         return []
     chart = Chart(
         title="Exponents of all values, and the range of each format",
         kind="bars",
-        labels=_powers(report.ends),
-        series=series,
+        labels=_powers(ends),
+        series=tuple(Series(name=f"{kind}s", values=_shares(report.total(kind), ends)) for kind in KINDS),
         unit="%",
-        bands=_bands(report.ends),
+        bands=_bands(ends),
     )
-    return [Heading(text="Where the numbers lie"), chart, *_layers(report), _by_layer(report)]
+    return [Heading(text="Where the numbers lie"), chart, *_layers(report, ends), _by_layer(report)]
 
 
-def _layers(report: WatchReport) -> list[Block]:
+def _layers(report: WatchReport, ends: tuple[int, int]) -> list[Block]:
     """Show the exponents of each tensor, in the order of the model."""
-    ends = report.ends
     blocks: list[Block] = []
     for kind in KINDS:
         found = [t for t in report.tensors if t.kind == kind and t.histogram.numbers]
         every = max(1, math.ceil(len(found) / _LAYERS))
-        if found and ends is not None:
+        if found:
             rows = tuple((t.name, _shares(t.histogram, ends)) for t in found[::every])
             title = f"Exponents of {kind}s, layer by layer" + (f" (every {every}th)" if every > 1 else "")
             blocks.append(Heat(title=title, labels=_powers(ends), rows=rows, unit="%", bands=_bands(ends)))
     return blocks
 
 
-def _shares(h: Histogram, ends: tuple[int, int] | None) -> tuple[float, ...]:
-    low, high = ends or (0, -1)
-    return tuple(100 * h.counts[e + BIAS] / max(1, h.numbers) for e in range(low, high + 1))
+def _shares(h: Histogram, ends: tuple[int, int]) -> tuple[float, ...]:
+    return tuple(100 * h.counts[e + BIAS] / max(1, h.numbers) for e in range(ends[0], ends[1] + 1))
 
 
 def _powers(ends: tuple[int, int]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import random_state
 from .._torch import functorch_level, graph_task_id, is_capturing, tree_map, version
+from ..binding import tensors_in
 from ..random_state import RandomState
 from .result import Reason
 
@@ -36,26 +36,12 @@ _MOST_CALLS = 64
 """Forwards that are kept of one step; what else is run with gradients on must not pile up."""
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for f in dataclasses.fields(value):
-            yield from _tensors(getattr(value, f.name))
-
-
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors)
 
 
 def _versions(value: object) -> tuple[int, ...]:
-    return tuple(version(t) for t in _tensors(value) if not t.is_inference())
+    return tuple(version(t) for _, t in tensors_in(value) if not t.is_inference())
 
 
 def _fresh(value: Any) -> Any:
@@ -144,7 +130,7 @@ class Replay:
 
     def _await_grads(self, call: _Call, out: object) -> None:
         """Take note of the gradients that will arrive at the outputs of a call."""
-        for index, tensor in enumerate(_tensors(out)):
+        for index, (_, tensor) in enumerate(tensors_in(out)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, call, index))  # type: ignore[no-untyped-call]  # torch's own
 
@@ -244,7 +230,7 @@ class Replay:
         grads: list[Tensor] = []
         for call in kept.calls:
             random_state.set_(call.random)
-            for index, tensor in enumerate(_tensors(call.module(*_fresh(call.args), **_fresh(call.kwargs)))):
+            for index, (_, tensor) in enumerate(tensors_in(call.module(*_fresh(call.args), **_fresh(call.kwargs)))):
                 if index in call.grads:
                     outputs.append(tensor)
                     grads.append(call.grads[index])

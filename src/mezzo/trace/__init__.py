@@ -27,7 +27,7 @@ from .ops import Call as Call
 from .ops import floating as floating
 from .ops import flops_of as flops_of
 from .ops import op_facts as op_facts
-from .ops import tensors_in as tensors_in
+from .records import OUTSIDE as OUTSIDE
 from .records import Frame as Frame
 from .records import Phase as Phase
 from .records import Site as Site

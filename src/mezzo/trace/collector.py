@@ -56,10 +56,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     Every storage that received non-finite values carries the indices of the events they come from, so a bad
     loss or gradient can name its origin however many ops lie between.
 
-    Args:
-        context: where the program stands.
-        on_sink: called after a sink was noted.
-        on_loss: called with each tensor that a backward starts from.
+    `on_sink` is called after a sink was noted, `on_loss` with each tensor that a backward starts from.
 
     Syncs: at every op. Reads values; writes none, and draws none of the program's random numbers.
     """
@@ -241,7 +238,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             return
         if assigned is not None and not math.isfinite(assigned):
             sources = [s for s in sources if s[1].dim()]  # the others are that number
-        causes = self._causes_of(call, site, sources, bad)
+        causes = self._causes_of(call, site, sources)
         if assigned is not None and not sources:
             causes = self._event(call, site, bad, "constant", leaf=str(assigned))
         elif not sources and site.op == "scalar_tensor" and site.called not in _WRITERS:
@@ -279,7 +276,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 if kind == "parameter":
                     self.sink("parameter", name, tensor)
 
-    def _causes_of(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> Causes:
+    def _causes_of(self, call: Call, site: Site, sources: list[tuple[str, Tensor]]) -> Causes:
         if len(sources) > 1 and not call.facts.draws:
             sources = [s for s in sources if matters(call, s[1])] or sources
         causes = NO_CAUSE

@@ -187,11 +187,9 @@ def sanitised(value: Any) -> Any:
 
 def offending_values(inputs: list[tuple[str, Tensor]], bad: Tensor) -> tuple[tuple[str, float], ...]:
     """Return (name, value at the first non-finite element of a result) of inputs that broadcast to its shape. Syncs: yes."""
-    where = (~_readable(bad).isfinite()).nonzero()
-    if not len(where):
+    if bool(_readable(bad).isfinite().all()):
         return ()
-    index = tuple(where[0].tolist())
-    found = []
+    index, found = first_bad(bad), []
     of_channels = (-1, *[1] * (bad.dim() - 2)) if "running_var" in dict(inputs) else ()
     for name, tensor in inputs:
         try:

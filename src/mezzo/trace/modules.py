@@ -16,10 +16,9 @@ from torch.nn.modules import module as module_hooks
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import dispatch_modes, local_tensor, storage_id, unwrapped
-from ..binding import innermost, record, uncompiled
+from ..binding import innermost, record, tensors_in, uncompiled
 from ..distributed import living
 from ..errors import ConfigError, kind_of
-from .ops import tensors_in
 
 
 def check_model(call: str, model: object) -> None:
@@ -59,7 +58,6 @@ class Place:
         return re.split(r"(?:^|\.)(?:<|parametrizations(?:\.|$))", self.module)[0]
 
 
-OUTSIDE = Place()
 _WALKS = 8
 """Walks over the objects of the process in one trace: a program that makes modules as it runs would cause one for each."""
 
@@ -152,7 +150,7 @@ class ModuleStack:
     @property
     def place(self) -> Place:
         """Where the program stands now."""
-        return self._stack[-1][1] if self._stack else OUTSIDE
+        return self._stack[-1][1] if self._stack else Place()
 
     def _learn(self, root: nn.Module) -> None:
         """Name a root's modules. The root is held, so that ids stay its own."""

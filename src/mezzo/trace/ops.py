@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import OpOverload, has_no_memory, local_tensor, sparse_values, tree_map, unwrapped
+from ..binding import tensors_in
 from ..formats import widest
 
 _RENAMED = {
@@ -132,21 +133,6 @@ def op_facts(func: OpOverload[Any, Any]) -> OpFacts:
         overwrites=bool(outs) or (name in _OVERWRITES and base.endswith("_")),
         draws=torch.Tag.nondeterministic_seeded in func.tags or is_collective(schema.name),
     )
-
-
-def tensors_in(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested mappings, sequences and dataclasses, with a name for each. Syncs: no."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{name}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from tensors_in(item, f"{name}[{i}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
 
 
 def floating(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:

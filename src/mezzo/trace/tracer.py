@@ -14,6 +14,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import autograd_node, dispatch_modes, function_modes
+from ..binding import tensors_in
 from ..errors import ConfigError, RegionError, shown
 from ..formats import dtype_name, is_count
 from ..optim import parameters
@@ -24,7 +25,7 @@ from .findings import LASTING, find, is_mostly_flushed
 from .idle_steps import IdleSteps
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, check_model
-from .ops import plain, tensors_in
+from .ops import plain
 from .records import FlushedGradient, Size, TraceRecord
 from .trace_report import TraceReport
 
