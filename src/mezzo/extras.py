@@ -23,15 +23,7 @@ def is_there(package: str) -> bool:
 
 
 def check_installed(what: str, packages: Iterable[str]) -> None:
-    """Refuse what needs packages that are not installed, before it begins.
-
-    Args:
-        what: needs them, as a message begins.
-        packages: names in `EXTRAS`.
-
-    Raises:
-        ConfigError: one is missing; names the extras to install.
-    """
+    """Raise a ConfigError, which begins with `what` and names the extras to install, if any of the packages is missing."""
     missing = [package for package in packages if not is_there(package)]
     if missing:
         extras = ",".join(sorted({EXTRAS[package] for package in missing}))

@@ -96,12 +96,7 @@ def replacing(path: Path, *, several: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, several: bool = False) -> None:
-    """Write a file, whole or not at all.
-
-    Args:
-        path: the file.
-        write: writes the content.
-        several: as in `replacing`.
+    """Write a file, whole or not at all: `write` writes its content; `several` is as in `replacing`.
 
     Raises:
         OSError: it could not be written; the file is what it was.

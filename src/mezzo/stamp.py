@@ -28,14 +28,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, *, with_storage: bool = False) -> Stamp:
-        """Return the stamp of a tensor as it is now.
-
-        Args:
-            tensor: any.
-            with_storage: take note of its memory too, which `tensor.data = ...` swaps without a new version.
-
-        Syncs: no.
-        """
+        """Return the stamp of a tensor as it is now; with that of its memory, which `tensor.data = ...` swaps without a new version. Syncs: no."""
         return cls(weakref.ref(tensor), version_of(tensor), storage_id(tensor) if with_storage else None)
 
     def is_of(self, tensor: Tensor) -> bool:

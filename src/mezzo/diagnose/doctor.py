@@ -252,10 +252,7 @@ _FORM = "package.module:function or file.py:function"
 
 
 def named_function(text: str) -> Callable[[], Any]:
-    """Return the function that a text names.
-
-    Args:
-        text: "package.module:function" or "file.py:function".
+    """Return the function that "package.module:function" or "file.py:function" names.
 
     Raises:
         ConfigError: a text of another form, or a function that does not exist.

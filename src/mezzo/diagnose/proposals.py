@@ -158,12 +158,7 @@ def ranked(found: Iterable[Proposal]) -> list[Proposal]:
 def try_edits(
     found: StepFidelity, again: Callable[[str], StepFidelity], tries: int
 ) -> tuple[list[Proposal], list[str]]:
-    """Run the step again under edited policies.
-
-    Args:
-        found: the step under the policy as it is.
-        again: measures the step under the policy with an edit.
-        tries: edits to try by themselves.
+    """Measure the step again under edits of the policy, as many as `tries` by themselves.
 
     Returns:
         Those that pay, and what they give together, by gain for cost, the best first; and the edits tried by themselves.

@@ -14,15 +14,9 @@ _TOP = 9
 
 
 def encode(rows: Tensor) -> Tensor:
-    """Return values in fp8, blocks of a row first, then the exponents of their scales.
+    """Return values in fp8, blocks of a row first, then the exponents of their scales: 255 for a block with an inf or NaN.
 
-    Args:
-        rows: shape (N, P), fp32; P a multiple of `BLOCK`.
-
-    Returns:
-        Shape (N, P + P / 128), uint8. A block with an inf or NaN has the exponent 255.
-
-    Syncs: no.
+    Shape (N, P), fp32, P a multiple of `BLOCK`, to shape (N, P + P / 128), uint8. Syncs: no.
     """
     blocks = rows.view(len(rows), -1, BLOCK)
     largest = blocks.abs().amax(-1)

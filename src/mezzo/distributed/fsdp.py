@@ -134,11 +134,7 @@ def refuse_flat(model: nn.Module, *, looks_around: bool = False) -> None:
 
 
 def check_sharded(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model whose sharding casts otherwise than the policy says.
-
-    Args:
-        model: the root, sharded by `mezzo.distributed.fully_shard` or by torch's.
-        policy: with its compute dtype decided.
+    """Refuse a root, sharded by `mezzo.distributed.fully_shard` or by torch's, that casts otherwise than the policy says, whose compute dtype is decided.
 
     Raises:
         PolicyError: the sharding's own mixed precision gathers, reduces or casts outputs in another dtype, or a group has two.
@@ -249,12 +245,7 @@ def _group_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
 
 
 class ShardWrapper(Wrapper):
-    """A model whose weights lie in parts on the ranks of a mesh: sharded, or parallel by tensors.
-
-    Args:
-        model: with such weights.
-        policy: with its compute dtype decided.
-    """
+    """A model whose weights lie in parts on the ranks of a mesh: sharded, or parallel by tensors. The policy's compute dtype is decided."""
 
     compares_models = True
 

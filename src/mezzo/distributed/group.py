@@ -106,10 +106,7 @@ class Group:
         return bool(self.max_(self.to_device(torch.tensor([float(is_found)]))))
 
     def differing(self, values: Tensor) -> list[bool]:
-        """Return for each whole number whether the ranks hold different ones; the same answer on all.
-
-        Args:
-            values: shape (N,), int64, on the CPU; N equal on all ranks.
+        """Return for each of N whole numbers, shape (N,), int64, on the CPU, whether the ranks hold different ones; the same answer on all.
 
         Raises:
             DistributedError: a rank is lost.
@@ -159,10 +156,7 @@ class Group:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensor of each rank, in the order of `ranks`.
-
-        Args:
-            tensor: one shape and dtype on all ranks.
+        """Return the tensor of each rank, of one shape and dtype on all, in the order of `ranks`.
 
         Raises:
             DistributedError: a rank is lost.
@@ -175,14 +169,7 @@ class Group:
         return found
 
     def exchange(self, received: Tensor, rows: Tensor) -> dist.Work:
-        """Begin to send one row to each rank, and to receive one from each.
-
-        Args:
-            received: shape (N, P): takes the row that each rank has for this one, in the order of `ranks`.
-            rows: likewise: what each rank is sent.
-
-        Writes: `received`. Syncs: no.
-        """
+        """Begin to send one row to each rank, and to receive one from each: both shape (N, P), in the order of `ranks`. Writes: `received`. Syncs: no."""
         work: dist.Work = dist.all_to_all_single(received, rows, group=self.handle, async_op=True)
         return work
 

@@ -159,19 +159,12 @@ class WideReduceScatter:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Add up one part of all ranks' gradients.
-
-        Args:
-            output_tensor: shape (P,), 16 bit: takes the sum or the mean.
-            input_tensor: shape (N P,), likewise: one part for each of N ranks.
-            group: the ranks.
-            op: SUM or AVG.
-            async_op: of torch's interface; nothing is left under way.
+        """Add up one part of all ranks' gradients: `input_tensor`, shape (N P,), has one for each of N ranks; nothing is left under way.
 
         Raises:
             ConfigError: torch was told to multiply by a number of the caller's first.
 
-        Writes: `output_tensor`. Syncs: on the CPU, with the slowest rank; else no.
+        Writes: `output_tensor`, shape (P,), in the same 16 bit. Syncs: on the CPU, with the slowest rank; else no.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ConfigError(

@@ -80,13 +80,7 @@ def table_text(
     right: Sequence[int] | None = None,
     width: int | None = None,
 ) -> str:
-    """Set rows under named columns, numbers to the right.
-
-    Args:
-        columns: names.
-        rows: cells, as many as columns.
-        right: indices of the columns set to the right; left out, those that hold numbers alone.
-        width: characters of a line, into which the widest column is folded; None folds nothing.
+    """Set rows under named columns, as `grid` does; left out, `right` is the columns that hold numbers alone.
 
     >>> print(table_text(("op", "calls"), [("mm", 12), ("add", 3456)]))
     op   calls
@@ -153,17 +147,7 @@ def _shortened(blocks: Sequence[Block]) -> Iterator[Block]:
 
 
 def render_text(document: Document, *, width: int = WIDTH, colour: bool = False, full: bool = False) -> str:
-    """Set a document as text.
-
-    Args:
-        document: what to set.
-        width: in characters.
-        colour: write terminal colours.
-        full: all rows of tables, and the details too.
-
-    Returns:
-        The text, without trailing blanks on any line.
-    """
+    """Set a document as text, without trailing blanks; `full` adds the details and all rows of tables."""
     document = printable(document)
     lines = [_painted(line, "plain", colour) for line in _folded(document.title, width)]
     lines += [

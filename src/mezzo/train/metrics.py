@@ -55,11 +55,7 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 
 class MetricsLog:
-    """Appends records to a file; they reach it at every `flush`.
-
-    Args:
-        path: the file.
-        step: records after this update belong to a part of the run that is done again; they are taken out.
+    """Appends records to a file; they reach it at every `flush`. Those after `step`, of a part of the run that is done again, are taken out.
 
     Raises:
         CheckpointError: the file cannot be written.

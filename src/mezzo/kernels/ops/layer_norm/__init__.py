@@ -138,13 +138,7 @@ def rms_norm(
 ) -> Tensor:
     """Apply an RMS norm with fp32 arithmetic to operands for which `takes_rms_norm` says yes; rounded once, to `low`.
 
-    Args:
-        x: shape (..., *shape); fp16, bf16 or fp32.
-        shape: of what is normalised together.
-        weight: of that shape and any floating dtype, or None.
-        eps: added to the mean of squares; None: that of fp32, in which it is added.
-        low: dtype of the result, fp16 or bf16.
-        training: of the module.
+    `x` has shape (..., *shape) and fp16, bf16 or fp32, the weight any floating dtype; `eps` None is that of fp32, in which it is added.
 
     Syncs: no.
     Source: Zhang and Sennrich 2019.
@@ -184,16 +178,9 @@ def forward(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True,
     low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Normalise.
+    """Normalise `x`, shape (..., *shape), fp16 or bf16, of an RMS norm fp32 too; weight and bias have any floating dtype.
 
-    Args:
-        x: shape (..., *shape), fp16 or bf16; of an RMS norm fp32 too.
-        shape: of what is normalised together.
-        weight: of that shape, any floating dtype.
-        bias: likewise.
-        eps: added to the variance.
-        is_centred: whether the mean is subtracted (layer norm), or not (RMS norm).
-        low: dtype of the result; None: that of `x`.
+    Where `is_centred` the mean is subtracted (layer norm); `low` is the dtype of the result, that of `x` where it is None.
 
     Returns:
         Shape of `x`, rounded once; mean (of an RMS norm empty) and 1/std, shape (..., 1).

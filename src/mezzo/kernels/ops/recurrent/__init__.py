@@ -73,16 +73,8 @@ def recurrent(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return output and last h and c of an LSTM, or last h of a GRU, for which `takes_recurrent` says yes: all that torch.autocast to bf16 returns.
 
-    Args:
-        input: [T, B, D], fp32, bf16 or fp16, or [B, T, D] with `batch_first`.
-        hx: first h and c, or first h alone: a GRU's; [layers times directions, B, H] each.
-        params: of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh.
-        has_biases: whether `params` has any.
-        num_layers: one above the other.
-        dropout: between layers; drawn as torch draws it.
-        train: whether there is any dropout.
-        bidirectional: each layer has a second direction.
-        batch_first: see `input`.
+    `input` is [T, B, D], fp32, bf16 or fp16, or [B, T, D] with `batch_first`; `hx` the first h and c, or the first h alone, a GRU's, [layers times
+    directions, B, H] each; `params` of each direction of each layer w_ih, w_hh and, with biases, b_ih and b_hh. Dropout is drawn as torch draws it.
 
     Returns:
         [T, B, directions times H], or [B, T, ...], and what is like `hx`; bf16, of a GRU fp32 unless its first h is bf16.

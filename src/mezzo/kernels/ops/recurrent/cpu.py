@@ -61,15 +61,9 @@ def backward(
     grads: Sequence[Tensor | None], operands: Sequence[Tensor], y: Tensor, states: Tensor, kept: Tensor,
     is_reversed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Go back through all steps of time.
+    """Go back through all steps of time, after `forward`, which took the operands and returned `y`, `states` and `kept`.
 
-    Args:
-        grads: of y [T, B, H], of the last h and of the last state [B, H], in the state's dtype; None: none.
-        operands: as for `forward`, which returned the next three.
-        y: see there.
-        states: see there.
-        kept: see there.
-        is_reversed: time runs backward.
+    `grads` are of y [T, B, H], of the last h and of the last state [B, H], in the state's dtype; None: none.
 
     Returns:
         the gradients of the sums that the gates are made of, bf16, of an LSTM [1, T, B, 4 H], of a GRU [2, T, B, 3 H]: of what
