@@ -184,22 +184,19 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with contextlib.ExitStack() as stack:
         # They start side by side, untimed; nothing runs beside a sample.
-        workers = [
-            stack.enter_context(Worker({**job, "variant": name}, talks=workload.talks))
+        workers = {
+            name: stack.enter_context(Worker({**job, "variant": name}, talks=workload.talks))
             for name in (*plan.variants, PEAK_RATES)
-        ]
-        threads = {worker.variant: worker.receive()["threads"] for worker in workers}
-        asked = {worker.variant: worker for worker in workers}
+        }
+        threads = [worker.receive()["threads"] for worker in workers.values()]
         for done, (point, number, variant) in enumerate(order):
             if progress:
                 progress(f"{point}: {variant}", done, len(order))
             if number == 0 and point in crowded and variant != PEAK_RATES:
                 peaks = [found[0]["peak_bytes"] for (at, _), found in samples.items() if at == point]
                 check_memory(variant, peaks, free_memory_bytes())
-            samples.setdefault((point, variant), []).append(asked[variant].ask(point))
-    limits = [
-        PeakRates.from_plain(s) for (_, variant), found in samples.items() if variant == PEAK_RATES for s in found
-    ]
+            samples.setdefault((point, variant), []).append(workers[variant].ask(point))
+    limits = [PeakRates.from_plain(s) for point in points for s in samples.pop((point.label, PEAK_RATES))]
     return Result(
         workload=name_of(workload),
         unit=workload.unit,
@@ -207,14 +204,10 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
         tests=tests,
         plan=json.loads(json.dumps(dataclasses.asdict(plan))),
         config=config,
-        machine={**machine, "threads": threads[plan.variants[0]]},
+        machine={**machine, "threads": threads[0]},
         peak_rates=reduce(PeakRates.best, limits),
         rooflines={point.label: _roofline(point, plan) for point in points},
-        measurements=tuple(
-            _measurement(point, variant, plan, found)
-            for (point, variant), found in samples.items()
-            if variant != PEAK_RATES
-        ),
+        measurements=tuple(_measurement(point, variant, plan, found) for (point, variant), found in samples.items()),
     )
 
 

@@ -126,8 +126,6 @@ def short_name(machine: dict[str, Any]) -> str:
     >>> short_name({"device": "cpu", "cpu": {"model": "AMD EPYC 9B45 (Zen 5)"}, "threads": 2})
     'amd-epyc-9b45-zen-5-2t'
     """
-    if machine["device"] == "cuda":
-        full = machine["gpu"]["name"]
-    else:
-        full = f"{machine['cpu']['model']} {machine['threads']}t"
+    is_cuda = machine["device"] == "cuda"
+    full = machine["gpu"]["name"] if is_cuda else f"{machine['cpu']['model']} {machine['threads']}t"
     return re.sub(r"[^a-z0-9]+", "-", full.lower()).strip("-")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..casting import weight_casts
 from ..errors import StepError, listed
 from ..formats import dtype_name
-from ..policy import Policy
 
 _log = logging.getLogger("mezzo.binding")
 _told: WeakSet[nn.Module] = WeakSet()
@@ -45,15 +44,6 @@ REFUSALS: dict[str, Any] = {
 """Of every bound class."""
 
 
-class _Trained(Protocol):
-    """The binding of a model that a stepper trains."""
-
-    policy: Policy
-
-    @property
-    def stepper(self) -> Any: ...
-
-
 def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound: Any, *, is_running: bool) -> bool:
     """Return whether a cast of parameters that a stepper trains is to be left out: one by the model's own forward.
 
@@ -77,7 +67,7 @@ def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound
             continue
         names = [name for name, p in trained.items() if p.dtype is kind]
         if is_running and cast.device == device and cast.dtype is not torch.float64:
-            _say_left_out(module, cast.dtype, kind, bound.binding)
+            _say_left_out(module, cast.dtype, kind, bound.binding.stepper.model)
             return True
         raise StepError(
             f"{len(names)} parameters ({listed(names)}) that a stepper trains would be stored in {dtype_name(cast.dtype)} instead of "
@@ -87,11 +77,11 @@ def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound
     return False
 
 
-def _say_left_out(module: nn.Module, asked: torch.dtype, kind: torch.dtype, binding: _Trained) -> None:
+def _say_left_out(module: nn.Module, asked: torch.dtype, kind: torch.dtype, model: nn.Module) -> None:
     if module in _told:
         return
     _told.add(module)
-    name = next((name for name, inner in binding.stepper.model.named_modules() if inner is module), "")
+    name = next((name for name, inner in model.named_modules() if inner is module), "")
     _log.warning(
         "the model's forward casts the weights of %s (%s) to %s; they stay in %s, in which they are trained, and its ops run as the "
         "policy says, as under torch.autocast. Write %s=%s in the policy to have it that way.",

@@ -65,10 +65,7 @@ def has_own_attention(device_type: str | None) -> bool:
 
 def is_large(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
     """Whether a module of attention is given a tensor of a size from which `AttentionMode` pays for seeing each of its ops."""
-    for given in (*args, *kwargs.values()):
-        if isinstance(given, Tensor) and given.numel() >= SMALLEST:
-            return True
-    return False
+    return any(isinstance(given, Tensor) and given.numel() >= SMALLEST for given in (*args, *kwargs.values()))
 
 
 _MOST_IDLE = 3
@@ -133,9 +130,7 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             with self:
                 return decomposed_composites()[func](*args, **kwargs)
-        if (
-            torch.compiler.is_compiling() and func is Tensor.unflatten
-        ):  # written in Python, which the compiler does not follow
+        if func is Tensor.unflatten and torch.compiler.is_compiling():  # written in Python, which it does not follow
             return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
 

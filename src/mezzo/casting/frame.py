@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -50,10 +50,8 @@ def _bind_frame(pack: Any, current: Callable[..., AbstractContextManager[Any]], 
 
 def _bind_reentrant(current: Callable[..., AbstractContextManager[Any]], given: tuple[Any, ...]) -> None:
     """Bind the reentrant checkpoints on the stack: each runs its function without gradients, and keeps it to run again."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is CheckpointFunction.forward.__code__:
             context = frame.f_locals["ctx"]
             if not isinstance(context.run_function, _InRegion):
                 context.run_function = _InRegion(context.run_function, current(*given))
-        frame = frame.f_back

@@ -345,11 +345,7 @@ def _restore(frame: _Frame, *, is_compiling: bool = False) -> None:
 def _innermost_mode() -> CastMode | None:
     if num_function_modes() == 0:
         return None
-    stack = function_modes()
-    for mode in reversed(stack):
-        if isinstance(mode, CastMode):
-            return mode
-    return None
+    return next((mode for mode in reversed(function_modes()) if isinstance(mode, CastMode)), None)
 
 
 def _ask(*asked: Any) -> autocast:
@@ -363,19 +359,15 @@ def _recompute(mode: CastMode) -> AbstractContextManager[object]:
 
 
 def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
-    acting = mode is not None and not mode.suspended and enabled is not False
     devices = tuple(dict.fromkeys((*device_types(None), *(mode.rows if mode is not None else ()))))
-    switches = tuple(
-        current_switch(device) if enabled is None else current_switch(device)._replace(enabled=enabled)
-        for device in devices
-    )
-    book = mode.book if acting and mode is not None else None
+    now = map(current_switch, devices)
+    cache = None if mode is None else mode.cache
     region = autocast.__new__(autocast)
     region._plan = CastPlan(
-        switches=switches,
-        book=book,
-        caches=mode is not None and mode.cache is not None,
-        store=mode.cache.store if mode is not None and mode.cache is not None else None,
+        switches=tuple(one if enabled is None else one._replace(enabled=enabled) for one in now),
+        book=None if mode is None or mode.suspended or enabled is False else mode.book,
+        caches=cache is not None,
+        store=None if cache is None else cache.store,
     )
     region._asked = None
     region._traced = []

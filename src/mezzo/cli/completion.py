@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 
 from ..errors import ConfigError, did_you_mean
@@ -44,11 +44,8 @@ def _bench_workloads() -> tuple[str, ...]:
 
 def _printed(words: Sequence[str]) -> str:
     said = StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
-        try:
-            main(words)
-        except SystemExit:  # as --help ends
-            pass
+    with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):  # as --help ends
+        main(words)
     return said.getvalue()
 
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import tyro
 
 from ..errors import ConfigError, DataError
-from ..train import Prediction, Predictor, wide_encoding
+from ..train import Prediction, Predictor, refuse_wide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class PredictOptions:
 
 
 @contextmanager
-def _decomposed(file: str) -> Iterator[BinaryIO]:
+def _opened(file: str) -> Iterator[BinaryIO]:
     if file == "-":
         if sys.stdin is None:
             raise DataError("standard input is closed. Write the path of a file, or give the lines to standard input.")
@@ -59,8 +59,8 @@ def _batches(stream: BinaryIO, file: str, size: int) -> Iterator[list[str]]:
     batch: list[str] = []
     name = "standard input" if file == "-" else file
     for number, raw in enumerate(stream, start=1):
-        if number == 1 and (wide := wide_encoding(raw)):
-            raise DataError(f"{name} is {wide[:6]}, not UTF-8. Convert it, for example: iconv -f {wide} -t UTF-8")
+        if number == 1:
+            refuse_wide(raw, name)
         try:
             batch.append(raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
         except UnicodeDecodeError as error:
@@ -86,7 +86,7 @@ def _in_a_column(label: str) -> str:
 
 def _print_all(options: PredictOptions) -> None:
     predict = Predictor(options.model, policy=options.policy, device=options.device, max_length=options.max_length)
-    with _decomposed(options.file) as stream:
+    with _opened(options.file) as stream:
         for batch in _batches(stream, options.file, options.batch_size):
             for text, found in zip(batch, predict(batch), strict=True):
                 print(_line(text, found, options.json))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import PolicyError
+from ..errors import PolicyError, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import FP32_RULES, Policy, Rule, is_cast_at_use, is_matmul_like
 
@@ -72,10 +72,9 @@ class ShardPlan:
     def __str__(self) -> str:
         lines = [f"gradients are reduced in {dtype_name(self.reduce)}"]
         for group in self.groups:
-            names = ", ".join(name or "the root" for name in group.modules[:4])
-            more = f" and {len(group.modules) - 4} more" if len(group.modules) > 4 else ""
+            names = listed([name or "the root" for name in group.modules], 4)
             stored, unsharded = dtype_name(group.param_dtypes.stored), dtype_name(group.param_dtypes.unsharded)
-            lines.append(f"{group.num_parameters} weights stored in {stored}, gathered in {unsharded}: {names}{more}")
+            lines.append(f"{group.num_parameters} weights stored in {stored}, gathered in {unsharded}: {names}")
         return "\n".join(lines)
 
 

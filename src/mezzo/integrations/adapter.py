@@ -94,7 +94,7 @@ class Adapter:
             models, optimizers = [*models, self._stepper.model], [*self._given, *optimizers]
             self._release()
         known = {id(m): m for m in (*self._models, *models)}.values()
-        stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        stepped = {id(p) for o in optimizers for p in parameters(o)}
         trained = [m for m in known if any(id(p) in stepped for p in m.parameters())]
         if optimizers and len(trained) != 1:
             raise StepError(_WHICH.format(count=len(trained)) if trained else _NONE)
@@ -105,7 +105,7 @@ class Adapter:
         if optimizers:
             if trained[0] in _owners:
                 _owners[trained[0]].forget()
-            count = sum(len(group["params"]) for o in optimizers for group in o.param_groups)
+            count = sum(len(parameters(o)) for o in optimizers)
             # Each optimizer is stepped by a call of its own, also after one backward for all.
             is_apart = len(stepped) == count
             self._stepper = prepare(trained[0], optimizers, self.policy, skip="independent" if is_apart else "together")
@@ -238,11 +238,8 @@ class Adapter:
     def _owner(self, params: Sequence[Tensor]) -> Optimizer | None:
         """Return the optimizer whose gradients these are, all of them and no other; None if there is none."""
         asked = {id(p) for p in params}
-        for optimizer in self.stepper.optimizers:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-            if own == asked:
-                return optimizer
-        return None
+        own = (o for o in self.stepper.optimizers if asked == {id(p) for p in parameters(o) if p.grad is not None})
+        return next(own, None)
 
 
 def _check_bound(name: str, bound: object) -> None:

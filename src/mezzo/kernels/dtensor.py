@@ -57,10 +57,8 @@ def like_dtensor(part: Tensor, like: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    whole = DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-    return whole
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def num_shards(tensor: Tensor) -> int:

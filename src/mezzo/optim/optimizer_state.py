@@ -17,6 +17,7 @@ from .._torch import has_load_hooks
 from ..errors import ConfigError, OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..kernels import AUX_STATE, check_shape, give_master_, like_dtensor, local, read_master, store_master
+from ..loss_scale import parameters
 from ..policy import Master
 from .saved_state import check_saved, each_entry
 
@@ -104,7 +105,7 @@ def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved state with the masters that were set here, where it has none and nobody wrote the weights since: those were loaded before it. Host only."""
     state = dict(saved["state"])
     keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    for key, p in zip(keys, chain.from_iterable(g["params"] for g in optimizer.param_groups), strict=True):
+    for key, p in zip(keys, parameters(optimizer), strict=True):
         mode, aux = optimizer.aux_state(p) if optimizer.set_at.get(p) == p._version else ("none", None)
         if aux is not None and mode_of_state(entry := state.get(key, {})) is None:
             state[key] = {**entry, AUX_STATE[mode]: aux}
@@ -141,9 +142,8 @@ def own_state(
 
 def label_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
     """Return what errors call a parameter: its name where the optimizer was given names, else its number. Host only."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-    number = next((number for number, p in enumerate(params) if p is param), 0)
+    number = next((number for number, p in enumerate(parameters(optimizer)) if p is param), 0)
     return names[number] if names else f"parameter {number}"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..kernels import local
-from ..optim import MasterWeights, wrapped_optimizer
+from ..optim import MasterWeights, parameters, wrapped_optimizer
 from .copies import choose_, copies_of
 
 _PLAIN = (Tensor, float, int, str, tuple, type(None))
@@ -33,7 +33,7 @@ def can_be_undone(optimizer: Optimizer) -> bool:
     inner = wrapped_optimizer(optimizer)
     if not f"{type(inner).__module__}.".startswith("torch.optim."):
         return False
-    homes = {p.device.type for group in inner.param_groups for p in group["params"]}
+    homes = {p.device.type for p in parameters(inner)}
     return len(homes) == 1 and all(
         isinstance(value, _PLAIN) for record in _records(optimizer, inner) for value in record.values()
     )

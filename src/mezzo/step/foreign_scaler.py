@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dis import opname
 from itertools import chain
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -35,7 +36,7 @@ NO_SCALER = (
 
 def is_called_by_scaler() -> bool:
     """Whether a method of a GradScaler is among the calls that led here. Host only."""
-    return any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame in _callers())
+    return any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame, _ in walk_stack(sys._getframe()))
 
 
 def is_call(frame: FrameType) -> bool:
@@ -83,7 +84,9 @@ class AverageByHand:
 
 def warn_of_average(dtype: torch.dtype) -> bool:
     """Say what is lost where an average of weights is about to copy 16-bit ones, whose masters stay behind; return whether one is. Host only."""
-    made = (type(frame.f_locals.get("self")).__name__ for frame in _callers() if frame.f_code.co_name == "__init__")
+    made = [
+        type(f.f_locals.get("self")).__name__ for f, _ in walk_stack(sys._getframe()) if f.f_code.co_name == "__init__"
+    ]
     name = next(filter(_AVERAGES.search, made), None)
     if name is not None:
         _log.warning(
@@ -131,7 +134,7 @@ def refuse_scaled(loss: Tensor) -> None:
     factor = constant_factor(loss)
     if factor is None:
         return
-    for scaler in _scalers():
+    for scaler in (one for one in _in_reach() if issubclass(type(one), torch.amp.GradScaler)):
         scale = getattr(scaler, "_scale", None)
         if scaler.is_enabled() and isinstance(scale, Tensor) and _is_from(scaler, scale, factor):
             raise StepError(
@@ -145,16 +148,9 @@ def _is_from(scaler: torch.amp.GradScaler, scale: Tensor, factor: Tensor) -> boo
     return scale.device == factor.device and scale.data_ptr() == factor.data_ptr()
 
 
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _in_reach() -> Iterator[Any]:
     """Return what the functions that called have: variables, members of the object whose methods they are, of what its short lists hold, globals."""
-    for frame in _callers():
+    for frame, _ in walk_stack(sys._getframe(1)):
         members = _members(frame.f_locals.get("self"))
         held = [item for one in members if type(one) is list and len(one) < _SHORT for item in one]
         yield from chain(list(frame.f_locals.values()), members, *map(_members, held), list(frame.f_globals.values()))
@@ -165,7 +161,3 @@ def _members(owner: object) -> list[Any]:
         return list(object.__getattribute__(owner, "__dict__").values())  # a proxy is not asked for what it stands for
     except AttributeError:
         return []
-
-
-def _scalers() -> Iterator[torch.amp.GradScaler]:
-    yield from (value for value in _in_reach() if issubclass(type(value), torch.amp.GradScaler))

@@ -135,11 +135,7 @@ class Invariants:
             )
         refuse_differing(report())
         # Of what is not finite, which is rare, only elements that the step has read.
-        read = [
-            place
-            for place, is_ruined in ruined.items()
-            if is_ruined and count_ruined(written[place], grad=place[0].grad)
-        ]
+        read = [at for at, is_ruined in ruined.items() if is_ruined and count_ruined(written[at], grad=at[0].grad)]
         names = [".".join(filter(None, (self._name(p), key))) for p, key in read]
         self._check_finite([*names, *(name for name, count in buffers.items() if count)], shares)
 

@@ -247,7 +247,7 @@ def _refuse_prepared(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 def _check_shared(optimizers: Sequence[Optimizer], skip: Skip) -> None:
     if skip == "together":
         return
-    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    params = [p for optimizer in optimizers for p in parameters(optimizer)]
     if len(set(params)) < len(params):
         raise StepError(
             "skip='independent' was asked for optimizers that share parameters, so one could step where the other "

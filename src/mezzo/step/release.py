@@ -33,7 +33,7 @@ class Original:
 
 def original(model: nn.Module, optimizers: Sequence[Optimizer]) -> Original:
     """Take down what parameters are. Host only."""
-    params = {p: None for p in (*model.parameters(), *(p for o in optimizers for p in parameters(o)))}
+    params = dict.fromkeys((*model.parameters(), *(p for o in optimizers for p in parameters(o))))
     return Original({p: (p.dtype, p.grad_dtype) for p in params}, tuple(optimizers))
 
 

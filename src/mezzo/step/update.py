@@ -336,15 +336,13 @@ def _share_params(grads: Sequence[OptimizerGrads]) -> bool:
     return len(grads) > 1 and len(set(indices)) < len(indices)
 
 
-def move_scale_(state: LossScale, flags: StepFlags[Any], config: ScalingConfig | None) -> None:
+def move_scale_(state: LossScale, flags: StepFlags[Any], config: ScalingConfig) -> None:
     """Move the loss scale after a step; leave it where it was not to blame.
 
     The state is written in place, so that a captured CUDA graph finds in each replay what the last one left.
 
     Writes: `state`. Syncs: no.
     """
-    if config is None:
-        return
     vector = flags.vector
     in_one_launch = None if vector is None else choose("decision", vector.device, torch.float32).module.move_scale_
     if in_one_launch is not None:

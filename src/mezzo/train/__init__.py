@@ -10,7 +10,7 @@ from .loop import run as run
 from .model import parameter_groups as parameter_groups
 from .predictor import Prediction as Prediction
 from .predictor import Predictor as Predictor
-from .text_files import wide_encoding as wide_encoding
+from .text_files import refuse_wide as refuse_wide
 from .tokens import encode as encode
 from .tokens import train_tokenizer as train_tokenizer
 from .train_result import RunFolder as RunFolder

@@ -134,9 +134,8 @@ def _result(
 
 def _restarted(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainConfig:
     """Return a config that goes on with the run if the launcher, which started it before, has started it again."""
-    saved = (
-        load_checkpoint(folder.checkpoint) if world.is_first and world.restarts and folder.checkpoint.exists() else {}
-    )
+    is_there = world.is_first and world.restarts and folder.checkpoint.exists()
+    saved = load_checkpoint(folder.checkpoint) if is_there else {}
     is_ours = bool(world.launch) and saved.get("launch") == world.launch
     return config.replace(resume=True, overwrite=False) if world.any(is_ours) else config
 

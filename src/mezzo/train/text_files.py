@@ -30,13 +30,16 @@ class Row:
     label: str
 
 
-def wide_encoding(raw: bytes) -> str:
-    """Return the name of the encoding of a text that begins as UTF-16 and UTF-32 do; empty for others. Host only."""
+def refuse_wide(raw: bytes, what: str, names: str = "") -> None:
+    """Refuse a text that begins as UTF-16 or UTF-32 do: a DataError whose command ends in `names`. Host only."""
     if raw.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "UTF-32"
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    return "UTF-16BE" if raw[:1] == b"\0" else "UTF-16LE" if raw[1:2] == b"\0" else ""
+        wide = "UTF-32"
+    elif raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        wide = "UTF-16"
+    else:
+        wide = "UTF-16BE" if raw[:1] == b"\0" else "UTF-16LE" if raw[1:2] == b"\0" else ""
+    if wide:
+        raise DataError(f"{what} is {wide[:6]}, not UTF-8. Convert it, for example: iconv -f {wide} -t UTF-8{names}")
 
 
 def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIXES) -> str:
@@ -49,10 +52,7 @@ def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIX
         raise DataError(f"the {what} {path} does not exist. Write a path to a {', '.join(kinds)} file.")
     try:
         raw = path.read_bytes()
-        if wide := wide_encoding(raw):
-            raise DataError(
-                f"the {what} {path} is {wide[:6]}, not UTF-8. Convert it, for example: iconv -f {wide} -t UTF-8 {path.name} > utf8{path.suffix}"
-            )
+        refuse_wide(raw, f"the {what} {path}", f" {path.name} > utf8{path.suffix}")
         text = raw.decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"the {what} {path} cannot be read: {error.strerror}.") from None
@@ -156,13 +156,10 @@ READERS: dict[str, Callable[[Path, str, tuple[str, str]], Iterator[Row]]] = {
 
 
 def read_rows(name: str, text_column: str, label_column: str) -> list[Row]:
-    """Return the rows of a data file.
+    """Return the rows of a data file, whose text and label stand in these columns or keys.
 
-    Args:
-        name: path of a .tsv (tab-separated, quotes are plain characters), .csv (quoted as RFC 4180 has it) or .jsonl
-            file, UTF-8; tables start with a line of column names.
-        text_column: column or key of the text.
-        label_column: column or key of the label.
+    It is a .tsv (tab-separated, quotes are plain characters), .csv (quoted as RFC 4180 has it) or .jsonl file, UTF-8;
+    tables start with a line of column names.
 
     Raises:
         DataError: the file is missing, empty, of another kind, not UTF-8, without a column, or malformed in a line.
