@@ -94,6 +94,11 @@ class Phase:
         return max(computing, moving)
 
 
+def bytes_stored(number_format: str) -> int:
+    """Return the bytes of a number in a format: tf32 is one of products alone."""
+    return 4 if number_format in ("fp32", "tf32") else 2
+
+
 def roofline_seconds(phases: Sequence[Phase], peak_rates: PeakRates, number_format: str) -> float:
     """Return the least time of phases that follow each other: in each, computing and moving may overlap.
 

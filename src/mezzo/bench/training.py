@@ -86,12 +86,8 @@ def region_of(variant: Variant, setting: Setting) -> Callable[[], contextlib.Abs
 
 def scaler_of(variant: Variant, setting: Setting, init_scale: float = INIT_SCALE) -> Scaler | None:
     """Return the loss scaler of a variant, or None."""
-    kind = setting.device.type
-    if variant.scaler == "torch":
-        return torch.amp.GradScaler(kind, init_scale, enabled=variant.enabled)
-    if variant.scaler == "mezzo":
-        return GradScaler(kind, init_scale, enabled=variant.enabled)
-    return None
+    kind = {"torch": torch.amp.GradScaler, "mezzo": GradScaler}.get(variant.scaler)
+    return None if kind is None else kind(setting.device.type, init_scale, enabled=variant.enabled)
 
 
 def training_step(

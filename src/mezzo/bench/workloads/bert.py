@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..roofline import Phase
+from ..roofline import Phase, bytes_stored
 from ..training import Training, forward, repeated, training_session
 from ..variant import Variant
 from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload, check_known, check_multiple
@@ -201,7 +201,7 @@ class Text(Workload):
 
         16 bit: gradients of 2 bytes, masters of 4 that are weight and remainder. fp32: 4 bytes each. Two moments of 4.
         """
-        width = 4 if number_format in ("fp32", "tf32") else 2
+        width = bytes_stored(number_format)
         forward = self.size.forward_phase(self.batch_size, self.tokens, width)
         count = self.size.product_weights + self.size.width * (self.vocabulary + 1)
         return (
@@ -278,7 +278,7 @@ class Overhead(Workload):
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return the least work of a step: next to nothing, which is the point."""
-        width = 4 if number_format in ("fp32", "tf32") else 2
+        width = bytes_stored(number_format)
         once = self.size.forward_phase(self.batch, self.tokens, width)
         if self.modes == ("eval",):
             return (once,)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..roofline import Phase
+from ..roofline import Phase, bytes_stored
 from ..training import forward, mean_square, repeated
 from ..variant import Variant
 from ..workload import REGION_TESTS, Point, Session, Setting, Workload, check_known, check_multiple
@@ -152,7 +152,7 @@ class Inference(Workload):
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return one forward: every product, every weight read once in the format."""
-        width = 4 if number_format in ("fp32", "tf32") else 2
+        width = bytes_stored(number_format)
         if self.models == ("bert",):
             return (self.bert.forward_phase(self.batches[0], self.bert_tokens, width),)
         weights = 4 * self.decoder_width**2 + 3 * self.decoder_width * self.forward_width

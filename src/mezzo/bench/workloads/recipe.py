@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..roofline import Phase
+from ..roofline import Phase, bytes_stored
 from ..training import Training, training_session
 from ..variant import Variant
 from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
@@ -102,7 +102,7 @@ class Recipe(Workload):
         16 bit: weights, activations and gradients of 2 bytes, and an update that reads gradient and master and
         writes the master, 2 + 4 + 4 bytes a weight. fp32: 4 bytes each, 4 + 4 + 4.
         """
-        width = 4 if number_format in ("fp32", "tf32") else 2
+        width = bytes_stored(number_format)
         weights = self.parameters
         products = [2.0 * self.batch_size * a * b for a, b in pairwise(self.sizes)]
         activations = self.batch_size * sum(self.sizes)
@@ -245,7 +245,7 @@ class Lora(Workload):
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
         """Return forward and backward: frozen weights are read once in each, adapters give gradients too."""
-        width = 4 if number_format in ("fp32", "tf32") else 2
+        width = bytes_stored(number_format)
         rows, frozen, adapter = self.batches[0], self.width * self.width, 2 * self.width * self.rank
         forward_flops = 2.0 * rows * self.layers * (frozen + adapter)
         # Backward: inputs of every layer but the first, and weights of the adapters.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..roofline import Phase
+from ..roofline import Phase, bytes_stored
 from ..training import Training, mean_square, repeated, training_step
 from ..variant import Variant
 from ..workload import Point, Session, Setting, Workload
@@ -119,7 +119,7 @@ class Step(Workload):
         fp32: the update reads gradient, weight and two moments and writes the last three, 28 bytes a parameter.
         16 bit: a gradient of 2 bytes, and a master of 4 that is weight and remainder, 26 bytes.
         """
-        gradient = 4 if number_format in ("fp32", "tf32") else 2
+        gradient = bytes_stored(number_format)
         count = float(self.parameters[0])
         return (
             Phase(name="norm", moved_bytes=gradient * count),

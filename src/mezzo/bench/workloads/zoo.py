@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..roofline import Phase, count_flops
+from ..roofline import Phase, bytes_stored, count_flops
 from ..training import Training, training_session
 from ..variant import Variant
 from ..workload import TRAINING_TESTS, Session, Setting, Workload, check_multiple
@@ -74,7 +74,7 @@ class ModelSteps(Workload):
 
         The update reads a gradient, weight and two moments and writes the last three, as in `mezzo bench step`.
         """
-        width = 4 if number_format in ("fp32", "tf32") else 2
+        width = bytes_stored(number_format)
         count, forward, backward = _counted(self)
         return (
             Phase(name="forward", flops=forward, moved_bytes=width * count),
