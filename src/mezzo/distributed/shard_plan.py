@@ -107,12 +107,9 @@ def param_dtypes(policy: Policy, precision: Rule | torch.dtype | None, module: n
     if policy.params in LOW_DTYPES and param.requires_grad and is_matmul_like(names):
         stored = policy.params
     low = precision if isinstance(precision, torch.dtype) else policy.compute
-    is_cast = stored is torch.float32 and is_cast_at_use(names) and not _edits_low_ops(policy)
+    edits_low_ops = any(op in _LOW_OPS and rule is not Rule.LOW for op, rule in policy.op_rules.edits)
+    is_cast = stored is torch.float32 and is_cast_at_use(names) and not edits_low_ops
     return ParamDtypes(stored=stored, unsharded=low if is_cast and low is not None else stored, compute=low)
-
-
-def _edits_low_ops(policy: Policy) -> bool:
-    return any(op in _LOW_OPS and rule is not Rule.LOW for op, rule in policy.op_rules.edits)
 
 
 def plan_shards(model: nn.Module, policy: Policy, units: Iterable[nn.Module] = ()) -> ShardPlan:

@@ -126,6 +126,12 @@ def numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     return move(on_host, device)
 
 
+@kept_on_device
+def table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return whole numbers as int64 on a device. From step to step they stay the same, or alternate between a few sets. Syncs: no."""
+    return on_device(numbers, device)
+
+
 def num_asked() -> int:
     """Return the whole numbers of all tables that were asked for in this process, kept ones too: what a step asks for is the difference. Host only."""
     return _asked

@@ -94,15 +94,14 @@ class AdamW(MasterOptimizer):
     def rule(self, group: Mapping[str, Any]) -> AdamWRule:
         """Return the numbers of a group."""
         beta1, beta2 = group["betas"]
-        decay, l2 = (group["weight_decay"], 0.0) if self._is_decoupled(group) else (0.0, group["weight_decay"])
+        is_decoupled = group.get(
+            "decoupled_weight_decay", self.decouples_decay
+        )  # as torch's group said that was taken over
+        decay, l2 = (group["weight_decay"], 0.0) if is_decoupled else (0.0, group["weight_decay"])
         return AdamWRule(
             beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=bool(group["amsgrad"]), l2=l2,
             lr=group["lr"], decay=decay,
         )  # fmt: skip
-
-    def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
-        """Whether weight decay acts on the weight by itself; the option of torch's groups, where one was taken over."""
-        return bool(group.get("decoupled_weight_decay", self.decouples_decay))
 
 
 class Adam(AdamW):

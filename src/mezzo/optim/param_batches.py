@@ -156,17 +156,14 @@ def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
     return ParamBatch(
         indices=[one.index for one in active],
         orders=orders,
-        needs_views=any(orders) or any(map(_is_viewed, [*step.params, *[one.grad for one in active]])),
+        needs_views=any(orders)
+        or any([type(t) not in PLAIN or t.is_complex() for t in (*step.params, *[one.grad for one in active])]),
         weights=weights,
         moments=moments,
         step=step_counts,
         counts=array,
         layout=None if torch.compiler.is_compiling() else layout_of(weights, moments),
     )
-
-
-def _is_viewed(tensor: Tensor) -> bool:
-    return type(tensor) not in PLAIN or tensor.is_complex()
 
 
 def _bind_counts(states: Sequence[dict[str, Any]], device: torch.device) -> tuple[Tensor, Any]:

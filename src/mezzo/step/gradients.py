@@ -17,7 +17,6 @@ from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, did_you_mean, listed
 from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
 from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
-from ..optim import parameters
 from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
@@ -324,7 +323,7 @@ class Gradients:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all optimizers, each once. Host only."""
-        params = [p for optimizer in self._optimizers for p in parameters(optimizer)]
+        params = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         return params if len(self._optimizers) == 1 else list({id(p): p for p in params}.values())
 
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:

@@ -144,10 +144,10 @@ def _after_skip(
 def _stop(
     counters: Counters, flags: StepFlags[float], suspects: Suspects, config: GuardConfig, scaling: ScalingConfig | None
 ) -> StoppedRun | None:
-    parameters, buffers = suspects.weights()
-    if parameters or buffers:
+    counted = [_count(bad, noun) for bad, noun in zip(suspects.weights(), ("parameter", "buffer"), strict=True) if bad]
+    if counted:
         return NonFiniteStep(
-            f"step {counters.seen} was skipped, and no loss scale can mend it: {_count_weights(parameters, buffers)}",
+            f"step {counters.seen} was skipped, and no loss scale can mend it: {'; '.join(counted)}",
             "Load the last good checkpoint; mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
             is_batch_to_blame=False,
         )
@@ -205,15 +205,9 @@ def underflow_advice(scaling: ScalingConfig | None) -> str:
     return "Write a larger init_scale in the policy's scaling, or compute in bf16."
 
 
-def _count(counts: Mapping[str, int | None], noun: str, limit: int = 5) -> str:
+def _count(counts: Mapping[str, int | None], noun: str) -> str:
     shown = [f"{name} ({'at least 1' if count is None else count})" for name, count in counts.items()]
-    return f"inf or NaN in {len(counts)} {noun}{'s' if len(counts) > 1 else ''}: {listed(shown, limit)}"
-
-
-def _count_weights(parameters: Mapping[str, int], buffers: Mapping[str, int]) -> str:
-    return "; ".join(
-        _count(counts, noun) for counts, noun in ((parameters, "parameter"), (buffers, "buffer")) if counts
-    )
+    return f"inf or NaN in {len(counts)} {noun}{'s' if len(counts) > 1 else ''}: {listed(shown, 5)}"
 
 
 def _count_gradients(found: Mapping[str, int | None]) -> str:

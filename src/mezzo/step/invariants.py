@@ -227,7 +227,8 @@ def read_together(*groups: Mapping[Any, Tensor]) -> list[dict[Any, float]]:
     for indices in by_device.values():
         bits = torch.stack([_as_whole(every[index]) for index in indices]).cpu()
         for index, one in zip(indices, bits.unbind(), strict=True):
-            numbers[index] = _as_number(one, every[index].dtype)
+            dtype = every[index].dtype
+            numbers[index] = (one.to(_BITS[dtype]).view(dtype) if dtype in _BITS else one).item()
     each = iter(range(len(every)))
     return [{key: numbers[next(each)] for key in group} for group in groups]
 
@@ -236,10 +237,6 @@ def _as_whole(number: Tensor) -> Tensor:
     """Return a whole number, or the bits of another, as int64."""
     flat = number.detach().reshape(())
     return (flat.view(_BITS[flat.dtype]) if flat.is_floating_point() else flat).to(torch.int64)
-
-
-def _as_number(bits: Tensor, dtype: torch.dtype) -> float:
-    return bits.to(_BITS[dtype]).view(dtype).item() if dtype in _BITS else bits.item()
 
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}

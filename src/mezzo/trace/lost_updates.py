@@ -18,7 +18,7 @@ from .lint_rules import LintWatch
 from .measure import amax, rerun_wide
 from .ops import Call
 from .records import Flush, FlushedGradient, LostUpdate, Site
-from .wide_values import StorageNotes, WideValues, flat
+from .wide_values import StorageNotes, WideValues, flat, forget_results
 from .widening import run_in_fp32
 
 _NARROW = torch.float16
@@ -46,15 +46,11 @@ class FlushWatch:
         if site.phase != "backward":
             return
         self._follow_zeros(call, site, tops)
-        known = self.wide.known(call)
-        if not all(map(math.isfinite, tops)) or (
-            not known and not any(_may_flush(t, top) for t, top in zip(call.out, tops, strict=True))
-        ):
-            self._forget(call)
-            return
-        wide = run_in_fp32(call, known)
+        known, is_finite = self.wide.known(call), all(map(math.isfinite, tops))
+        may_flush = is_finite and (known or any(map(_may_flush, call.out, tops)))
+        wide = run_in_fp32(call, known) if may_flush else None
         if wide is None:
-            self._forget(call)
+            forget_results(call, self.wide, self._flushes)
             return
         inherited = next((f for _, t in call.inputs if (f := self._flushes.get(call.original(t))) is not None), None)
         for tensor, value in zip(call.out, wide, strict=True):
@@ -78,7 +74,7 @@ class FlushWatch:
                 if inherited is not None:
                     self._flushes.note(tensor, inherited)
             else:
-                self._forget(call)
+                forget_results(call, self.wide, self._flushes)
 
     def _follow_zeros(self, call: Call, site: Site, tops: list[float]) -> None:
         before = next((s for _, t in call.inputs if (s := self._zeros.get(call.original(t))) is not None), site)
@@ -92,12 +88,6 @@ class FlushWatch:
         """Return the op that made a gradient 0 throughout, if one did; what the program wrote itself is meant. Syncs: no."""
         site = self._zeros.get(gradient)
         return None if site is None or site.own_node else site
-
-    def _forget(self, call: Call) -> None:
-        if len(self.wide):
-            for tensor in call.out:
-                self.wide.forget(tensor)
-                self._flushes.forget(tensor)
 
     def lost(self, name: str, gradient: Tensor, loss_scale: float, step: int) -> FlushedGradient:
         """Return how much of a parameter's gradient was flushed. Syncs: yes."""

@@ -15,7 +15,7 @@ from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, is_finite, numbers, rerun_wide
 from .ops import CASTS, FACTORS, Call, is_product
 from .records import Flush, Site, Wide
-from .wide_values import StorageNotes, WideValues
+from .wide_values import StorageNotes, WideValues, forget_results
 from .widening import Widening, is_repaired, run_in_fp32
 
 _MOVES = ("index", "gather", "index_select", "take", "cat", "stack", "clone", "flip", "roll", "repeat", "embedding")
@@ -115,14 +115,14 @@ class ReferencePath:
         for tensor in call.out if call.facts.writes else ():
             self._written.note(tensor, True)
         if site.phase == "backward":
-            self._forget(call)
+            forget_results(call, self._wide, self._flushes)
             return None
         known = self._wide.known(call)
         low = next((t.dtype for t in (*call.out, *(t for _, t in call.inputs)) if t.dtype in LOW_DTYPES), None)
         self.low = low or self.low
         wide = run_in_fp32(call, known) if known or low is not None else None
         if wide is None:
-            self._forget(call)
+            forget_results(call, self._wide, self._flushes)
             return None
         if self.inside and self.inside[-1][0].module != site.module:
             self.inside.clear()
@@ -142,12 +142,6 @@ class ReferencePath:
             if tensor.dtype in LOW_DTYPES or call.facts.name == "to":
                 self._note_maker(call, site, i, wide if not known else local)
         return wide
-
-    def _forget(self, call: Call) -> None:
-        if len(self._wide) or len(self._flushes):
-            for tensor in call.out:
-                self._wide.forget(tensor)
-                self._flushes.forget(tensor)
 
     def _flush(
         self, call: Call, site: Site, tensor: Tensor, lost: Tensor, wide: Tensor, local: Tensor, inherited: Flush | None

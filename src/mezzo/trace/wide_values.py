@@ -68,6 +68,13 @@ class WideValues:
 T = TypeVar("T")
 
 
+def forget_results(call: Call, *kept: WideValues | StorageNotes[Any]) -> None:
+    """Say that the results of an op hold what they should. Syncs: no."""
+    for notes in kept:
+        for tensor in call.out:
+            notes.forget(tensor)
+
+
 def _is_gone(ref: StorageWeakRef) -> bool:
     return bool(ref.expired())  # type: ignore[no-untyped-call]  # torch's own
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._torch import foreach_copy_, foreach_mul
-from ..device_numbers import kept_on_device, move, on_device
+from ..device_numbers import move, table
 from ..operands import Operands
 from ..ops.rounding import EndToEnd
 from ..weights import Weights, read_master, write_master_
@@ -134,17 +134,12 @@ def _places(weights: Weights, indices: Sequence[int]) -> EndToEnd:
     device, sizes = weights.values[0].device, [weights.values[index].numel() for index in indices]
     ends = list(accumulate(sizes))
     firsts = [weights.offset(i) - end + size for i, end, size in zip(indices, ends, sizes, strict=True)]
-    of_each = _table((*ends, *firsts, *indices), device).view(3, -1)
+    of_each = table((*ends, *firsts, *indices), device).view(3, -1)
     index = torch.arange(ends[-1], dtype=torch.int64, device=device)
     ends_on, firsts_on, number = of_each.unbind()
     row = torch.bucketize(index, ends_on, right=True)
     index += firsts_on.index_select(0, row)
-    return EndToEnd(seeds=_table(tuple(weights.seeds), device), owner=number.index_select(0, row), index=index)
-
-
-@kept_on_device
-def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return on_device(numbers, device)
+    return EndToEnd(seeds=table(tuple(weights.seeds), device), owner=number.index_select(0, row), index=index)
 
 
 def true_grads(operands: Operands) -> list[Tensor]:

@@ -17,20 +17,18 @@ from ...operands import FORMATS, MODES, Layout, Operands, batch_of
 from ...weights import Weights
 from .build import c_functions, library
 
+_POINTERS = (
+    "sizes", "values", "aux", "grads", "means", "squares", "peaks", "seeds", "offsets", "grad_formats", "scalars",
+    "step", "inv_scale", "clip_coef", "found_inf",
+)  # fmt: skip
+
 
 class _BatchStruct(ctypes.Structure):
     """struct Batch of batch.h."""
 
     _fields_ = (
         ("tensors", ctypes.c_int64),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("sizes", "values", "aux", "grads", "means", "squares", "peaks", "seeds", "offsets")
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("grad_formats", "scalars", "step", "inv_scale", "clip_coef", "found_inf")
-        ),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int32) for name in ("mode", "value_format", "mean_format", "maximize", "threads")),
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ConfigError
-from ...device_numbers import constant, is_in_foreign_graph, kept_on_device, on_device
+from ...device_numbers import constant, is_in_foreign_graph, kept_on_device, on_device, table
 from ...operands import FORMATS, MODES, Operands, addresses_of
 
 BLOCK = 1024
@@ -21,12 +21,6 @@ WARPS = 8
 """Of a program: 4 elements a thread, so that no variant spills or holds more than 64 registers."""
 SCALARS = 128
 """Parameters whose numbers a program writes."""
-
-
-@kept_on_device
-def table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return addresses on the device. From step to step they stay the same, or alternate between a few sets. Syncs: no."""
-    return on_device(addresses, device)
 
 
 @kept_on_device
