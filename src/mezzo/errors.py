@@ -153,11 +153,7 @@ def kind_of(value: object) -> str:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the closing clause of a message about an unknown word.
-
-    Args:
-        word: what was written; it need not be text.
-        known: every valid spelling.
+    """Return the closing clause of a message about an unknown word, which need not be text.
 
     Returns:
         " Did you mean 'x'?" for the nearest spelling, else the list of valid ones; never a list of more than 30.

@@ -256,7 +256,7 @@ def why_not_here(device: torch.device) -> str:
         torch.zeros(1, device=device).item()
     except (
         Exception
-    ) as error:  # as many kinds as there are devices; some say it in a thousand characters, or ask for a bug report
+    ) as error:  # as many kinds as devices; some say it in a thousand characters, or ask for a bug report
         line = first_line(error)
         is_long = isinstance(error, NotImplementedError | ImportError) or "INTERNAL ASSERT" in line
         return "this torch has no such device" if is_long else line

@@ -134,7 +134,7 @@ def refuse_flat(model: nn.Module, *, looks_around: bool = False) -> None:
 
 
 def check_sharded(model: nn.Module, policy: Policy) -> None:
-    """Refuse a root, sharded by `mezzo.distributed.fully_shard` or by torch's, that casts otherwise than the policy says, whose compute dtype is decided.
+    """Refuse a sharded root whose own mixed precision differs from a policy, whose compute dtype is decided.
 
     Raises:
         PolicyError: the sharding's own mixed precision gathers, reduces or casts outputs in another dtype, or a group has two.

@@ -12,7 +12,7 @@ from .spelling import FIELDS, spell, write_module_rule, write_op_rule
 from .text import written
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Change:
     """One difference between two policies.
 
@@ -55,10 +55,10 @@ class PolicyDiff:
 
 def diff(left: PolicyFields, right: PolicyFields) -> PolicyDiff:
     """Return every difference between two policies; see `Policy.diff`."""
-    changes = [_change(name, *(spell(name, getattr(policy, name)) for policy in (left, right))) for name in FIELDS]
-    changes.append(_change("ops", left.op_rules.table, right.op_rules.table))
+    changes = [Change(name, *(spell(name, getattr(policy, name)) for policy in (left, right))) for name in FIELDS]
+    changes.append(Change("ops", left.op_rules.table, right.op_rules.table))
     if left.scaling is None or right.scaling is None:
-        changes.append(_change("scaling", _scaling(left.scaling), _scaling(right.scaling)))
+        changes.append(Change("scaling", _scaling(left.scaling), _scaling(right.scaling)))
     else:
         changes += _config_changes("scaling", left.scaling, right.scaling)
     changes += _config_changes("guard", left.guard, right.guard)
@@ -73,10 +73,6 @@ def diff(left: PolicyFields, right: PolicyFields) -> PolicyDiff:
     )
 
 
-def _change(what: str, left: str, right: str) -> Change:
-    return Change(what=what, left=left, right=right)
-
-
 def _scaling(config: ScalingConfig | None) -> str:
     if config is None:
         return "none"
@@ -88,7 +84,7 @@ def _scaling(config: ScalingConfig | None) -> str:
 
 def _config_changes(name: str, left: object, right: object) -> list[Change]:
     return [
-        _change(f"{name}.{field}", spell(field, getattr(left, field)), spell(field, getattr(right, field)))
+        Change(f"{name}.{field}", spell(field, getattr(left, field)), spell(field, getattr(right, field)))
         for field in kinds(type(left))
     ]
 
@@ -96,7 +92,7 @@ def _config_changes(name: str, left: object, right: object) -> list[Change]:
 def _list_changes(what: str, left: list[str], right: list[str]) -> list[Change]:
     blocks = SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
     return [
-        _change(what, old, new)
+        Change(what, old, new)
         for tag, i, j, k, m in blocks
         if tag != "equal"
         for old, new in zip_longest(left[i:j], right[k:m], fillvalue="")

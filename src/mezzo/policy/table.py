@@ -40,7 +40,6 @@ class OpRow:
         op: ATen name, without overload.
         rule: what the region does to its inputs.
         reason: why, in one line.
-        via: "mode" where the op is ruled by its own name, "torch" where torch's autocast acts on its parts.
         by_dtype: the op's own `dtype` argument is set instead of casting the input.
         instead: what to write instead of a forbidden op.
     """
@@ -48,7 +47,6 @@ class OpRow:
     op: str
     rule: Rule
     reason: str
-    via: str = "mode"
     by_dtype: bool = False
     instead: str | None = None
 

@@ -80,7 +80,7 @@ def table_text(
     right: Sequence[int] | None = None,
     width: int | None = None,
 ) -> str:
-    """Set rows under named columns, as `grid` does; left out, `right` is the columns that hold numbers alone.
+    """Set rows under named columns, as `grid` does; `right` defaults to the columns that hold numbers alone.
 
     >>> print(table_text(("op", "calls"), [("mm", 12), ("add", 3456)]))
     op   calls

@@ -84,15 +84,8 @@ def report(truth: Sequence[int], predicted: Sequence[int], labels: Sequence[str]
     """Return precision, recall and F1 of each class, as data and as a table, given the class and the predicted one of each row."""
     from sklearn.metrics import classification_report
 
-    def made(as_data: bool) -> Any:
-        return classification_report(
-            truth,
-            predicted,
-            labels=range(len(labels)),
-            target_names=list(labels),
-            output_dict=as_data,
-            zero_division=0.0,
-            digits=4,
-        )
-
-    return made(True), made(False)
+    options: dict[str, Any] = {
+        "labels": range(len(labels)), "target_names": list(labels), "zero_division": 0.0, "digits": 4,
+    }  # fmt: skip
+    as_data = classification_report(truth, predicted, output_dict=True, **options)
+    return as_data, classification_report(truth, predicted, **options)

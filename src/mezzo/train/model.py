@@ -70,11 +70,10 @@ def sinusoids(positions: int, width: int) -> Tensor:
 def model_name(name: str | Path) -> str:
     """Return what holds the model of a name: for the folder of a run, that of its best one. Raises: ConfigError: it has none yet."""
     run = RunFolder(path=Path(name))
-    if run.is_run is False:
-        return str(name)
-    if run.best.is_dir():
+    is_model = run.is_run is False
+    if not is_model and run.best.is_dir():
         return str(run.best)
-    if run.checkpoint.exists():
+    if not is_model and run.checkpoint.exists():
         raise ConfigError(f"the run in {name} has no model yet: none of its evaluations is done.")
     return str(name)
 
