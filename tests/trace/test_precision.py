@@ -97,6 +97,19 @@ def test_gradients_that_fp16_flushes_are_underflow(factor: float) -> None:
     assert "GradScaler" in found.fix.advice and found.flush is not None and found.flush.share > 0.5
 
 
+def test_one_result_of_several_that_is_flushed_is_told() -> None:
+    """A convolution's backward hands out three gradients: here the input's are below fp16, the weight's and bias's are not."""
+    before, conv = nn.Linear(6, 6), nn.Conv2d(4, 4, 3, padding=1)
+    with torch.no_grad():
+        conv.weight.mul_(1e-6)
+    with diagnose.trace(before) as t:
+        with torch.autocast("cpu", FP16):
+            out = conv(before(torch.randn(8, 4, 6, 6) * 100))
+        (out.float() * 1e-2).sum().backward()
+    (found,) = t.report.findings
+    assert (found.verdict, found.phase, found.op) == ("underflow", "backward", "convolution")
+
+
 @pytest.mark.parametrize("factor", [1e-4, 1e-6])
 def test_the_scale_that_is_named_keeps_them(factor: float) -> None:
     [found] = gradients(factor).faults

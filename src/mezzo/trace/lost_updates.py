@@ -74,7 +74,8 @@ class FlushWatch:
                 if inherited is not None:
                     self._flushes.note(tensor, inherited)
             else:
-                forget_results(call, self.wide, self._flushes)
+                self.wide.forget(tensor)
+                self._flushes.forget(tensor)
 
     def _follow_zeros(self, call: Call, site: Site, tops: list[float]) -> None:
         before = next((s for _, t in call.inputs if (s := self._zeros.get(call.original(t))) is not None), site)
