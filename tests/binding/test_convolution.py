@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -189,3 +190,20 @@ def test_compiled_models_run_torchs(calls: Calls) -> None:
     compiled = torch.compile(prepared(model, "bf16, module:BatchNorm2d=bf16"), backend="aot_eager", fullgraph=True)
     check_close(trained(compiled, x), theirs)
     assert calls.count == 0
+
+
+@needs_pairs
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_a_convolution_that_is_replaced_later_runs(where: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen, torchs = prepared(nn.Conv2d(32, 32, 3, padding=1)), [], nn.Conv2d._conv_forward
+
+    def mine(self: nn.Conv2d, *args: Any) -> Tensor:
+        seen.append(args)
+        return torchs(self, *args)
+
+    if where == "instance":
+        model._conv_forward = functools.partial(mine, model)
+    else:
+        monkeypatch.setattr(nn.Conv2d, "_conv_forward", mine)
+    trained(model, torch.randn(4, 32, 8, 8))
+    assert len(seen) == 1 and calls.count == 0

@@ -331,3 +331,18 @@ def test_kept_casts_do_not_look_at_each_call_inside_a_norm(
             model[1](torch.randn(8, 6, dtype=torch.bfloat16))
         assert torch.equal(model(x), wanted)
     assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_an_rms_norm_trains_on_what_was_made_in_inference_mode(has_weight: bool, dtype: torch.dtype) -> None:
+    """As under torch.autocast, whose cast is a tensor of its own."""
+    with torch.inference_mode():
+        x = torch.randn(300, 64).to(dtype)
+    model = nn.Sequential(nn.RMSNorm(64, elementwise_affine=has_weight), nn.Linear(64, 1))
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    amp.backward(model(x).sum())
+    found = [p.grad for p in model.parameters()]
+    amp.zero_grad()
+    amp.backward(model(x.clone()).sum())
+    assert all(map(torch.equal, found, [p.grad for p in model.parameters()]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from tests.report.samples import DOCUMENT, sample
 from tests.zoo import faulty_forward
@@ -51,3 +54,16 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own() -> None:
         torch.zeros(2, requires_grad=True).log().sum().backward()
     shown = t.report._repr_html_()
     assert shown.startswith("<iframe srcdoc=") and "singularity" in shown and "<script" not in shown
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("what was there")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        sample().to_html(page)
+    assert page.read_text() == "what was there" and [*tmp_path.iterdir()] == [page]

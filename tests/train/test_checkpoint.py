@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.small import emotion_rows, tiny, write_tsv
+from tests.train.small import tiny
 from tests.train.test_tokens import texts
 
-from mezzo.errors import CheckpointError
+from mezzo.errors import CheckpointError, DataError
 from mezzo.train import checkpoint as saving
 from mezzo.train import run
 from mezzo.train.model import build_model
@@ -236,7 +236,7 @@ def test_a_file_in_place_of_the_folder_is_no_full_disk(out: str, tmp_path: Path)
     with pytest.raises(
         CheckpointError, match=r"^cannot write .*: Not a directory\. Name a folder that can be written with --out\.$"
     ):
-        run(tiny(write_tsv(tmp_path / "a.tsv", emotion_rows(60)), tmp_path / out))
+        run(tiny(tmp_path / "not-read.tsv", tmp_path / out))
 
 
 def test_a_folder_that_cannot_be_made_is_no_full_disk() -> None:
@@ -253,3 +253,11 @@ def test_a_folder_that_may_not_be_written_is_no_full_disk(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"Permission denied\. Name a folder that can be written with --out\.$"):
         with saving.writing(tmp_path / "config.json"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def test_a_folder_that_nobody_can_make_is_told_before_the_data_is_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^cannot write /proc/runs/one: .* Name a folder that can be written"):
+        run(tiny(tmp_path / "not-read.tsv", Path("/proc/runs/one")))
+    with pytest.raises(DataError, match="not-read"):
+        run(tiny(tmp_path / "not-read.tsv", tmp_path / "some" / "run"))
+    assert not (tmp_path / "some").exists()

@@ -37,6 +37,7 @@ from .module_rules import ModesAside, Precision
 SMALLEST_POOL = 1 << 14
 """Elements of an input from which on two copies cost less than they save."""
 FEWEST_CHANNELS = 8
+_CONV_FORWARD = nn.Conv2d._conv_forward
 _aten = torch.ops.aten
 _OPS: dict[int, tuple[torch.memory_format, Any, Any]] = {
     4: (torch.channels_last, _aten.max_pool2d_with_indices, _aten.max_pool2d_with_indices_backward),
@@ -68,7 +69,7 @@ def _own_op(module: nn.Module) -> Callable[..., Any] | None:
     units = native_support("cpu", torch.bfloat16)
     has_pairs = units.reason == "avx512_bf16"  # beside tiles torch's are faster
     is_emulated = not units.native and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if has_pairs and _runs_as(module, nn.Conv2d) and class_of(module)._conv_forward is nn.Conv2d._conv_forward:
+    if has_pairs and _runs_as(module, nn.Conv2d):
         return run_convolution
     if (has_pairs or is_emulated) and _runs_as(module, nn.Linear):
         return run_linear
@@ -158,7 +159,10 @@ def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _convolved(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return what a call multiplies, in bf16; None where it is torch's. Syncs: no."""
-    if num_function_modes() or not casts_to_bf16() or module.padding_mode != "zeros" or module.dilation != (1, 1):
+    is_torchs = getattr(module._conv_forward, "__func__", None) is _CONV_FORWARD
+    if num_function_modes() or not (is_torchs and casts_to_bf16()):
+        return None
+    if module.padding_mode != "zeros" or module.dilation != (1, 1):
         return None
     weight, bias = module.weight, module.bias
     if not all([isinstance(pair, tuple) and len(pair) == 2 for pair in (module.stride, module.padding)]):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..extras import check_installed, is_there
+from ..files import write_text
 from ..formats import dtype_name
 from . import plain_text
 from .charts import draw, draw_heat
@@ -98,8 +99,9 @@ class Report:
 
         Raises:
             ConfigError: jinja2 is not installed.
+            OSError: the page cannot be written; the file is what it was.
         """
         check_installed("to_html", ["jinja2"])
         path = Path(path)
-        path.write_text(render_page(self.document()), encoding="utf-8")
+        write_text(path, render_page(self.document()))
         return path

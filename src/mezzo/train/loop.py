@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -44,6 +45,13 @@ def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
         raise ConfigError(
             f"{config.out} holds a run already. Write --resume to go on with it, --overwrite to give it up, or another --out."
         )
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse with a `CheckpointError`, before the data is read, a folder that nobody could make or write."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    with writing(path), TemporaryDirectory(dir=there):
+        pass
 
 
 def _check_best(folder: RunFolder, step: int) -> None:
@@ -168,6 +176,8 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     config.num_micro_batches(world.size)
     whole = config.of_all_ranks(world.size)
     _check_folder(config, folder)
+    if world.is_first:
+        _check_writable(folder.path)
     corpus = load_corpus(config)
     state = None
     if config.resume:

@@ -148,6 +148,7 @@ def rms_norm(
     is_on_cpu, is_wide = x.device.type == "cpu", x.dtype is torch.float32
     if not is_on_cpu and (is_wide or _is_small(x, training) or not choice.module.fits(x, shape, weight)):
         return torch.rms_norm(x.float(), shape, as_fp32(weight), eps).to(low)
+    x = x.clone() if x.is_inference() and torch.is_grad_enabled() else x  # as a cast does, which torch's would be
     return _norm(x, shape, weight, None, eps, False, low)
 
 
