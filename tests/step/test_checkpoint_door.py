@@ -97,6 +97,12 @@ FAULTS: dict[str, tuple[Callable[[State], None], str]] = {
     "group sizes": (_set("optimizers/0/param_groups/0/params", [0, 1]), "param"),
     "moment misshapen": (_set("optimizers/0/state/0/exp_avg", torch.ones(3)), r"exp_avg.*\[3\]"),
     "moment text": (_set("optimizers/0/state/1/exp_avg", "x"), "exp_avg"),
+    "moment NaN": (lambda state: state["optimizers"][0]["state"][0]["exp_avg"].view(-1)[:1].fill_(NAN), "exp_avg.*NaN"),
+    "square NaN": (
+        lambda state: state["optimizers"][0]["state"][1]["exp_avg_sq"].view(-1)[:1].fill_(NAN),
+        "exp_avg_sq.*NaN",
+    ),
+    "square negative": (_set("optimizers/0/state/0/exp_avg_sq", -torch.ones(8, 4)), "exp_avg_sq.*below 0"),
     "master misshapen": (_set("optimizers/0/state/0/master", torch.ones(3)), r"master.*\[3\]"),
     "rate text": (_set("optimizers/0/param_groups/0/lr", "fast"), "lr.*'fast', and must be a number"),
     "state of nobody": (_set("optimizers/0/state/99", {}), "99"),
@@ -190,3 +196,31 @@ def test_masters_loaded_before_their_weights_stay(policy: str) -> None:
     amp.step()
     amp.model.load_state_dict(weights)
     assert all(torch.equal(value, weights[name].float()) for name, value in amp.export_weights().items())
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "bf16, params=bf16, master=split"])
+def test_weights_and_squares_that_are_not_finite_are_named_when_they_are_loaded(policy: str) -> None:
+    """A run may go on beside them: a row that nothing reads, a square beyond fp16."""
+    amp, saved = make(policy), copy.deepcopy(make(policy).state_dict())
+    saved["model"]["inner.weight"][0, 0] = NAN
+    saved["optimizers"][0]["state"][1]["exp_avg_sq"][0] = float("inf")
+    told = amp.load_state_dict(saved)
+    assert any("inf or NaN" in one and "inner.weight" in one and "exp_avg_sq of inner.bias" in one for one in told)
+    assert amp.load_state_dict(make(policy).state_dict()) == ()
+
+
+def test_expanded_moments_are_stepped() -> None:
+    """Nobody can write one that lies in a single number, as torch says in its own words."""
+    for kind in (torch.optim.AdamW, torch.optim.SGD, mezzo.optim.AdamW):
+        model = Net()
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        amp = mezzo.prepare(model, kind(model.parameters(), lr=0.1, **more), "bf16")
+        x, y = batch()
+        for _ in range(2):
+            amp.zero_grad()
+            amp.backward(mse(model(x), y))
+            assert amp.step()
+            saved = amp.state_dict()
+            name = "momentum_buffer" if more else "exp_avg"
+            saved["optimizers"][0]["state"][0][name] = torch.zeros(1, 1).expand(8, 4)
+            amp.load_state_dict(saved)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from tests.step.step_models import wait_for_nothing
 from torch import nn
 
+import mezzo
 from mezzo.loss_scale import AccumulationState
 from mezzo.step.gradients import OptimizerGrads, grads_of
 from mezzo.step.result import Skip, StepFlags, check_grads
@@ -139,3 +142,17 @@ class TestWhoSkips:
         found = grads_of({0: torch.optim.SGD([p]), 1: torch.optim.SGD([p])}, None)
         flags = check(found, pending())
         assert (flags.norms, flags.grad_norm) == ((5.0, 5.0), 5.0)
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_a_result_travels(is_bad: bool) -> None:
+    """To another process, and as a copy: what it knows, without the gradients it was found in."""
+    model = nn.Linear(4, 1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16, scaling.init_scale=16")
+    amp.backward(model(torch.full((2, 4), INF if is_bad else 1.0)).float().sum() * 1.0)
+    result = amp.step()
+    for other in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), copy.copy(result)):
+        assert repr(other) == repr(result)
+        assert (bool(other), other.optimizers, other.skipped_in_a_row) == (not is_bad, (not is_bad,), int(is_bad))
+        assert other.nonfinite == result.nonfinite and other.stats.gradient(model.weight) is None
+        assert repr(pickle.loads(pickle.dumps(other))) == repr(result)

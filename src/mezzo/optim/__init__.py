@@ -17,6 +17,7 @@ from .master_weights import MasterWeights as MasterWeights
 from .optimizer_state import OWN_OPTIONS as OWN_OPTIONS
 from .saved_state import HOW as HOW
 from .saved_state import MOMENTS as MOMENTS
+from .saved_state import SQUARES as SQUARES
 from .saved_state import check_mapping as check_mapping
 from .saved_state import check_saved as check_saved
 from .saved_state import check_tensor as check_tensor

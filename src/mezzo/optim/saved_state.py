@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, first_line, listed, shown
-from ..formats import LOW_DTYPES, describe, dtype_name, is_number, number_of
+from ..formats import LOW_DTYPES, describe, dtype_name, extremes, is_number, number_of
 from ..kernels import AUX_STATE, misplaced
 from ..loss_scale import parameters
 from .checks import is_seed
@@ -22,6 +22,8 @@ MOMENTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
 )
 """State of torch's optimizers that a step turns into weights; what others keep may start at inf."""
+SQUARES = frozenset(("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"))
+"""State whose root a step divides by."""
 _COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch's optimizers that is one number a parameter."""
 _AUX_DTYPES = {AUX_STATE["split"]: torch.int16, AUX_STATE["fp32"]: torch.float32}
@@ -168,6 +170,18 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
                 refuse(where, f"is {value.dtype}, and the parameter {param.dtype}")
         elif isinstance(now, Tensor) and now.dim() > 0:
             check_tensor(where, value, now)
+        if name in MOMENTS | SQUARES and isinstance(value, Tensor) and (bad := _why_bad(name, value)):
+            refuse(where, f"holds {bad}, of which the next step makes inf or NaN in the weights")
+
+
+def _why_bad(name: str, value: Tensor) -> str:
+    """Return what a moment holds and no step can use; empty for none. An inf in a square only keeps its weight where it is. Syncs: yes."""
+    least, largest = extremes(value)
+    if math.isnan(least):
+        return "NaN"
+    if name in SQUARES:
+        return "numbers below 0" if least < 0 and not value.is_complex() else ""
+    return "inf" if math.inf in (-least, largest) else ""
 
 
 def _check_alike(part: str, entries: Mapping[Any, Mapping[str, Any]]) -> None:

@@ -191,3 +191,17 @@ class GradStats:
         # Of a sharded gradient the part here: one rank may ask alone, so nobody waits for the others.
         values = grad.coalesce().values() if grad.is_sparse else local(grad)
         return int((~values.isfinite()).sum())
+
+
+class KnownStats(GradStats):
+    """What is known of the gradients behind a result that was copied or sent to another process."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self, known: dict[str, int | None]) -> None:
+        super().__init__(params=(), names={}, norms=(), counts=None, stamps={})
+        self._known = known
+
+    def nonfinite(self) -> dict[str, int | None]:
+        """Return them as they were found. Host only."""
+        return self._known

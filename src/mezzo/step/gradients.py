@@ -240,6 +240,12 @@ class Gradients:
         return self._pending is not None
 
     @property
+    def half_step(self) -> str:
+        """What step the weights may have been taken by in part; empty for none."""
+        broken = "" if self._pending is None else self._pending.broken
+        return "" if broken == _HALF_A_SUM else broken
+
+    @property
     def is_abandoned(self) -> bool:
         """Whether somebody dropped the gradients since the backward pass, and with them the step."""
         pending = self._pending

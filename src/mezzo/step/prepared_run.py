@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from .release import Original, Released, release_
 from .report import StateReport, refuse_differing
 from .result import Skip
 from .update import forbid_direct_steps
+
+_log = logging.getLogger("mezzo.step")
 
 
 class PreparedRun:
@@ -117,6 +120,11 @@ class PreparedRun:
 
         Syncs: yes.
         """
+        if half := self._engine.gradients.half_step:
+            _log.warning(
+                "amp.state_dict() was called after %s: what it returns may be half of that step. Load the last checkpoint where there is one",
+                half,
+            )
         run = checkpoint.save_run(self.policy, self._engine.loss_scale, self.counters())
         if beside := checkpoint.outside(self.model, self.optimizers):
             run["outside"] = beside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,12 +14,13 @@ from torch.optim import Optimizer
 
 from ..binding import innermost, uncompiled
 from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, listed, shown
-from ..formats import LOW_DTYPES, SMALLEST, dtype_name, is_count, is_number, overflowing, parse_dtype
+from ..formats import LOW_DTYPES, SMALLEST, dtype_name, extremes, is_count, is_number, overflowing, parse_dtype
 from ..kernels import AUX_STATE, read_master
 from ..loss_scale import LossScale
 from ..optim import (
     HOW,
     OWN_OPTIONS,
+    SQUARES,
     check_mapping,
     check_saved,
     check_tensor,
@@ -148,9 +150,23 @@ def load_(
                 undo.callback(vars(optimizer).update, kept)  # loading replaces both
                 _load_plain(optimizer, entry)
         loaded = load_weights_(inner, optimizers, {**state, "model": weights})
-        sentences = (*_load_outside_(beside, saved), *loaded)
+        bad = _not_finite(inner, optimizers, weights, state["optimizers"])
+        sentences = (*_load_outside_(beside, saved), *loaded, *bad)
         undo.pop_all()
     return sentences
+
+
+def _not_finite(
+    model: nn.Module, optimizers: Sequence[Optimizer], weights: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield a sentence where trained weights, or squares of gradients, were saved with inf or NaN: a run may go on beside them. Syncs: yes."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    held = [(name, weights.get(name)) for name in names.values()]
+    for optimizer, entry in zip(optimizers, entries, strict=True):
+        states = [(names.get(p, "a parameter"), entry["state"].get(i, {})) for i, p in enumerate(parameters(optimizer))]
+        held += [(f"{key} of {name}", state[key]) for name, state in states for key in sorted(SQUARES & state.keys())]
+    if found := [n for n, v in held if isinstance(v, Tensor) and not all(map(math.isfinite, extremes(v)))]:
+        yield f"{listed(found)} {'was' if len(found) == 1 else 'were'} saved with inf or NaN"
 
 
 def _load_outside_(beside: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None) -> Iterator[str]:
@@ -253,8 +269,14 @@ def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]
         now = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
         kept = {name: value for name, value in group.items() if name not in OWN_OPTIONS}
         groups.append({**now, **kept, **{name: now[name] for name in HOW if name in now}})
-    state = each_entry(entry, lambda kept: {name: value for name, value in kept.items() if name not in own})
+    state = each_entry(entry, lambda kept: {name: _in_own_memory(v) for name, v in kept.items() if name not in own})
     return {**entry, "state": state, "param_groups": groups}
+
+
+def _in_own_memory(value: Any) -> Any:
+    """Return a saved value, copied where several elements of a tensor are one in memory, which torch's optimizers could not write."""
+    is_expanded = isinstance(value, Tensor) and value.layout is torch.strided and 0 in value.stride()
+    return value.clone(memory_format=torch.contiguous_format) if is_expanded else value
 
 
 def load_scale_(state: LossScale, saved: Mapping[str, Any] | None, config: ScalingConfig | None) -> Iterator[str]:

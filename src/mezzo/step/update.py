@@ -289,8 +289,9 @@ def update_(
             undo[i] = _take(one, scaling)
         except BaseException as failure:
             is_edited = is_divided or clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
+            has_post_hooks = any(step_hooks(part)[1] for part in (one.optimizer, wrapped_optimizer(one.optimizer)))
             if isinstance(failure, Exception):
-                pending.broken = _CHANGED if is_edited else ""
+                pending.broken = _CHANGED if is_edited else _HOOKED if has_post_hooks else ""
             if taken:
                 pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
             if taken and isinstance(failure, Exception):
@@ -325,6 +326,8 @@ def _take(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | Non
 
 UNFINISHED = "a step() that has not ended, or was interrupted and may have been taken in part"
 _CHANGED = "a step() that failed, when gradients had been divided or clipped already"
+
+_HOOKED = "a step() that failed, perhaps in a hook after weights had been written"
 
 
 def _names(grads: Sequence[OptimizerGrads]) -> str:
