@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,9 @@ from .recorder import BATCH, FORMAT, RESULTS, START, batch_file, outcome, segmen
 from .trial import check_trial
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
+_MADE_OF: dict[Any, Any] = {"options": {str: object}, "groups": [{str: float | int | tuple}]}
+_BATCH = {"data": object, "random": (Tensor, [Tensor]), **_MADE_OF}
+_RESULT = {"losses": [Tensor], "grad_norm": Tensor, "scale": float | int, "applied": bool}
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
@@ -109,17 +112,22 @@ class _Run:
     def __init__(self, parts: Parts, policy: PolicyLike, folder: Path) -> None:
         model, optimizers, self.loss_fn = parts
         self.amp, self._folder = prepare(model, optimizers, policy), folder
-        results = map(step_data.read, folder.glob(f"[0-9]*/*{RESULTS}"))
+        results = [step_data.read(path, {int: _RESULT}) for path in folder.glob(f"[0-9]*/*{RESULTS}")]
         self._known = {step: result for found in results for step, result in found.items()}
 
     def take(self, step: int) -> tuple[dict[str, Any], str]:
         """Take one recorded step. Returns: what came of it, and the error that ended it. Writes: the model. Syncs: yes."""
         folder = max(p for p in self._folder.glob("[0-9]" * 8) if p.name <= f"{step:08d}")
         num = max(len(list(folder.glob(f"{step:08d}.*{BATCH}"))), len(self._known.get(step, {}).get("losses", ())), 1)
-        batches = [step_data.read(batch_file(folder, step, i)) for i in range(num)]
+        batches = [step_data.read(batch_file(folder, step, i), _BATCH) for i in range(num)]
         changed = step_file(folder, step)
-        made_of = step_data.read(changed) if changed.is_file() else batches[-1]
+        made_of = step_data.read(changed, _MADE_OF) if changed.is_file() else batches[-1]
         groups = [group for optimizer in self.amp.optimizers for group in optimizer.param_groups]
+        if (num := len(made_of["groups"])) != len(groups):
+            raise DataError(
+                f"step {step} was taken with {num} parameter groups, and the optimizers that build returned have {len(groups)}: groups "
+                "that were added or removed since the snapshot cannot be replayed. Ask for a step of a later snapshot."
+            )
         for group, values in zip(groups, made_of["groups"], strict=True):
             for key in group.keys() & values.keys():
                 if isinstance(group[key], Tensor):  # it may stand in several groups, and in a graph
@@ -198,8 +206,8 @@ def replay(
     """
     kept = as_path("replay", "folder", folder)
     first, path = segment_of(kept, step)
-    start = step_data.read(path / START, partial(torch.load, weights_only=True))
-    if not isinstance(start, dict) or start.get("format") != FORMAT:
+    start = step_data.read(path / START, load=partial(torch.load, weights_only=True))
+    if not step_data.fits(start, {"format": int, "policy": str, "run": Mapping}) or start["format"] != FORMAT:
         raise DataError(f"{str(path / START)!r} is no snapshot of a record of this version.")
     with random_state.kept():
         run = _Run(_built(build), start["policy"], kept)

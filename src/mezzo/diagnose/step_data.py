@@ -10,7 +10,7 @@ import io
 import mmap
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,8 +79,23 @@ def _check(file: BinaryIO) -> None:
             )
 
 
-def read(path: Path, load: Callable[[BinaryIO], Any] = lambda file: _Reader(file).load()) -> Any:
-    """Return what `write` wrote, or what `load` makes of another file of a record, in memory of its own.
+def fits(value: Any, layout: Any) -> bool:
+    """Whether data is laid out so: a dict with these entries, or any of a type of keys; a tuple of these; a list or tuple of one; of a type. Host only.
+
+    >>> fits({"a": [1, 2], 3: 1.0}, {"a": [int], int: float}), fits({"a": [1, "x"]}, {"a": [int]})
+    (True, False)
+    """
+    if isinstance(layout, Mapping):
+        is_whole = isinstance(value, Mapping) and all(key in value or isinstance(key, type) for key in layout)
+        return is_whole and all(fits(v, layout.get(key, layout.get(type(key), object))) for key, v in value.items())
+    if isinstance(layout, (list, tuple)):
+        wanted = layout * len(value) if isinstance(layout, list) and isinstance(value, (list, tuple)) else layout
+        return isinstance(value, (list, tuple)) and len(value) == len(wanted) and all(map(fits, value, wanted))
+    return isinstance(value, layout)
+
+
+def read(path: Path, layout: Any = object, load: Callable[[BinaryIO], Any] = lambda file: _Reader(file).load()) -> Any:
+    """Return what `write` wrote, or what `load` makes of another file of a record, laid out as `fits` asks; in memory of its own.
 
     Raises:
         DataError: something else, or a damaged file; nothing in it is called.
@@ -88,6 +103,10 @@ def read(path: Path, load: Callable[[BinaryIO], Any] = lambda file: _Reader(file
     try:
         with path.open("rb") as file:
             _check(file)
-            return load(file)
+            if not fits(data := load(file), layout):
+                raise ValueError(
+                    "it is not laid out as this version writes it. Replay it with the one that recorded it."
+                )
+            return data
     except Exception as failure:  # whatever a damaged file makes of the unpickler
         raise DataError(f"{str(path)!r} cannot be read as a record: {failure}") from failure
