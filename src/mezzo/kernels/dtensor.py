@@ -46,6 +46,15 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def readable(tensor: Tensor) -> Tensor:
+    """Return a tensor in memory that a kernel may read: a plain copy of one whose class keeps others in place of values of its own. Syncs: no."""
+    if type(tensor) in PLAIN or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.data_ptr() != 0:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    copy.copy_(tensor.detach())
+    return copy
+
+
 def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the `local` part of each tensor; the same list where all are plain. Syncs: as `local`."""
     return [local(tensor) for tensor in tensors] if any_dtensor(tensors) else tensors

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..read_only import read_only
-from .dtensor import PLAIN
+from .dtensor import PLAIN, readable
 from .ops.gradients import ScaledGradients
 from .weights import AUX_STATE, Weights
 
@@ -191,8 +191,8 @@ def _copies(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses
     for index in [index for index, address in enumerate(addresses) if address not in layout.sound]:
         grad = grads[index]
         _check_gradient(weights, index, grad)
-        if grad.numel() and _memory(grad)[0] in layout.storages:
-            copies[index] = grad.clone()
+        if grad.numel() and (addresses[index] == 0 or _memory(grad)[0] in layout.storages):
+            copies[index] = grad.clone() if (plain := readable(grad)) is grad else plain
         elif addresses[index] != 0:  # where empty tensors lie, and freed ones
             layout.sound.add(addresses[index])
     return copies
@@ -244,7 +244,8 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     addresses = [tensor.data_ptr() for tensor in tensors]
     if 0 in addresses:
         for index, tensor in enumerate(tensors):
-            if reason := misplaced(tensor, tensor):
+            has_none = tensor.numel() > 0 and addresses[index] == 0
+            if reason := misplaced(tensor, tensor) or ("without memory of its own" if has_none else ""):
                 raise Operand(f"gradient {index}", "gradient", tensor).refuse(tensor, reason)
     return addresses
 
