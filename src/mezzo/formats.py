@@ -167,7 +167,8 @@ def overflowing(dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]) -> li
 def extremes(tensor: Tensor) -> tuple[float, float]:
     """Return the least and the largest number in a dense tensor, or its part on this rank; both NaN where it holds one, 0 where it holds none. Syncs: yes."""
     own: Tensor = getattr(tensor, "to_local", lambda: tensor)().detach()
-    if own.numel() == 0 or own.is_meta or own.layout is not torch.strided:
+    is_plain = type(own) in (Tensor, torch.nn.Parameter)  # other classes may have no such op
+    if not is_plain or own.numel() == 0 or own.is_meta or own.layout is not torch.strided:
         return 0.0, 0.0
     values = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
     least, largest = torch.stack(torch.aminmax(values.float() if values.element_size() == 1 else values)).tolist()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.binding import module_rules
 from mezzo.binding.forward import record
+from mezzo.errors import CastError
 
 
 def encoder() -> nn.TransformerEncoder:
@@ -149,4 +150,22 @@ def test_what_a_root_adds_to_a_mapping_comes_out_as_output_says(kind: type, poli
     assert found["embedding"].dtype is torch.float32
     assert given["embedding"].dtype is mezzo.Policy.parse(policy).compute, (
         "what was handed in stays as the model left it"
+    )
+
+
+@pytest.mark.parametrize("depth", [0, 5000])
+def test_outputs_that_hold_themselves_are_refused_in_a_sentence(depth: int) -> None:
+    class Nest(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            nest: list[object] = [super().forward(x)]
+            for _ in range(depth):
+                nest = [nest]
+            return nest if depth else (nest.append(nest) or nest)  # type: ignore[return-value, func-returns-value]
+
+    model = mezzo.prepare(Nest(4, 4), None, "bf16").model
+    with pytest.raises(CastError, match=r"the output of Nest is to be fp32, and is .*list.* that holds itself"):
+        model(torch.ones(2, 4))
+    assert (
+        not torch.is_autocast_enabled("cpu")
+        and mezzo.prepare(nn.Linear(4, 4), None, "bf16").model(torch.ones(2, 4)).dtype is torch.float32
     )

@@ -38,7 +38,7 @@ from ..casting import (
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
-from .module_rules import Precision, cast_floating, has_module_rules, run_ruled, when_traced
+from .module_rules import Precision, cast_nest, has_module_rules, run_ruled, when_traced
 from .module_weights import Place, WideTensors, first_place, largest_matrix
 from .refusals import REFUSALS, leaves_dtypes
 
@@ -296,7 +296,7 @@ def _open(
     if is_eager and not resumes and not (torch.is_grad_enabled() and saved_tensors_hooks() is None):
         bind_recompute(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:
-        args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+        args, kwargs = [cast_nest(given, torch.float32, "an input", module) for given in (args, kwargs)]
     region: AbstractContextManager[object] = binding.resumed() if resumes else binding.region(bound.around, traced)
     if binding.emulates and not (resumes or between) and is_unwatched():
         bound.products = bound.products or ProductWatch(largest_matrix(module))
@@ -319,20 +319,20 @@ def _enter(
     if is_dynamo_compiling() and is_exporting():
         with region:
             out = _run_inside(bound, module, forward, args, kwargs, traced)
-        return _close(out, dtype, after)
+        return _close(module, out, dtype, after)
     _set_thread_state(bound.binding, traced)
     try:
         with region:
             out = _run_inside(bound, module, forward, args, kwargs, traced)
     finally:
         _set_thread_state(outer, outer_traced)
-    return _close(out, dtype, after)
+    return _close(module, out, dtype, after)
 
 
 @dynamo_skip_frame
-def _close(out: Any, dtype: torch.dtype | None, after: AfterForward | None) -> Any:
+def _close(module: nn.Module, out: Any, dtype: torch.dtype | None, after: AfterForward | None) -> Any:
     """Return a module's output as its caller gets it: in the policy's output dtype, where the caller is outside."""
-    out = out if dtype is None else cast_floating(out, dtype)
+    out = out if dtype is None else cast_nest(out, dtype, "the output", module)
     if after is not None:
         after(out)
     return out

@@ -27,6 +27,7 @@ from .._torch import (
     push_function_mode,
 )
 from ..casting import AttentionMode, CastMode
+from ..errors import CastError, kind_of
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import (
     group_norm,
@@ -70,6 +71,17 @@ def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def cast_nest(value: Any, dtype: torch.dtype, what: str, module: nn.Module) -> Any:
+    """Do as `cast_floating` for what a module was given or returns; a CastError for what lies in itself, or deeper than Python follows. Syncs: no."""
+    try:
+        return cast_floating(value, dtype)
+    except RecursionError as error:
+        raise CastError(
+            f"{what} of {type(module).__name__} is to be {dtype_name(dtype)}, and is {kind_of(value)} that holds itself, or others thousands "
+            "of levels deep, so its tensors cannot be cast. Hand on the tensors in a list, tuple, dict or dataclass."
+        ) from error
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from .._torch import follow_class_step
 from ..formats import LOW_DTYPES
@@ -154,7 +155,7 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
     if inner is not optimizer:
         optimizer.__class__ = type(optimizer).__bases__[0]
-    for entry in inner.state.values():
+    for entry in [held for p, held in inner.state.items() if isinstance(p, Tensor)]:
         for name in (*AUX_STATE.values(), *(["step"] if isinstance(inner, AdoptedSGD) else [])):
             entry.pop(name, None)
         entry.update({name: held.clone() for name, held in entry.items() if name == "step"})

@@ -101,13 +101,15 @@ def check_mapping(part: str, value: Any) -> None:
         refuse(part, f"is {type(value).__name__}, and must be a dict")
 
 
-def check_tensor(part: str, value: Any, own: Tensor) -> None:
-    """Refuse what is no tensor with values, of the shape of another. Syncs: no."""
+def check_tensor(part: str, value: Any, own: Tensor, *, may_be_sparse: bool = False) -> None:
+    """Refuse what is no tensor with values, of the shape of another, nor of its layout unless it `may_be_sparse`. Syncs: no."""
     if not isinstance(value, Tensor):
         refuse(part, f"is {_brief(value)}, and must be a tensor of shape {list(own.shape)}")
     if value.shape != own.shape:
         refuse(part, f"has shape {list(value.shape)}, and {list(own.shape)} is wanted")
-    if value.layout is not own.layout or (value.is_meta and not own.is_meta):
+    if (value.layout is not own.layout and not (may_be_sparse and value.is_sparse)) or (
+        value.is_meta and not own.is_meta
+    ):
         refuse(part, f"is a tensor of {value.layout} on {value.device}, and must be one of {own.layout} with values")
     if reason := value.layout is torch.strided and misplaced(value, value):
         refuse(part, f"is {describe(value)}, {reason}")
@@ -165,7 +167,7 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
                 refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
         elif name in MOMENTS:
             if value is not None or name != _NONE_YET:
-                check_tensor(where, value, param)
+                check_tensor(where, value, param, may_be_sparse=_is_torchs(optimizer))
             if value is not None and value.is_complex() is not param.is_complex():
                 refuse(where, f"is {value.dtype}, and the parameter {param.dtype}")
         elif isinstance(now, Tensor) and now.dim() > 0:
@@ -200,12 +202,17 @@ _NEEDS = {
 """Moments of torch's optimizers that an option asks for, beside one that is always there."""
 
 
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether one of torch's optimizers takes the step, in a wrapper or by itself."""
+    return f"{type(getattr(optimizer, 'inner', optimizer)).__module__}.".startswith("torch.optim.")
+
+
 def _check_torch(
     part: str, group: Mapping[str, Any], entries: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer
 ) -> None:
     """Refuse what one of torch's optimizers would stumble over in its next step: ranges are those that its constructor knows."""
     kind: Any = type(optimizer)
-    if not f"{kind.__module__}.".startswith("torch.optim."):
+    if not _is_torchs(optimizer):
         return
     for (option, known), moment in _NEEDS.items():
         if group.get(option) and any(known in entry and entry.get(moment) is None for entry in entries.values()):

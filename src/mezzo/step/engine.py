@@ -23,6 +23,7 @@ from .foreign_scaler import refuse_stranger
 from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
+from .leftovers import refuse_repeated
 from .ranks import News, setup_of, warn_alone, whole_tensors, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
@@ -99,6 +100,7 @@ class Engine:
 
     def follow_changes(self) -> None:
         """Take modules, parameters and groups that came since into the policy. Writes: as `prepare`. Syncs: no."""
+        refuse_repeated(self.model, self.optimizers)
         rebind(self.root, self.recovery.binding)
         convert_(self.root, self.optimizers, self.policy)
         set_grad_dtype_(self.optimizers, self.policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -116,6 +117,19 @@ def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[
     for p in zeroed:
         del pending.stale[p]
     return zeroed
+
+
+def refuse_repeated(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse, by a StepError, a parameter that stands more than once in the groups of one optimizer. Host only."""
+    for one in optimizers:
+        if len(params := parameters(one)) > len(set(params)):
+            names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+            counts = Counter(params)
+            repeated = [names.get(p, "a parameter") for p, count in counts.items() if count > 1]
+            raise StepError(
+                f"{type(one).__name__} has {listed(repeated)} more than once in its groups, and would step it as often with one gradient. "
+                "Write each parameter once, as in list(dict.fromkeys(params)). Nothing was changed."
+            )
 
 
 def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:

@@ -35,6 +35,7 @@ from ..optim import adopt, parameters, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
 from .capture import P, R
 from .foreign_scaler import warn_of_earlier
+from .leftovers import refuse_repeated
 from .loading import MastersFollow
 from .recovery import check_demotion
 from .release import let_go, original, remember_states, remember_weights
@@ -144,6 +145,7 @@ def prepare(
     resolved = with_missing_kernels(as_policy(policy).resolve(device), inner, device.type)
     check_demotion(resolved, None)
     check_floats(model, resolved)
+    refuse_repeated(model, given)
     _check_shared(given, skip)
     was = original(inner, given)
     with ExitStack() as undo:  # whatever raises, everything is put back, the last first
