@@ -232,3 +232,9 @@ def test_a_page_that_cannot_be_written_is_told_before_the_script_runs(
         told.err
         == f"mezzo doctor: --html {tmp_path / 'a.html'}: {tmp_path} cannot be written. Name a file that can be.\n"
     )
+
+
+def test_a_function_of_model_that_ends_the_program_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ends.py").write_text("def build():\n    raise SystemExit(5)\n")
+    assert main(["doctor", "--model", f"{tmp_path / 'ends.py'}:build"]) == 3
+    assert "ends.py:build ended by itself with SystemExit(5)" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def run(argv: Sequence[str]) -> int:
                 report: Report = check_up(options.model, options.policy)
             except MezzoError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _tell_error(options.model, error)
                 return UNSEEN
             code = HEALTHY if report.is_healthy else UNSEEN if report.document().is_unseen else FAULTY
