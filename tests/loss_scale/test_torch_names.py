@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
 from mezzo.errors import PolicyError, ScalerError
 from mezzo.loss_scale import GradScaler
@@ -90,6 +91,10 @@ class TestSubclasses:
         calls = []
 
         class Mine(kind):  # type: ignore[misc, valid-type]
+            def unscale_(self, optimizer: Any) -> None:
+                calls.append("unscale_")
+                super().unscale_(optimizer)
+
             def _unscale_grads_(self, *args: Any) -> Any:
                 calls.append("unscale")
                 return super()._unscale_grads_(*args)
@@ -99,7 +104,7 @@ class TestSubclasses:
                 return super()._maybe_opt_step(*args, **kwargs)
 
         assert step(Mine("cpu"), fused=fused) == [0.5, 0.5]
-        assert calls == (["unscale"] if fused else ["unscale", "step"])
+        assert calls == (["unscale"] if fused else ["unscale_", "unscale", "step"])
 
     def test_a_finding_of_ones_own_skips_the_step(self, kind: type[Scaler], fused: bool) -> None:
         """A sharded scaler reduces findings over ranks in this place."""
@@ -110,6 +115,35 @@ class TestSubclasses:
 
         scaler = Wary("cpu")
         assert step(scaler, fused=fused) == [1.0, 1.0] and scaler.get_scale() == 32768.0
+
+    @pytest.mark.parametrize("early", [False, True])
+    def test_an_unscale_of_ones_own_takes_the_place_of_torchs(
+        self, kind: type[Scaler], fused: bool, early: bool
+    ) -> None:
+        """As fully sharded training writes it: a division, and the findings where torch keeps them."""
+
+        class Sharded(kind):  # type: ignore[misc, valid-type]
+            def unscale_(self, optimizer: Any) -> None:
+                scale, _ = self._check_scale_growth_tracker("unscale_")
+                state = self._per_optimizer_states[id(optimizer)]
+                state["found_inf_per_device"] = self._unscale_grads_(optimizer, 1 / scale, torch.zeros(1), True)
+                state["stage"] = OptState.UNSCALED
+
+        param, scaler, trace = nn.Parameter(torch.ones(2)), Sharded("cpu", init_scale=8.0, growth_interval=2), []
+        optimizer = torch.optim.SGD([param], lr=0.5, fused=fused)
+        for factor in (1.0, math.inf, 2.0, 1.0):
+            optimizer.zero_grad(set_to_none=False)
+            scaler.scale((param * factor).sum()).backward()
+            if early:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_([param], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            trace.append((param.tolist(), scaler.get_scale()))
+        down, up = (0.5**1.5 if early else 0.5), 1.0
+        assert [scale for _, scale in trace] == [8.0, 4.0, 4.0, 8.0]
+        assert trace[0][0] == trace[1][0] == pytest.approx([1 - down] * 2, rel=1e-4)
+        assert trace[3][0] == pytest.approx([1 - (3 * down if early else 2 * down + up)] * 2, rel=1e-4)
 
     def test_half_gradients_may_be_allowed(self, kind: type[Scaler], fused: bool) -> None:
         class Half(kind):  # type: ignore[misc, valid-type]

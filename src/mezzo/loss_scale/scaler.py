@@ -176,9 +176,6 @@ class GradScaler(TorchNames):
             raise ScalerError(messages.UNSCALED_TWICE.format(optimizer=messages.kind(optimizer)))
         if state["stage"] is ScalerStage.STEPPED:
             raise ScalerError(messages.UNSCALED_LATE.format(optimizer=messages.kind(optimizer)))
-        self._divide(optimizer, state)
-
-    def _divide(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         captured = self._check(optimizer)
         try:
             found = self._unscale_grads_(optimizer, captured.reciprocal(), is_unusable(captured), False)
@@ -262,13 +259,14 @@ class GradScaler(TorchNames):
     def _apply(self, optimizer: Optimizer, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         was_unscaled, divides = state["stage"] is ScalerStage.UNSCALED, is_fused(optimizer)
         if was_unscaled:
-            if state["passes"] != self._tracker.passes:
+            if state.get("passes", self._tracker.passes) != self._tracker.passes:
                 grad_checks.before_step(self._tracker, optimizer)
         elif divides:
             state["captured"] = self._check(optimizer)
             self._check_inf_per_device(optimizer)
         else:
-            self._divide(optimizer, state)
+            self.unscale_(optimizer)
+        is_foreign = "captured" not in state  # a subclass divides in an `unscale_` of its own
         found = self._found(state)
         if found is None:
             raise ScalerError(messages.no_gradients(optimizer, self._tracker))
@@ -280,10 +278,11 @@ class GradScaler(TorchNames):
             state["is_skipped"] = None
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
             is_skipped = bool(found) if state["is_skipped"] is None else state["is_skipped"]
-        if divides or was_unscaled:  # the gradients changed after they were last written down
+        if divides or was_unscaled or is_foreign:  # the gradients changed after they were last written down
             self._tracker.write(optimizer, Mark.UNSCALED)
         state["stage"], state["is_skipped"] = ScalerStage.STEPPED, is_skipped
-        self._last_step = LastStep(found if is_skipped is None else is_skipped, state["captured"])
+        captured = self._live.captured() if is_foreign else state["captured"]
+        self._last_step = LastStep(found if is_skipped is None else is_skipped, captured)
         return result
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
