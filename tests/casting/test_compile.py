@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ import torch._dynamo
 from tests.torch_versions import traces_regions, warns_of_breaks
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from mezzo import Policy
-from mezzo.casting import autocast, cast_cache
+from mezzo.casting import autocast, cast_cache, custom_bwd, custom_fwd
 
 BF16 = torch.bfloat16
 MEZZO = Policy(compute=BF16, ops="mezzo")
@@ -197,3 +200,58 @@ def test_a_model_that_breaks_the_graph_inside_the_region_runs_as_in_eager(name: 
     for _ in range(3):
         (check if backend == "aot_eager" else check_close)(step(net, compiled, x), want)
     assert counters["graph_break"]
+
+
+def checkpointed(forward: Any) -> Any:
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+def branched(forward: Any) -> Any:
+    return lambda x: torch.cond(x.sum() > 0, forward, lambda x: forward(-x), (x,))
+
+
+def in_a_function(forward: Any) -> Any:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return forward(x).detach()
+
+        @staticmethod
+        @custom_bwd
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return (grad.float() @ grad.float().mT @ x).float()
+
+    return Function.apply
+
+
+@pytest.mark.parametrize("around", [autocast, torch.autocast, None], ids=["mezzo", "torch", "none"])
+@pytest.mark.parametrize("part", [checkpointed, branched, in_a_function])
+@traces_regions
+def test_a_region_in_a_part_of_a_graph(part: Any, around: Any) -> None:
+    """torch's own setters of its switches fail there (torch 2.13)."""
+    linear, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu"):
+            return linear(x)
+
+    inner = part(region)
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with around("cpu") if around is not None else nullcontext():
+            y = inner(x)
+            with autocast("cpu", enabled=False):
+                z = linear(x)
+            return y, z, linear(x)
+
+    results = []
+    for run in (torch.compile(forward, fullgraph=True, backend="aot_eager"), forward):
+        x.grad = None
+        outputs = run(x)
+        sum(y.float().square().sum() for y in outputs).backward()
+        results.append([*outputs, x.grad])
+        assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+    check(*results)

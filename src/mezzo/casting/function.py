@@ -10,7 +10,7 @@ import torch
 
 from ..errors import RegionError
 from .mode import eligible, map_tensors, tensors_in
-from .region import autocast
+from .region import autocast, region_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
         dtype = cast_inputs if torch.is_autocast_enabled(device) else None
         region = autocast.current() if dtype is None else autocast.current(enabled=False)
         for one in ctx:  # a forward beside a setup_context has none
-            one._mezzo_region = region
+            one._mezzo_plan = region._plan
         if dtype is None:
             return fwd(*args, **kwargs)
         count = 1 if fwd.__name__ == "setup_context" else len(given)  # which has the output behind its inputs
@@ -93,13 +93,13 @@ def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
 
     @functools.wraps(bwd)
     def backward(ctx: Any, *args: Any) -> Any:
-        region = getattr(ctx, "_mezzo_region", None)
-        if region is None:
+        plan = getattr(ctx, "_mezzo_plan", None)
+        if plan is None:
             raise RegionError(
                 "custom_bwd runs backward in the region of its forward, which nobody wrote down: decorate forward with "
                 "mezzo.custom_fwd, or, where it is given no ctx, decorate its setup_context so."
             )
-        with region:
+        with region_of(plan):  # one of its own: a graph may not write onto what its forward made
             return bwd(ctx, *args)
 
     return backward

@@ -25,6 +25,7 @@ from .cast_cache import RegionCache
 from .frame import bind_recompute
 from .op_rule_table import OpRuleTable
 from .provenance import mismatch_message
+from .tracing import enter_switch, exit_switch
 
 _UNTRACKED_HANDLES = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # type: ignore[attr-defined]  # a descriptor
 
@@ -188,11 +189,12 @@ class CastMode(TorchFunctionMode):
             return found
         if self.standalone is not None:
             return func(*args, **kwargs)
-        torch.set_autocast_enabled(device, False)
+        is_compiling = torch.compiler.is_compiling()
+        (enter_switch if is_compiling else torch.set_autocast_enabled)(device, False)
         try:
             return func(*args, **kwargs)
         finally:
-            torch.set_autocast_enabled(device, True)
+            (exit_switch if is_compiling else torch.set_autocast_enabled)(device, True)
 
     def _explain(
         self, error: RuntimeError, func: Any, row: OpRow | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -24,7 +24,7 @@ from .cast_plan import CastPlan, current_switch, device_types, plan_of
 from .mode import CastMode, drop_mode
 from .products import beside_products, run_in_fp32
 from .provenance import traceback_message
-from .tracing import record_entry, record_exit
+from .tracing import enter_switch, exit_switch, record_entry, record_exit
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -155,14 +155,15 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         plan = self._plan
         mode, is_compiling = _new_mode(plan), torch.compiler.is_compiling()
         if is_compiling:
-            # A graph that is run as it was traced would fill torch's cache, and nothing would empty it.
             frame = _Frame(_saved(plan), mode, cache_enabled=torch.is_autocast_cache_enabled())
-            torch.set_autocast_cache_enabled(False)
         else:
             frame = self._tracked_frame(mode)
         if is_compiling or num_function_modes():  # an exporter is a mode
             frame.recorder = record_entry(plan.recorded)
         for device_type, dtype, enabled in plan.switches:
+            if is_compiling:
+                enter_switch(device_type, enabled, dtype, False)  # nothing would empty torch's cache behind a graph
+                continue
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
         if mode is not None:
@@ -193,9 +194,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if torch.compiler.is_compiling():
-            frame = self._traced.pop()
-            _restore(frame, is_compiling=True)
-            torch.set_autocast_cache_enabled(frame.cache_enabled)
+            _restore(self._traced.pop(), is_compiling=True)
             return
         frame = self._pop()
         is_innermost = _is_innermost(frame)
@@ -338,6 +337,9 @@ def _restore(frame: _Frame, *, is_compiling: bool = False) -> None:
     if frame.recorder is not None or is_compiling:
         record_exit(frame.recorder, len(frame.saved))
     for device_type, dtype, enabled in frame.saved:
+        if is_compiling:
+            exit_switch(device_type, enabled, dtype, frame.cache_enabled)
+            continue
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)
 
@@ -362,13 +364,17 @@ def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
     devices = tuple(dict.fromkeys((*device_types(None), *(mode.rows if mode is not None else ()))))
     now = map(current_switch, devices)
     cache = None if mode is None else mode.cache
-    region = autocast.__new__(autocast)
-    region._plan = CastPlan(
+    plan = CastPlan(
         switches=tuple(one if enabled is None else one._replace(enabled=enabled) for one in now),
         book=None if mode is None or mode.suspended or enabled is False else mode.book,
         caches=cache is not None,
         store=None if cache is None else cache.store,
     )
-    region._asked = None
-    region._traced = []
+    return region_of(plan)
+
+
+def region_of(plan: CastPlan) -> autocast:
+    """Return a region that carries out a plan. Host only."""
+    region = autocast.__new__(autocast)
+    region._plan, region._asked, region._traced = plan, None, []
     return region

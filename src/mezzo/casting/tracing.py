@@ -5,7 +5,7 @@ Export traces above torch's autocast, and keeps a region only where its entry an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from .._torch import (
 
 _entries: list[Any] = []
 """The entry nodes of the regions that the strict exporter is inside."""
+_undo: list[Callable[[], None]] = []
+"""What puts torch's state back as it was before each region that the compiler is inside, innermost last."""
 
 
 def record_entry(switches: Sequence[tuple[str, torch.dtype, bool]]) -> Any:
@@ -29,8 +31,6 @@ def record_entry(switches: Sequence[tuple[str, torch.dtype, bool]]) -> Any:
     Each switch is a device type, a dtype, and whether torch's autocast is to cast there when the program runs.
     """
     if torch.compiler.is_dynamo_compiling():
-        for device_type, _, _ in switches:
-            _restore_dtype_after_trace(device_type)
         if torch.compiler.is_exporting():
             for device_type, dtype, enabled in switches:
                 _add_entry(device_type, dtype, enabled)
@@ -52,14 +52,50 @@ def record_exit(recorder: Any, count: int) -> None:
             _add_exit()
 
 
-@constant_when_compiled
-def _restore_dtype_after_trace(device_type: str) -> None:
-    """Undo what tracing sets, if the trace ends inside the region, at a break of the graph.
+def enter_switch(*switch: Any) -> None:
+    """Set torch's switches until `exit_switch`, in the graph too: device type, whether it casts, dtype, whether torch's cache is on."""
+    _set_in_graph(*switch) if torch.compiler.is_dynamo_compiling() else _set(*switch)
 
-    The compiler sets the dtype for real as it traces. It undoes the switch by itself, the dtype not (torch 2.13).
+
+def exit_switch(*switch: Any) -> None:
+    """Put back what `enter_switch` changed."""
+    _undo_in_graph(*switch) if torch.compiler.is_dynamo_compiling() else _set(*switch)
+
+
+@constant_when_compiled
+def _set_in_graph(*switch: Any) -> None:
+    """Set switches as the compiler would, whose own way fails in a part of a graph, such as a checkpoint, torch.cond or a Function (2.13).
+
+    They are put back where the trace ends inside, at a break of the graph.
     """
-    dtype = torch.get_autocast_dtype(device_type)
-    on_trace_end(lambda: torch.set_autocast_dtype(device_type, dtype))
+    device = switch[0]
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+
+    def undo() -> None:
+        if undo in _undo:
+            _undo.remove(undo)
+            _set(device, *before)
+
+    _undo.append(undo)
+    on_trace_end(undo)
+    _set(*switch, add_node=add_graph_node)
+
+
+@constant_when_compiled
+def _undo_in_graph(*switch: Any) -> None:
+    _set(*switch, add_node=add_graph_node)
+    if not torch.compiler.is_exporting():  # whose graph is run without the torch.autocast around
+        _undo[-1]()
+
+
+def _set(device: str, enabled: bool, *rest: Any, add_node: Callable[..., Any] = lambda *_: None) -> None:
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.set_autocast_enabled, (device, enabled))]
+    if rest:
+        dtype, caches = rest
+        calls += [(torch.set_autocast_dtype, (device, dtype)), (torch.set_autocast_cache_enabled, (caches,))]
+    for function, args in calls:
+        function(*args)
+        add_node(function, *args)
 
 
 @constant_when_compiled

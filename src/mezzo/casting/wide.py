@@ -14,6 +14,7 @@ from .._torch import forward_ad_level, functorch_level, is_batched_gradient, is_
 from ..formats import LOW_DTYPES, describe
 from ..kernels import PLAIN, linear_gradients
 from .mode import map_tensors
+from .tracing import enter_switch, exit_switch
 
 CASTABLE = (torch.float32, *LOW_DTYPES)
 """What a region casts, and casts to."""
@@ -76,10 +77,10 @@ class outside_autocast:  # as torch's
 
     def __enter__(self) -> None:
         self._was_enabled = torch.is_autocast_enabled("cpu")
-        torch.set_autocast_enabled("cpu", False)
+        enter_switch("cpu", False)
 
     def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled("cpu", self._was_enabled)
+        exit_switch("cpu", self._was_enabled)
 
 
 class _Rounded(torch.autograd.Function):
