@@ -19,7 +19,6 @@ import mezzo
 from mezzo._torch import num_function_modes
 from mezzo.casting.cast_cache import WeightCastCache
 from mezzo.kernels import device_numbers, registry
-from mezzo.kernels.backends import torch_lists
 
 
 def steps(net: nn.Module, optimizer: Any, policy: str = "bf16", count: int = 6, device: str = "sim") -> list[float]:
@@ -173,7 +172,7 @@ def a_table_in_use_is_not_written_when_a_cache_drops_it() -> None:
                     optimizer.step()
                     losses.append(loss.detach())
                     for number in range(70):
-                        torch_lists._table((number,), torch.device("sim:0"))
+                        device_numbers.table((number,), torch.device("sim:0"))
         torch.accelerator.synchronize("sim:0")
     assert [loss.item() for loss in found] == [loss.item() for loss in expected]
 

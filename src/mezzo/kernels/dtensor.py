@@ -46,13 +46,12 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """Return a tensor in memory that a kernel may read: a plain copy of one whose class keeps others in place of values of its own. Syncs: no."""
-    if type(tensor) in PLAIN or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.data_ptr() != 0:
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a tensor that a kernel may read: itself, or a copy of one of another class, which may have no memory of its own. Syncs: no."""
+    if type(tensor) in PLAIN or tensor.layout is not torch.strided:
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    copy.copy_(tensor.detach())
-    return copy
+    return copy.copy_(tensor.detach())
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

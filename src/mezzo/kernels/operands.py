@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..read_only import read_only
-from .dtensor import PLAIN, readable
+from .dtensor import PLAIN, as_plain
 from .ops.gradients import ScaledGradients
 from .weights import AUX_STATE, Weights
 
@@ -192,7 +192,7 @@ def _copies(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses
         grad = grads[index]
         _check_gradient(weights, index, grad)
         if grad.numel() and (addresses[index] == 0 or _memory(grad)[0] in layout.storages):
-            copies[index] = grad.clone() if (plain := readable(grad)) is grad else plain
+            copies[index] = grad.clone() if (plain := as_plain(grad)) is grad else plain
         elif addresses[index] != 0:  # where empty tensors lie, and freed ones
             layout.sound.add(addresses[index])
     return copies

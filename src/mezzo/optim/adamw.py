@@ -94,9 +94,8 @@ class AdamW(MasterOptimizer):
     def rule(self, group: Mapping[str, Any]) -> AdamWRule:
         """Return the numbers of a group."""
         beta1, beta2 = group["betas"]
-        is_decoupled = group.get(
-            "decoupled_weight_decay", self.decouples_decay
-        )  # as torch's group said that was taken over
+        # as torch's group said that was taken over
+        is_decoupled = group.get("decoupled_weight_decay", self.decouples_decay)
         decay, l2 = (group["weight_decay"], 0.0) if is_decoupled else (0.0, group["weight_decay"])
         return AdamWRule(
             beta1=float(beta1), beta2=float(beta2), eps=group["eps"], amsgrad=bool(group["amsgrad"]), l2=l2,

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....read_only import read_only
 from ... import registry
 from ...device_numbers import kept_on_device, on_device
-from ...dtensor import PLAIN, local_tensors, readable
+from ...dtensor import PLAIN, as_plain, local_tensors
 
 # A running fp32 sum stops absorbing terms once it is 2^24 times as large as they are: a 33-million-element
 # gradient summed in one run came out 0.2 % short. Parts this long, then their norms, keep it below 1e-5,
@@ -171,7 +171,7 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     5.0
     """
     is_plain = all([type(grad) in PLAIN for grad in grads])
-    parts = grads if is_plain else [readable(part) for part in local_tensors(grads)]
+    parts = grads if is_plain else [as_plain(part) for part in local_tensors(grads)]
     aux = tuple([part.detach() if part.requires_grad else part for part in parts])
     home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
     host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
