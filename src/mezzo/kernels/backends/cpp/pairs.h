@@ -11,7 +11,16 @@ inline __m512i woven(int apart) {
   return _mm512_or_si512(lanes(), _mm512_slli_epi32(_mm512_add_epi32(lanes(), _mm512_set1_epi32(apart)), 16));
 }
 
+// Even words from the first 16 of `both`, odd ones from the others.
+inline __m512i woven(__m512i both) { return _mm512_permutexvar_epi16(woven(16), both); }
+inline __m512i woven(__m256i even, __m256i odd) { return woven(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1)); }
+
+// Masks of as many lanes, or words, as are `left`.
+inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? 0xffff : left <= 0 ? 0 : uint16_t((1u << left) - 1); }
 inline __mmask32 first_words(int64_t left) { return left >= 32 ? 0xffffffff : left <= 0 ? 0 : (1u << left) - 1; }
+
+inline __m512 widened(__m256i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)); }
+inline __m512 load_wide(const uint16_t* p, __mmask16 there) { return widened(_mm256_maskz_loadu_epi16(there, p)); }
 
 // 16 rows of 16 lanes, turned.
 inline void transpose(__m512i* r) {

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "formats.h"
-#include "tiles.h"
+#include "pairs.h"
 
 #if defined(MEZZO_PAIRS)
 constexpr int64_t kBlock = 64;  // keys, and queries, of a block of scores
@@ -141,8 +141,7 @@ void copy_rows(uint16_t* to, const Rows& from, int64_t b, int64_t h, int64_t fir
 
 // Column pair `x` of 16 rows, from `rows` on.
 inline __m512i pairs_of(const uint16_t* rows, int64_t width, int64_t x) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return _mm512_i32gather_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(int(width / 2))), rows + x, 4);
+  return _mm512_i32gather_epi32(_mm512_mullo_epi32(lanes(), _mm512_set1_epi32(int(width / 2))), rows + x, 4);
 }
 
 // [64][width] to [width / 2][64][2].
@@ -161,33 +160,20 @@ void pack_across(uint16_t* to, const uint16_t* rows, int64_t width) {
     }
 }
 
-// Even lanes from the first 16 of `both`, odd ones from the others.
-inline __m512i woven(__m512i both) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return _mm512_permutexvar_epi16(_mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16)), 16)), both);
-}
-
 // [64][width] to [32][width][2].
 void pack_rows(uint16_t* to, const uint16_t* rows, int64_t width) {
   for (int64_t i = 0; i < kBlock; i += 2, rows += 2 * width)
     for (int64_t x = 0; x < width; x += 16, to += 32) {
       const __m256i even = _mm256_loadu_si256((const __m256i*)(rows + x)), odd = _mm256_loadu_si256((const __m256i*)(rows + width + x));
-      _mm512_storeu_si512(to, woven(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1)));
+      _mm512_storeu_si512(to, woven(even, odd));
     }
-}
-
-// The first of 16 lanes, as many as are `left`.
-inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? 0xffff : left <= 0 ? 0 : uint16_t((1u << left) - 1); }
-
-inline __m512 widened(const uint16_t* p, __mmask16 lanes) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
 }
 
 inline float dot(const uint16_t* a, const uint16_t* b, int64_t width) {
   __m512 sum = _mm512_setzero_ps();
   for (int64_t x = 0; x < width; x += 16) {
     const __mmask16 lanes = first_lanes(width - x);
-    sum = _mm512_fmadd_ps(widened(a + x, lanes), widened(b + x, lanes), sum);
+    sum = _mm512_fmadd_ps(load_wide(a + x, lanes), load_wide(b + x, lanes), sum);
   }
   return _mm512_reduce_add_ps(sum);
 }
@@ -235,8 +221,7 @@ ON_PAIRS void probabilities(const Call& call, const Workspace& w, const float* m
 
 // Writes rows of a gradient, times `factor`; the sums of a row lie `row` apart, those of a column `column`.
 ON_PAIRS void write_rows(const Rows& to, int64_t b, int64_t h, const float* sums, int64_t row, int64_t column, int64_t first, int64_t last, int64_t width, float factor) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i steps = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(int(column)));
+  const __m512i steps = _mm512_mullo_epi32(lanes(), _mm512_set1_epi32(int(column)));
   for (int64_t i = first; i < last; i++, sums += row)
     for (int64_t x = 0; x < width; x += 16) {
       const __m512 found = column == 1 ? _mm512_loadu_ps(sums + x) : _mm512_i32gather_ps(steps, sums + x * column, 4);

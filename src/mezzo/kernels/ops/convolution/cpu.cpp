@@ -135,7 +135,7 @@ ON_PAIRS void write(uint16_t* to, int64_t row, int64_t channels, const float* su
         const float* from = sums + (at + 2 * i) * kOut + half;
         const __m512 even = at + 2 * i < count ? _mm512_loadu_ps(from) : _mm512_setzero_ps();
         const __m512 odd = at + 2 * i + 1 < count ? _mm512_loadu_ps(from + kOut) : _mm512_setzero_ps();
-        r[i] = _mm512_permutexvar_epi16(woven(16), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+        r[i] = woven((__m512i)_mm512_cvtne2ps_pbh(odd, even));
       }
       transpose(r);
       for (int64_t i = 0; i < std::min<int64_t>(16, channels - half); i++)

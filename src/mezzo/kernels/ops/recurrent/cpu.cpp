@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "formats.h"
-#include "tiles.h"
+#include "pairs.h"
 
 #if defined(MEZZO_PAIRS)
 constexpr int64_t kUnits = 16;  // hidden units of a group: one register for each of the four sums
@@ -35,12 +35,6 @@ struct Sizes {
   int64_t sum_pairs() const { return (gates * units + 1) / 2; }
   int64_t sum_row() const { return 2 * sum_pairs(); }  // gradients of a row's sums
 };
-
-inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? 0xffff : left <= 0 ? 0 : uint16_t((1u << left) - 1); }
-
-inline __m512 widened(__m256i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)); }
-
-inline __m512 load_wide(const uint16_t* p, __mmask16 lanes) { return widened(_mm256_maskz_loadu_epi16(lanes, p)); }
 
 // sums[r] += a[r] w for R rows a, and w [pairs][N][16][2], whose last column goes to the sum `Last`.
 template <int R, int N, int Last> ON_PAIRS inline __attribute__((always_inline)) void add_products(__m512 (&sums)[R][4], const uint16_t* a, int64_t a_row, const uint16_t* w, int64_t pairs) {
@@ -105,29 +99,11 @@ struct Forward {
   int64_t time(int64_t n) const { return is_reversed ? sizes.steps - 1 - n : n; }
 };
 
-// Has row i take the places of column i; bit by bit of both numbers.
-inline void transpose(__m512i (&rows)[16]) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#pragma GCC unroll 4
-  for (int bit = 1; bit < 16; bit *= 2) {
-    const __mmask16 odd = _mm512_test_epi32_mask(lanes, _mm512_set1_epi32(bit));
-    const __m512i across = _mm512_xor_si512(lanes, _mm512_set1_epi32(bit)), other = _mm512_set1_epi32(16);
-    const __m512i first = _mm512_mask_add_epi32(lanes, odd, across, other), second = _mm512_mask_add_epi32(across, odd, lanes, other);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) {
-      if (i & bit) continue;
-      const __m512i low = rows[i], high = rows[i | bit];
-      rows[i] = _mm512_permutex2var_epi32(low, first, high);
-      rows[i | bit] = _mm512_permutex2var_epi32(low, second, high);
-    }
-  }
-}
-
 // Weights of 16 units, as `add_products` reads them: of each pair of inputs those of the gates.
 void pack_group(uint16_t* to, const uint16_t* weight, int64_t width, const Sizes& s, int64_t group) {
   for (int64_t x = 0; x < width; x += 32)
     for (int64_t gate = 0; gate < s.gates; gate++) {
-      const __mmask32 real = width - x >= 32 ? ~0u : (1u << (width - x)) - 1;
+      const __mmask32 real = first_words(width - x);
       __m512i rows[16];
 #pragma GCC unroll 16
       for (int64_t i = 0; i < 16; i++) {
@@ -327,11 +303,6 @@ template <int R, int Gates> ON_PAIRS void step_back(const Backward& call, int64_
 
 using StepBack = void (*)(const Backward&, int64_t, int64_t, int64_t);
 template <int G> constexpr StepBack kStepBack[] = {step_back<1, G>, step_back<2, G>, step_back<3, G>, step_back<4, G>, step_back<5, G>, step_back<6, G>};
-
-// Even lanes from `even`, odd ones from `odd`.
-inline __m512i woven(__m256i even, __m256i odd) {
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
-}
 
 // Columns [64 block, 64 block + 64) of w_hh, as `add_products` reads them: two rows woven.
 void pack_block(uint16_t* to, const uint16_t* weight, const Sizes& s, int64_t block) {
