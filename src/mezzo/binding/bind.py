@@ -18,7 +18,7 @@ from ..casting import is_attention, runs_later
 from ..distributed import class_names
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES
-from ..policy import FP32_RULES, CacheName, Policy
+from ..policy import FP32_RULES, CacheName, Policy, names_around
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import class_of
 from .module_rules import Precision
@@ -74,25 +74,15 @@ def _indices(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _bind_all(model: nn.Module, indices: dict[nn.Module, list[str]], binding: Binding) -> None:
-    own = {fqn: _own_precision(binding.policy, fqn, module) for module, fqns in indices.items() for fqn in fqns}
+    own: dict[str, Precision] = {}
     for module, fqns in indices.items():
-        precisions = {fqn: (own[fqn], _around(own, fqn)) for fqn in fqns}
+        rules = {fqn: binding.policy.module_rule(fqn, class_names(module)) for fqn in fqns}
+        own |= {fqn: rule.precision for fqn, rule in rules.items() if rule is not None}
+    for module, fqns in indices.items():
+        around = {fqn: next((own[name] for name in names_around(fqn) if name in own), None) for fqn in fqns}
+        precisions = {fqn: (own.get(fqn), around[fqn]) for fqn in fqns}
         _refuse_conflict(module, precisions)
         _bind_one(module, binding, *precisions[fqns[0]], is_root=module is model)
-
-
-def _own_precision(policy: Policy, fqn: str, module: nn.Module) -> Precision:
-    rule = policy.module_rule(fqn, class_names(module))
-    return None if rule is None else rule.precision
-
-
-def _around(own: dict[str, Precision], fqn: str) -> Precision:
-    while fqn:
-        fqn = fqn.rpartition(".")[0]
-        precision = own.get(fqn)
-        if precision is not None:
-            return precision
-    return None
 
 
 def _refuse_conflict(module: nn.Module, precisions: dict[str, tuple[Precision, Precision]]) -> None:

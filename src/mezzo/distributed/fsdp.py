@@ -22,7 +22,7 @@ from .._torch import (
 from ..errors import DistributedError, PolicyError, listed
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
-from ..policy import Policy, PolicyLike, as_policy
+from ..policy import Policy, PolicyLike, as_policy, names_around
 from .group import is_running
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import WideReduceScatter, WideReplicas
@@ -134,11 +134,7 @@ def refuse_flat(model: nn.Module, *, looks_around: bool = False) -> None:
 
 
 def check_sharded(model: nn.Module, policy: Policy) -> None:
-    """Refuse a sharded root whose own mixed precision differs from a policy, whose compute dtype is decided.
-
-    Raises:
-        PolicyError: the sharding's own mixed precision gathers, reduces or casts outputs in another dtype, or a group has two.
-    """
+    """Refuse, by a PolicyError, a sharding whose own mixed precision is not that of a policy, its compute dtype decided, or differs within a group."""
     modules = dict(model.named_modules())
     sharded = sharded_modules(model)
     reduced: list[tuple[str, torch.dtype]] = []
@@ -147,7 +143,7 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
     for name in sharded:
         given: MixedPrecisionPolicy = fsdp_precision(sharded[name])
         for fqn, module in modules.items():
-            if _nearest(fqn, sharded) != name:
+            if next((one for one in (fqn, *names_around(fqn)) if one in sharded), None) != name:
                 continue
             precision = precision_of(policy, fqn, modules)
             for param in module.parameters(recurse=False):
@@ -167,14 +163,6 @@ def reduced_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
         stored = next((p.dtype for p in model.get_submodule(name).parameters()), torch.float32)
         found[name or "the root"] = given.reduce_dtype or given.param_dtype or stored
     return found
-
-
-def _nearest(fqn: str, sharded: dict[str, FSDPModule]) -> str | None:
-    while fqn not in sharded:
-        if not fqn:
-            return None
-        fqn = fqn.rpartition(".")[0]
-    return fqn
 
 
 def _checked_gather(policy: Policy, given: MixedPrecisionPolicy, fqn: str, wanted: ParamDtypes) -> torch.dtype:
@@ -254,11 +242,7 @@ class ShardWrapper(Wrapper):
         self.process_group = _group_of(model.parameters())
 
     def check_backward(self) -> None:
-        """Refuse to sum in 16 bit what the policy accumulates in fp32; called before each backward pass.
-
-        Raises:
-            PolicyError: a module holds its gradients back, in a 16-bit `reduce` dtype, and its weights are fp32.
-        """
+        """Refuse, by a PolicyError, to sum gradients of fp32 weights that a module holds back in a `reduce` dtype of 16 bit."""
         for name, group in self._groups() if self._policy.reduce in LOW_DTYPES else ():
             stored = {param.sharded_param.dtype for param in group.fsdp_params}
             if not group.reduce_grads and torch.float32 in stored:
@@ -299,11 +283,7 @@ class ShardWrapper(Wrapper):
 
 
 def check_storage(model: nn.Module, policy: Policy) -> None:
-    """Refuse fp32 gradients for 16-bit shards, which torch gives gradients of their own dtype.
-
-    Raises:
-        PolicyError: the policy asks for them.
-    """
+    """Refuse, by a PolicyError, fp32 gradients for 16-bit shards, which torch gives gradients of their own dtype."""
     low = [name for name, p in model.named_parameters() if p.dtype in LOW_DTYPES and p.requires_grad]
     if low and policy.grads is torch.float32:
         raise PolicyError(

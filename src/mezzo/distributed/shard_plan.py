@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import PolicyError, listed
 from ..formats import LOW_DTYPES, dtype_name
-from ..policy import FP32_RULES, Policy, Rule, is_cast_at_use, is_matmul_like
+from ..policy import FP32_RULES, Policy, Rule, is_cast_at_use, is_matmul_like, names_around
 
 _LOW_OPS = ("linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
             "conv_transpose3d")  # fmt: skip
@@ -86,11 +86,8 @@ def class_names(module: nn.Module) -> tuple[str, ...]:
 
 def precision_of(policy: Policy, fqn: str, modules: Mapping[str, nn.Module]) -> Rule | torch.dtype | None:
     """Return the rule that a module is under: its own or that of the nearest module above it; None without one."""
-    while True:
-        rule = policy.module_rule(fqn, class_names(modules[fqn]))
-        if rule is not None or not fqn:
-            return None if rule is None else rule.precision
-        fqn = fqn.rpartition(".")[0]
+    rules = (policy.module_rule(name, class_names(modules[name])) for name in (fqn, *names_around(fqn)))
+    return next((rule.precision for rule in rules if rule is not None), None)
 
 
 def param_dtypes(policy: Policy, precision: Rule | torch.dtype | None, module: nn.Module, param: Tensor) -> ParamDtypes:

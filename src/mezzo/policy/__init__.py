@@ -31,4 +31,5 @@ from .text import written as written
 from .why import EngineChoice as EngineChoice
 from .why import Reason as Reason
 from .why import Why as Why
+from .why import names_around as names_around
 from .why import why_engine as why_engine

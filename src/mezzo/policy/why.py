@@ -106,13 +106,13 @@ def _names(class_name: str | Iterable[str]) -> tuple[str, ...]:
 def _module_rules(policy: PolicyFields, module: str, names: tuple[str, ...]) -> list[tuple[int, ModuleRule]]:
     """Return the rules of a module and of those around it, each with its index, strongest first."""
     found = []
-    for fqn, class_names in ((module, names), *((around, ()) for around in _around(module))):
+    for fqn, class_names in ((module, names), *((around, ()) for around in names_around(module))):
         found += [(i, rule) for i, rule in reversed(list(enumerate(policy.modules))) if rule.matches(fqn, class_names)]
     return list(dict.fromkeys(found))
 
 
-def _around(module: str) -> list[str]:
-    """Return the names of the modules around one, inner first, the root "" last."""
+def names_around(module: str) -> list[str]:
+    """Return the names of the modules around one, inner first, the root "" last; none of the root. Host only."""
     parts = module.split(".") if module else []
     return [".".join(parts[:i]) for i in reversed(range(len(parts)))]
 
