@@ -85,6 +85,8 @@ FP8 = torch.float8_e4m3fn
 """Of gradient traffic alone, in blocks with a scale each."""
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "fp8"}
 LOW_DTYPES = (torch.float16, torch.bfloat16)
+MIXED_DTYPES = (torch.float32, *LOW_DTYPES)
+"""What a region casts, and casts to."""
 SMALLEST, LARGEST = FORMATS["fp32"].smallest, FORMATS["fp32"].max
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from .. import GradScaler, autocast, prepare
 from ..formats import dtype_name
+from ..policy import CacheName
 from ..train import parameter_groups
 from .variant import Variant
 from .workload import Session, Setting
 
 Batch = TypeVar("Batch")
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
-CacheName = Literal["region", "persistent"]
 StepOf = Callable[[Batch], Tensor]
 LossOf = Callable[[nn.Module, Batch], Tensor]
 Scaler = torch.amp.GradScaler | GradScaler

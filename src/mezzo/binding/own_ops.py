@@ -16,7 +16,7 @@ from torch.compiler import is_compiling, is_exporting
 
 from .._torch import is_unwatched, num_function_modes, own_parameters, tracing_state
 from ..casting import AttentionMode, RecurrentMode, cast_key, casts_to_bf16, count_products, kept_casts
-from ..formats import LOW_DTYPES, native_support
+from ..formats import MIXED_DTYPES, native_support
 from ..kernels import (
     FEWEST_GRU_STEPS,
     SMALLEST_LINEAR,
@@ -170,7 +170,7 @@ def _convolved(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] |
     if not has_weight_gradient(x, weight, bias, module.stride, module.padding):
         return None
     given = (x, weight) if bias is None else (x, weight, bias)
-    if not all([one.dtype in (torch.float32, *LOW_DTYPES) for one in given]):
+    if not all([one.dtype in MIXED_DTYPES for one in given]):
         return None
     low = [one.to(torch.bfloat16) for one in given]
     return low[0], low[1], low[2] if len(low) == 3 else None

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from .._torch import dynamo_skip_frame, without_autocast
-from ..formats import LOW_DTYPES
+from ..formats import LOW_DTYPES, MIXED_DTYPES
 from ..policy import DISPATCH_KEYS, registered
-from .wide import CASTABLE
 
 _WRITES = ("index_copy.default", "masked_scatter.default", "put.default", "index_put.default", "scatter.src")
 _SUMS = ("index_add.default", "index_reduce.default", "scatter_add.default", "scatter_reduce.two")
@@ -31,7 +30,7 @@ _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped
 
 def _fitted(target: Tensor, source: Tensor, *, in_place: bool, sums: bool) -> tuple[Tensor, Tensor]:
     """Return both in one dtype: the wider one, or in place the target's, where a sum loses nothing by that. Syncs: no."""
-    if target.dtype is source.dtype or target.dtype not in CASTABLE or source.dtype not in CASTABLE:
+    if target.dtype is source.dtype or target.dtype not in MIXED_DTYPES or source.dtype not in MIXED_DTYPES:
         return target, source
     widest = torch.promote_types(target.dtype, source.dtype)
     if not in_place:
@@ -55,7 +54,7 @@ def _kernel(op: Any, at: int, *, in_place: bool, sums: bool) -> Callable[..., An
 def _weights_as_table(table: Tensor, *given: Any) -> tuple[Any, ...]:
     """Return the arguments of a bag of embeddings, its weights of samples in the dtype of the table. Syncs: no."""
     weights = given[5] if len(given) > 5 else None
-    if isinstance(weights, Tensor) and table.dtype in CASTABLE and weights.dtype in CASTABLE:
+    if isinstance(weights, Tensor) and table.dtype in MIXED_DTYPES and weights.dtype in MIXED_DTYPES:
         given = (*given[:5], weights.to(table.dtype), *given[6:])
     return table, *given
 
@@ -66,7 +65,7 @@ def _widened(*given: Any) -> tuple[Any, ...]:
 
 def _promoted(*given: Any) -> tuple[Any, ...]:
     """Return arguments in the widest of their dtypes, where 16 bit meets fp32 or the other 16 bit. Syncs: no."""
-    dtypes = {t.dtype for t in given if isinstance(t, Tensor) and t.dtype in CASTABLE}
+    dtypes = {t.dtype for t in given if isinstance(t, Tensor) and t.dtype in MIXED_DTYPES}
     return _widened(*given) if len(dtypes) > 1 else given
 
 
@@ -130,7 +129,7 @@ def _nested_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
     def run(keys: torch.DispatchKeySet, *given: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
-            given = tuple(t.to(low) if isinstance(t, Tensor) and t.dtype in CASTABLE else t for t in given)
+            given = tuple(t.to(low) if isinstance(t, Tensor) and t.dtype in MIXED_DTYPES else t for t in given)
         with without_autocast():
             return torchs.call_boxed(keys, *given)
 

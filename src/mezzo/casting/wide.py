@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from .._torch import forward_ad_level, functorch_level, is_batched_gradient, is_unwatched, saved_tensors_hooks, version
-from ..formats import LOW_DTYPES, describe
+from ..formats import MIXED_DTYPES, describe
 from ..kernels import PLAIN, linear_gradients
 from .mode import map_tensors
 from .tracing import enter_switch, exit_switch
 
-CASTABLE = (torch.float32, *LOW_DTYPES)
-"""What a region casts, and casts to."""
 AT_ONCE = 1 << 22
 """Elements in fp32 at a time, of rows of the longer and of the result: with fewer the product takes more time."""
 FEWEST_ROWS = 256
@@ -30,7 +28,7 @@ def is_castable(value: object) -> bool:
     """Whether a value is a plain tensor of fp32 or 16 bit on the CPU, of no forward-mode derivative. Host only."""
     if type(value) not in PLAIN or not isinstance(value, Tensor):
         return False
-    return value.is_cpu and value.layout is torch.strided and value.dtype in CASTABLE and forward_ad_level() < 0
+    return value.is_cpu and value.layout is torch.strided and value.dtype in MIXED_DTYPES and forward_ad_level() < 0
 
 
 def in_fp32(

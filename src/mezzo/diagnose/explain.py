@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._torch import OpOverload, storage_id
 from ..errors import ConfigError, shown
-from ..formats import LOW_DTYPES, dtype_name, is_number, native_support, number_of
+from ..formats import LOW_DTYPES, MIXED_DTYPES, dtype_name, is_number, native_support, number_of
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Document, Note, Pairs, Report, Table
 from ..trace import OpMode, Site, TraceContext, check_model, flops_of, op_facts, preserve_state
@@ -22,7 +22,6 @@ from .trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
 
 ALIGNMENT = 8
 """Tensor cores of 16-bit formats want sizes that are multiples of this. Source: NVIDIA, Matrix Multiplication Guide."""
-_FLOATS = (torch.float32, *LOW_DTYPES)
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"})
 _LOW = ("fp16", "bf16")
 _WORTH = 1.1
@@ -239,7 +238,7 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         return out
 
     def _cast(self, counts: Counts, site: Site, source: Tensor, result: Tensor) -> None:
-        if source.dtype is result.dtype or source.dtype not in _FLOATS or result.dtype not in _FLOATS:
+        if source.dtype is result.dtype or source.dtype not in MIXED_DTYPES or result.dtype not in MIXED_DTYPES:
             return
         counts.cast_bytes += source.nbytes + result.nbytes
         if site.phase == "backward":

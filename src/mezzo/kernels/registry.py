@@ -17,7 +17,7 @@ import torch
 
 from .._torch import fused_devices, has_fast_kernels, has_foreach_norm, without_dispatch_modes
 from ..errors import ConfigError, did_you_mean
-from ..formats import LOW_DTYPES, dtype_name, native_support
+from ..formats import MIXED_DTYPES, dtype_name, native_support
 from .backends.cpp.build import NativeBuildError, library
 
 Backend = Literal["auto", "reference", "cpu", "foreach", "triton", "fused"]
@@ -44,13 +44,7 @@ _warned: list[str] = []
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The implementation that runs, and what decided.
-
-    Attributes:
-        backend: "reference", "cpu", "foreach", "triton" or "fused".
-        reason: one clause for a report.
-        module: that holds it.
-    """
+    """The implementation that runs, the module that holds it, and what decided: one clause for a report."""
 
     backend: str
     reason: str
@@ -63,7 +57,7 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
         return f"{op} has no {backend} implementation"
     if backend == "reference":
         return ""
-    if dtype not in (torch.float32, *LOW_DTYPES):
+    if dtype not in MIXED_DTYPES:
         return f"it does not compute in {dtype_name(dtype)}"
     if backend in ("fused", "foreach"):
         has_it = has_foreach_norm(device) if backend == "foreach" else device.type in fused_devices()
@@ -129,15 +123,9 @@ def _triton_fails(device: torch.device) -> str:
 
 @functools.cache
 def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend = "auto") -> Choice:
-    """Return which implementation of an op runs for a device and dtype; decided once.
+    """Return which implementation of an op runs for a device and the dtype of weights, or of the gradients for op "gradients"; decided once.
 
     While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
-
-    Args:
-        op: a key of `_ORDER`.
-        device: where the tensors lie.
-        dtype: of the weights, or of the gradients for op "gradients".
-        backend: "auto", or the one that must run.
 
     Raises:
         ConfigError: the backend does not exist, or cannot run here and was asked for by name.

@@ -12,9 +12,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from ..errors import MezzoError, PolicyError, did_you_mean, shown
-from ..formats import FP8, LOW_DTYPES, dtype_name, is_number
-
-DTYPES = (torch.float32, *LOW_DTYPES)
+from ..formats import FP8, MIXED_DTYPES, dtype_name, is_number
 
 
 class Rule(enum.Enum):
@@ -43,7 +41,7 @@ FP32_RULES = (Rule.FP32, Rule.FP32_LOW_OUT)
 
 def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
     """Return the dtypes that a field may have: fp8 is for traffic alone."""
-    return (*DTYPES, FP8) if name == "reduce" else DTYPES
+    return (*MIXED_DTYPES, FP8) if name == "reduce" else MIXED_DTYPES
 
 
 def dtypes_in_words(name: str) -> str:
@@ -85,11 +83,7 @@ def _fits(name: str, kind: object, value: object) -> bool:
 
 
 def check_kinds(record: object, raising: type[MezzoError] = PolicyError) -> None:
-    """Refuse a dataclass instance that has a value of the wrong type in a field of one word. Host only.
-
-    Raises:
-        PolicyError: or `raising`: the field, its value, and what it takes.
-    """
+    """Refuse, by an error of `raising`, a dataclass instance that has a value of the wrong type in a field of one word. Host only."""
     for name, kind in kinds(type(record)).items():
         value = getattr(record, name)
         if is_word(kind) and not any(_fits(name, option, value) for option in options(kind)):
