@@ -225,15 +225,13 @@ def _columns(rows: Mapping[_Row, Mapping[str, _Cell]]) -> list[str]:
 
 
 def _peak(cells: Iterable[_Cell]) -> str:
-    return _range([share for cell in cells for share in cell.shares])
+    shares = [share for cell in cells for share in cell.shares]
+    low, high = (f"{end(shares):.2f}x" for end in (min, max)) if shares else (MISSING, MISSING)
+    return low if low == high else f"{low[:-1]}-{high}"
 
 
 def figures(folder: Path) -> str:
-    """Return the tables of every policy of `mezzo.prepare` beside the fastest rival, from the newest results: a column a CPU, two a GPU.
-
-    Raises:
-        BenchError: as `page`.
-    """
+    """Return the tables of every policy of `mezzo.prepare` beside the fastest rival, from the newest results: a column a CPU, two a GPU. Raises: as `page`."""
     return "\n\n".join(map(_in_full, _tables(folder)))
 
 
@@ -247,11 +245,7 @@ def _in_full(rows: Mapping[_Row, Mapping[str, _Cell]]) -> str:
 
 
 def summary(folder: Path) -> str:
-    """Return the figures in short: a line a workload, eager and as recommended, each policy beside the other, and what all figures come to.
-
-    Raises:
-        BenchError: as `page`.
-    """
+    """Return the figures in short: a line a workload, eager and as recommended, each policy beside the other, and what all figures come to. Raises: as `page`."""
     return "\n\n".join(map(_in_short, _tables(folder)))
 
 
@@ -270,17 +264,8 @@ def _in_short(rows: Mapping[_Row, Mapping[str, _Cell]]) -> str:
     return markdown([*table, ("all ways to run them", *counts, MISSING)])
 
 
-def _range(shares: Sequence[float]) -> str:
-    low, high = (f"{end(shares):.2f}x" for end in (min, max)) if shares else (MISSING, MISSING)
-    return low if low == high else f"{low[:-1]}-{high}"
-
-
 def sentence(folder: Path) -> str:
-    """Return what the figures come to, from the newest training steps on a CPU: each policy with kept memory, and the recipe.
-
-    Raises:
-        BenchError: as `page`.
-    """
+    """Return what the figures come to, from the newest training steps on a CPU: each policy with kept memory, and the recipe. Raises: as `page`."""
     chosen = [result for result in _newest_on("cpu", folder) if result.workload in TRAINED]
     native, emulated = [one for one in chosen if not _emulates(one)], [one for one in chosen if _emulates(one)]
     low = f" where {emulated[0].plan['dtype']} is emulated, and fp32 alone is faster," if emulated else ""
@@ -347,11 +332,7 @@ def _beside_fp32(results: Sequence[Result]) -> list[str]:
 
 
 def with_figures(text: str, folder: Path) -> str:
-    """Return a page with the table of figures, and the sentence they come to, between their marks.
-
-    Raises:
-        BenchError: marks are missing; or as `page`.
-    """
+    """Return a page with the table of figures, and the sentence they come to, between their marks; a BenchError if those are missing, or as `page`."""
     return _placed(_placed(text, "figures", f"\n{summary(folder)}\n"), "speed", sentence(folder))
 
 

@@ -23,8 +23,8 @@ Device = Annotated[Literal["cpu", "cuda", "mps", "xpu"], tyro.conf.arg(help="who
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of tables")]
 
 
-def _print_json(data: object) -> None:
-    print(json.dumps(data, indent=2))
+def _json_text(data: object) -> str:
+    return json.dumps(data, indent=2)
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -39,7 +39,7 @@ def show(policy: tyro.conf.Positional[PolicyText] = "", /, *, device: Device = "
     value = as_policy(policy)
     text = written(value)
     if as_json:
-        _print_json({"text": str(text), **value.to_dict()})
+        print(_json_text({"text": str(text), **value.to_dict()}))
         return 0
     print(f"policy: {text}\n")
     _print_table(("setting", "value", "written"), [(key, word, text.where((key, 0))) for key, word in settings(value)])
@@ -55,7 +55,7 @@ def show(policy: tyro.conf.Positional[PolicyText] = "", /, *, device: Device = "
 
 def _show_presets(as_json: bool) -> int:
     if as_json:
-        _print_json({name: preset.to_dict() for name, preset in PRESETS.items()})
+        print(_json_text({name: preset.to_dict() for name, preset in PRESETS.items()}))
         return 0
     columns = [dict(settings(preset)) for preset in PRESETS.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0] if "." not in key]
@@ -70,7 +70,7 @@ def ops(*, table: Literal["torch", "mezzo"] = "torch", device: Device = "cpu", a
     """
     rows = sorted(op_table(table, device).values(), key=lambda row: (row.rule.value, row.op))
     if as_json:
-        _print_json([{**asdict(row), "rule": str(row.rule)} for row in rows])
+        print(_json_text([{**asdict(row), "rule": str(row.rule)} for row in rows]))
         return 0
     _print_table(
         ("op", "rule", "reason", "instead"), [(row.op, str(row.rule), row.reason, row.instead or "") for row in rows]
@@ -93,10 +93,7 @@ def why(
     It also says where the rule is written, and what it overrides.
     """
     answer = as_policy(policy).why(module, op, device, class_name)
-    if as_json:
-        _print_json(asdict(answer))
-    else:
-        print(answer)
+    print(_json_text(asdict(answer)) if as_json else answer)
     return 0
 
 
@@ -105,21 +102,12 @@ def diff(
 ) -> int:
     """List what differs between two policies. Exit code 0: nothing, 1: something."""
     answer = as_policy(left).diff(as_policy(right))
-    if as_json:
-        _print_json(asdict(answer))
-    else:
-        print(answer)
+    print(_json_text(asdict(answer)) if as_json else answer)
     return int(bool(answer))
 
 
 def run(argv: list[str]) -> int:
-    """Run `mezzo policy`.
-
-    Returns:
-        The exit code: 0 done, 1 `diff` found a difference, 2 bad input.
-
-    Writes: standard output.
-    """
+    """Run `mezzo policy`. Returns: 0 done, 1 `diff` found a difference. Writes: standard output."""
     commands: dict[str, Callable[..., int]] = {"show": show, "ops": ops, "why": why, "diff": diff}
     return int(
         tyro.extras.subcommand_cli_from_dict(

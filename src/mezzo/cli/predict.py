@@ -84,22 +84,18 @@ def _in_a_column(label: str) -> str:
     return label.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
 
 
-def _print_all(options: PredictOptions) -> None:
-    predict = Predictor(options.model, policy=options.policy, device=options.device, max_length=options.max_length)
-    with _opened(options.file) as stream:
-        for batch in _batches(stream, options.file, options.batch_size):
-            for text, found in zip(batch, predict(batch), strict=True):
-                print(_line(text, found, options.json))
-            sys.stdout.flush()
-
-
 def run(argv: Sequence[str]) -> int:
     """Run `mezzo predict` with the words after it. Returns: 0 done. Writes: standard output."""
     options = tyro.cli(PredictOptions, prog="mezzo predict", args=list(argv))
     if options.batch_size < 1:
         raise ConfigError(f"batch_size={options.batch_size} must be at least 1.")
+    predict = Predictor(options.model, policy=options.policy, device=options.device, max_length=options.max_length)
     try:
-        _print_all(options)
+        with _opened(options.file) as stream:
+            for batch in _batches(stream, options.file, options.batch_size):
+                for text, found in zip(batch, predict(batch), strict=True):
+                    print(_line(text, found, options.json))
+                sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` perhaps, has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -249,13 +249,7 @@ _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
-    """Refuse a loss that backward could not give true gradients for.
-
-    Raises:
-        StepError: not one number, no graph, or a dtype narrower than the policy's.
-
-    Host only.
-    """
+    """Refuse, by a StepError, a loss that gives no true gradients: not one number, without graph, or of a narrower dtype than is `wanted`. Host only."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
         what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise StepError(f"backward(loss) takes one floating number with its graph, not {what}. {_instead(loss)}")

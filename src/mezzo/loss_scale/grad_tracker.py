@@ -34,13 +34,7 @@ class Mark(enum.Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """What was written down about one parameter's gradient.
-
-    Attributes:
-        stamp: of the gradient; another tensor in its place is another gradient.
-        mark: what the gradient was then.
-        iteration: how many `update` calls came before.
-    """
+    """A gradient as it was written down, by its stamp: another tensor in its place is another gradient. `iteration` counts the `update` calls before."""
 
     stamp: Stamp
     mark: Mark

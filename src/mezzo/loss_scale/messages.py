@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .._torch import is_fused
@@ -75,11 +74,6 @@ CLOSURE = (
 )
 
 
-def kind(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's class."""
-    return type(optimizer).__name__
-
-
 def names(optimizer: Optimizer) -> list[str]:
     """Return how messages call the parameters of an optimizer, in order: their names if it knows them.
 
@@ -96,10 +90,10 @@ def names(optimizer: Optimizer) -> list[str]:
 
 def about(optimizer: Optimizer, indices: Sequence[int], verdict: str) -> str:
     """Return a verdict, one of the sentences above, on some gradients of an optimizer, with the parameters it concerns."""
-    labels = names(optimizer)
-    count = f"{len(indices)} of the {len(labels)} gradients of this {kind(optimizer)}"
+    labels, kind = names(optimizer), type(optimizer).__name__
+    count = f"{len(indices)} of the {len(labels)} gradients of this {kind}"
     which = f": {listed([labels[i] for i in indices], SHOWN)}"
-    return f"{count} {verdict.format(which=which, optimizer=kind(optimizer))}"
+    return f"{count} {verdict.format(which=which, optimizer=kind)}"
 
 
 def half_gradients(optimizer: Optimizer) -> str:
@@ -120,14 +114,14 @@ def half_gradients(optimizer: Optimizer) -> str:
     )
     return (
         f"unscale_() got fp16 gradients for {len(half)} of the {total} trainable parameters of this "
-        f"{kind(optimizer)}: {listed(half, SHOWN)}. Dividing them in fp16 would flush to zero what scaling saved. {remedy}"
+        f"{type(optimizer).__name__}: {listed(half, SHOWN)}. Dividing them in fp16 would flush to zero what scaling saved. {remedy}"
     )
 
 
 def no_gradients(optimizer: Optimizer, tracker: GradTracker) -> str:
     """Return which of four causes left every gradient of an optimizer empty."""
     params = parameters(optimizer)
-    start = f"step() found no gradient in any of the {len(params)} parameters of this {kind(optimizer)}: "
+    start = f"step() found no gradient in any of the {len(params)} parameters of this {type(optimizer).__name__}: "
     if not any(param.requires_grad for param in params):
         return start + "all of them are frozen. Give the optimizer parameters with requires_grad=True."
     if tracker.passes:
@@ -162,9 +156,5 @@ def nonfinite(optimizer: Optimizer) -> list[str]:
     return [
         f"{label}: {count} of {values.numel()}"
         for label, param in zip(names(optimizer), parameters(optimizer), strict=True)
-        if param.grad is not None and (count := _count(values := real_values(param.grad)))
+        if param.grad is not None and (count := int((~(values := real_values(param.grad)).isfinite()).sum()))
     ]
-
-
-def _count(values: Tensor) -> int:
-    return int(values.isfinite().logical_not().sum())

@@ -55,27 +55,13 @@ def checked(config: ScalingConfig, patience: int | None, state: LossScale) -> Sa
 def pack(saved: Saved) -> dict[str, Any]:
     """Return plain numbers under torch's keys and ours; torch's scaler loads them and ignores ours."""
     config, patience, state = saved
-    return {
-        "scale": state.scale,
-        "growth_factor": config.growth_factor,
-        "backoff_factor": config.backoff_factor,
-        "growth_interval": config.growth_interval,
-        "_growth_tracker": state.growth_tracker,
-        "min_scale": config.min_scale,
-        "max_scale": config.max_scale,
-        "hysteresis": config.hysteresis,
-        "patience": patience,
-        "dynamic": config.dynamic,
-        "_skipped_in_a_row": state.skipped_in_a_row,
-    }
+    moves = {one.name: getattr(config, one.name) for one in fields(config) if one.name != "init_scale"}
+    counts = {"_growth_tracker": state.growth_tracker, "_skipped_in_a_row": state.skipped_in_a_row}
+    return {"scale": state.scale, "patience": patience, **moves, **counts}
 
 
 def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
-    """Return what a state_dict says; what torch's has no entry for stays as it is in `own`.
-
-    Raises:
-        CheckpointError: empty, incomplete, or numbers that no scaler may have.
-    """
+    """Return what a state_dict says; what torch's has no entry for stays as it is in `own`. One that no scaler may have is a CheckpointError."""
     if entries is not None and not isinstance(entries, Mapping):
         raise CheckpointError(
             f"load_state_dict() got {type(entries).__name__}, and a scaler's state is a dict. Pass what GradScaler.state_dict() returned."
@@ -115,8 +101,7 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
 def given_scale(value: float | Tensor, config: ScalingConfig) -> tuple[Tensor, ScalingConfig]:
     """Return a scale the caller chose, as a tensor of shape (), and how it moves from there. Syncs: no.
 
-    Raises:
-        ScalerError: not one positive number within floor and ceiling; a tensor on an accelerator is not read.
+    A ScalerError unless it is one positive number within floor and ceiling; a tensor on an accelerator is not read.
     """
     ceiling = math.inf if config.max_scale is None else config.max_scale
     what = describe(value)

@@ -72,12 +72,7 @@ class ScaleState:
 
 
 class LastStep:
-    """Whether the last step was applied, and which scale its gradients carried; read from the device when asked.
-
-    Args:
-        found_nonfinite: whether inf or NaN was found; a 0-d tensor is read on first use.
-        captured: the scale of the losses; None for a run without scaling.
-    """
+    """Whether the last step was applied, and which scale its gradients carried, both read from the device when asked. `captured` is None for a run without scaling."""
 
     def __init__(self, found_nonfinite: Tensor | bool, captured: Tensor | None) -> None:
         self._found = found_nonfinite

@@ -173,9 +173,9 @@ class GradScaler(TorchNames):
             return
         state = self._state_of(optimizer, "unscale_")
         if state["stage"] is ScalerStage.UNSCALED:
-            raise ScalerError(messages.UNSCALED_TWICE.format(optimizer=messages.kind(optimizer)))
+            raise ScalerError(messages.UNSCALED_TWICE.format(optimizer=type(optimizer).__name__))
         if state["stage"] is ScalerStage.STEPPED:
-            raise ScalerError(messages.UNSCALED_LATE.format(optimizer=messages.kind(optimizer)))
+            raise ScalerError(messages.UNSCALED_LATE.format(optimizer=type(optimizer).__name__))
         captured = self._check(optimizer)
         try:
             found = self._unscale_grads_(optimizer, captured.reciprocal(), is_unusable(captured), False)
@@ -249,7 +249,7 @@ class GradScaler(TorchNames):
             raise ScalerError(messages.CLOSURE)
         state = self._state_of(optimizer, "step")
         if state["stage"] is ScalerStage.STEPPED:
-            raise ScalerError(messages.STEPPED_TWICE.format(optimizer=messages.kind(optimizer)))
+            raise ScalerError(messages.STEPPED_TWICE.format(optimizer=type(optimizer).__name__))
         self._tracker.is_stepping = True
         try:
             return self._apply(optimizer, state, args, kwargs)
@@ -384,7 +384,7 @@ class GradScaler(TorchNames):
     def _state_of(self, optimizer: Optimizer, call: str) -> dict[str, Any]:
         if not hasattr(optimizer, "param_groups"):
             raise ScalerError(
-                f"{call}() takes an optimizer, and got {messages.kind(optimizer)}. Call it for one after the other."
+                f"{call}() takes an optimizer, and got {type(optimizer).__name__}. Call it for one after the other."
             )
         self._require_scale(call)
         state = self._per_optimizer_states[id(optimizer)]

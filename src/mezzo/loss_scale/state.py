@@ -80,15 +80,7 @@ def next_state(state: LossScale, found_nonfinite: Found, config: ScalingConfig) 
     the ceiling, and where the next growth would be inf, it stays as it is.
     A scale that is not dynamic stays what it is, and its steps are counted.
 
-    Args:
-        state: the state before the step; it is not changed.
-        found_nonfinite: whether any gradient of the step was inf or NaN.
-        config: how the scale moves.
-
-    Returns:
-        The state after the step: tensors if the state or the finding is a tensor, else numbers.
-
-    Syncs: no.
+    It holds tensors if the state before, which is not changed, or the finding is one, else numbers. Syncs: no.
     Source: Micikevicius et al. 2018, section 3.2. Exact for powers of two.
 
     >>> state = LossScale(scale=8.0, skipped_in_a_row=0)

@@ -85,13 +85,7 @@ def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp
 
 @torch.no_grad()
 def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
-    """Report whether any gradient has an inf or NaN.
-
-    Args:
-        grads: as for `unscale_`, and fp16 too.
-
-    Returns:
-        Shape (), fp32, on the device of the first gradient: 1 if any element is inf or NaN, else 0.
+    """Return 1 if any element of gradients as `unscale_` takes them, or in fp16, is inf or NaN, else 0: shape (), fp32, on the device of the first.
 
     Writes: no value; torch's kernel puts each back in its place, which version counters show.
     Syncs: no; one all-reduce per mesh for sharded gradients.

@@ -122,11 +122,9 @@ def check_seed(seed: object) -> None:
 
 
 def check_masters(group: Mapping[str, Any]) -> None:
-    """Refuse 16-bit trainable parameters without a master mode, and modes that do not exist for them.
+    """Refuse, by a MasterError, 16-bit trainable parameters without a master mode that exists for them.
 
-    Raises:
-        MasterError: both, with the parameters and what to write instead.
-        ConfigError: a master mode, moment dtype or backend that does not exist.
+    A master mode, moment dtype or backend that exists for none is a ConfigError.
     """
     master = group["master"] or "none"
     if master not in get_args(Master):

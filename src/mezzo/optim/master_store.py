@@ -17,13 +17,7 @@ Mode = Literal["split", "fp32", "kahan", "stochastic"]
 
 
 def check_whole(param: Tensor) -> None:
-    """Refuse masters for a sharded parameter.
-
-    Raises:
-        MasterError: it is one.
-
-    Host only.
-    """
+    """Refuse, by a MasterError, masters for a sharded parameter. Host only."""
     if is_dtensor(param):
         raise MasterError(
             f"MasterWeights was given the sharded 16-bit parameter {describe(param)}, and it lends its masters to an "

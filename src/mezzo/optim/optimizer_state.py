@@ -22,13 +22,7 @@ from ..policy import Master
 from .saved_state import check_saved, each_entry
 
 _log = logging.getLogger("mezzo.optim")
-_LOSS = {
-    "none": "exactly",
-    "split": "exactly",
-    "fp32": "exactly",
-    "kahan": "rounded to twice 16 bit",
-    "stochastic": "rounded to 16 bit",
-}
+_LOSS = {"kahan": "rounded to twice 16 bit", "stochastic": "rounded to 16 bit"}
 OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
 """Options of a group that torch's optimizers do not have."""
 _MODES = {name: mode for mode, name in AUX_STATE.items()}
@@ -71,11 +65,8 @@ def mode_of_state(entry: Mapping[str, Any]) -> Master | None:
 def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tuple[dict[str, Tensor], str]:
     """Return what a parameter must keep for its own master mode, out of state that another mode may have left.
 
-    A remainder or compensation means something only beside its weight, so weights are loaded first.
-
-    Returns:
-        its aux state under its name in the state, in fresh memory; and, where something had to
-        be converted, a clause that says what.
+    That is its aux state under its name in the state, in fresh memory; with it comes a clause that says what had to be converted, if
+    anything. A remainder or compensation means something only beside its weight, so weights are loaded first.
 
     Writes: `param`, if a conversion rounds its master to another weight. Syncs: no.
     """
@@ -94,7 +85,9 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
         aux = local(entry[AUX_STATE[saved]].to(param.device))
         low = {"split": torch.bfloat16, "kahan": aux.dtype}.get(saved, param.dtype)
         master = read_master(saved, local(param.detach()).to(low), aux) if saved != "fp32" else aux
-        clause = f"{saved} masters to {mode if param.dtype in LOW_DTYPES else 'fp32 weights'}, {_LOSS[mode]}"
+        clause = (
+            f"{saved} masters to {mode if param.dtype in LOW_DTYPES else 'fp32 weights'}, {_LOSS.get(mode, 'exactly')}"
+        )
     weight, aux_state = store_master(mode, master, param.dtype, None)
     with torch.no_grad():
         local(param).copy_(weight)
@@ -118,16 +111,6 @@ def take_masters_(optimizer: Any, entries: Mapping[Tensor, Mapping[str, Tensor]]
     for p in [p for p, (aux, _) in taken.items() if aux]:
         optimizer.state[p].update(taken[p][0])
     report(clause for _, clause in taken.values())
-
-
-@torch.no_grad()
-def give_masters_(optimizer: Any, masters: Mapping[Tensor, Tensor]) -> None:
-    """Do what `set_masters_` says. Writes: parameters, and their aux state. Syncs: no."""
-    for param, mode in checked_masters(optimizer, masters).items():
-        aux = give_master_(mode, local(param), local(masters[param].to(param.device)))
-        if aux is not None:
-            optimizer.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
-        optimizer.set_at[param] = param._version
 
 
 def own_state(
@@ -242,6 +225,7 @@ class HasMasters(torch.optim.Optimizer):
         part = read_master(mode, local(param.detach()), None if aux is None else local(aux))
         return like_dtensor(part, param)
 
+    @torch.no_grad()
     def set_masters_(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Give parameters the fp32 values they stand for: those they had before they were made 16 bit.
 
@@ -254,7 +238,11 @@ class HasMasters(torch.optim.Optimizer):
 
         Writes: the parameters, and their aux state. Syncs: no.
         """
-        give_masters_(self, masters)
+        for param, mode in checked_masters(self, masters).items():
+            aux = give_master_(mode, local(param), local(masters[param].to(param.device)))
+            if aux is not None:
+                self.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
+            self.set_at[param] = param._version
 
 
 class KeepsMasters(HasMasters):

@@ -141,7 +141,7 @@ def batches_of(step: GroupStep, active: Sequence[Active]) -> list[ParamBatch]:
 
 def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
     group, states, params = step.group, [one.state for one in active], [one.param for one in active]
-    orders, mode = memory_orders(params), mode_of(params[0], group)
+    orders, mode = [memory_order(param) for param in params], mode_of(params[0], group)
     is_random = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
     weights = Weights(
         mode=mode,
@@ -191,13 +191,6 @@ def memory_order(tensor: Tensor) -> Order:
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
     return order if tensor.permute(order).is_contiguous() else None
-
-
-def memory_orders(tensors: Sequence[Tensor]) -> list[Order]:
-    """Return the `memory_order` of each. Host only."""
-    if all([tensor.is_contiguous() for tensor in tensors]):
-        return [None] * len(tensors)
-    return [memory_order(tensor) for tensor in tensors]
 
 
 def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tensor]:

@@ -34,11 +34,7 @@ _EXACT = 1e16  # above it repr is shorter than all digits
 
 
 def read(key: str, kind: object, word: str) -> object:
-    """Return the value of a field, of a type of `kinds`, that a word stands for; upper and lower case are the same.
-
-    Raises:
-        PolicyError: not a value of that type; names the nearest one.
-    """
+    """Return the value of a field, of a type of `kinds`, that a word in upper or lower case stands for; a PolicyError names the nearest one."""
     main = options(kind)[0]
     none = [_none(key)] if types.NoneType in options(kind) else []
     if word.casefold() in none:
@@ -101,8 +97,7 @@ def read_scaling(word: str) -> ScalingConfig | None:
     try:
         scale = float(word)
     except ValueError:
-        hint = did_you_mean(word, ("none", "dynamic"))
-        raise PolicyError(f"unknown scaling {word!r}.{hint}") from None
+        raise PolicyError(f"unknown scaling {word!r}.{did_you_mean(word, ('none', 'dynamic'))}") from None
     return ScalingConfig.fixed(scale)
 
 

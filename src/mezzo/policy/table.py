@@ -87,10 +87,7 @@ def _torch_row(family: Family, op: str, device_type: str) -> OpRow | None:
 
 
 # Composites that torch's CPU list reaches through their parts. A matrix product of cast inputs is what their parts do.
-_CPU_PARTS = {
-    "linalg_multi_dot": "matrix products underneath",
-    "chain_matmul": "matrix products underneath",
-}
+_CPU_PARTS = ("linalg_multi_dot", "chain_matmul")
 
 
 @lru_cache
@@ -109,7 +106,7 @@ def op_table(name: TableName, device_type: str) -> Mapping[str, OpRow]:
         readable = device_type if device_type in DISPATCH_KEYS else "cuda"
         rows = [_torch_row(family, op, readable) for family in FAMILIES for op in family.ops]
         if readable == "cpu":
-            rows += [OpRow(op=op, rule=Rule.LOW, reason=reason) for op, reason in _CPU_PARTS.items()]
+            rows += [OpRow(op=op, rule=Rule.LOW, reason="matrix products underneath") for op in _CPU_PARTS]
     return MappingProxyType({row.op: row for row in rows if row is not None})
 
 

@@ -43,7 +43,8 @@ def parse(text: str) -> PolicyFields:
     items = list(_items(text))
     at, name = items[0]
     try:
-        draft = _Draft(_first(name))
+        check("=" not in name, f"a policy starts with a preset ({', '.join(PRESET_FIELDS)}): write 'fp32, {name}'.")
+        draft = _Draft(preset_fields(name))
         for at, item in items[1:]:  # noqa: B007  # the position of the edit that failed
             draft.edit(item)
     except PolicyError as error:
@@ -72,11 +73,6 @@ def _items(text: str) -> Iterator[tuple[int, str]]:
         start = match.end() + 1
 
 
-def _first(name: str) -> PolicyFields:
-    check("=" not in name, f"a policy starts with a preset ({', '.join(PRESET_FIELDS)}): write 'fp32, {name}'.")
-    return preset_fields(name)
-
-
 class _Draft:
     """A policy whose edits are still coming in, so that values which only fit together may come one by one."""
 
@@ -95,9 +91,6 @@ class _Draft:
             item.casefold() not in (*PRESET_FIELDS, *ALIASES), f"{item!r} is a preset, and a preset only comes first."
         )
         key, word = split_edit(item)
-        self._set(key, word)
-
-    def _set(self, key: str, word: str) -> None:
         prefix, _, name = key.partition(":")
         config, _, option = key.partition(".")
         bare = key.removeprefix("?").strip()
@@ -163,12 +156,7 @@ def _unknown_key(key: str, word: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A policy's text, by the places its edits set.
-
-    Attributes:
-        preset: name of the preset it starts from.
-        edits: spelled edits, in order.
-    """
+    """A policy's text: the name of the preset it starts from, and spelled edits, in order, by the places that they set."""
 
     preset: str
     edits: Mapping[Place, str]
