@@ -218,13 +218,9 @@ def checkout() -> Path | None:
 
 
 def run_tests(paths: Sequence[str], root: Path | None = None) -> str:
-    """Run test paths of a checkout, the one this package runs from when left out, in a fresh process.
+    """Run test paths of a checkout, by default the one of this package, in a fresh process; return what pytest said in a line, or why it did not run.
 
-    Returns:
-        One line: what pytest said, or why nothing was run.
-
-    Raises:
-        BenchError: a test failed, or a path does not exist.
+    A test that fails, or a path that does not exist, is a BenchError.
     """
     root = root or checkout()
     if root is None:

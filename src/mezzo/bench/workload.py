@@ -165,11 +165,7 @@ class Workload(abc.ABC):
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
     def check(self) -> None:
-        """Refuse numbers that leave nothing to measure.
-
-        Raises:
-            BenchError: a count or size below 1, or an empty list of them.
-        """
+        """Refuse, by a BenchError, numbers that leave nothing to measure: a count or size below 1, or an empty list of them."""
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             numbers = value if isinstance(value, tuple) else (value,)

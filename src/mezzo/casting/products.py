@@ -134,10 +134,7 @@ def run_in_fp32(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rec
     Operands are rounded as torch.autocast rounds them, products are summed in fp32, and the result is rounded once: the arithmetic of
     16-bit units. For backward the operands wait in 16 bit. With `recomputes` a checkpoint that runs just now does so too when it runs again.
 
-    Returns:
-        The result; `NotImplemented` for what is no such product, or seen by somebody.
-
-    Syncs: no.
+    Returns `NotImplemented` for what is no such product, or seen by somebody. Syncs: no.
     """
     num_products = _num_products(func, args) if is_unwatched() else 0
     if num_products < min(SMALLEST.values()) or num_products < REUSE * sum(

@@ -206,10 +206,7 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
 
 
 def backward_message(error: BaseException) -> str | None:
-    """Return the sentence for a mismatch that the backward of a user's autograd.Function met, None for other errors.
-
-    Syncs: no.
-    """
+    """Return the sentence for a mismatch that the backward of a user's autograd.Function met, None for other errors. Syncs: no."""
     if error.__traceback__ is None or not is_mismatch(error):
         return None
     frames = _calling(_frames_of(error.__traceback__))

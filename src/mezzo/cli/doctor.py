@@ -121,13 +121,7 @@ def _print(report: Report, options: argparse.Namespace) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `mezzo doctor` with the words after it.
-
-    Returns:
-        0 healthy, 1 faulty, 2 bad input, 3 not enough seen, 4 nothing traced.
-
-    Writes: standard output and error, and the page `--html` names.
-    """
+    """Run `mezzo doctor` with the words after it. Returns: its exit code. Writes: standard output and error, and the page `--html` names."""
     try:
         options = _parser().parse_args(list(argv))
     except SystemExit as end:

@@ -29,13 +29,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `mezzo replay` with the words after it.
-
-    Returns:
-        0 taken and as recorded, 1 not, 2 bad input.
-
-    Writes: standard output and error.
-    """
+    """Run `mezzo replay` with the words after it. Returns: its exit code. Writes: standard output and error."""
     try:
         options = _parser().parse_args(list(argv))
     except SystemExit as end:

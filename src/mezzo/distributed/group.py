@@ -40,7 +40,7 @@ all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class Group:
-    """Ranks that take decisions together.
+    """Ranks that take decisions together. Where one is lost, whatever they send each other raises a DistributedError.
 
     Args:
         group: a process group; None is the default one.
@@ -88,13 +88,7 @@ class Group:
         return tensor.to(own if own is not None and own.type in self._devices else "cpu")
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add a tensor up over the ranks, in place, and return it.
-
-        Raises:
-            DistributedError: a rank is lost.
-
-        Writes: `tensor`. Syncs: on the CPU, with the slowest rank; else no.
-        """
+        """Add a tensor up over the ranks, in place, and return it. Writes: `tensor`. Syncs: on the CPU, with the slowest rank; else no."""
         return self._all_reduce_(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
@@ -102,17 +96,11 @@ class Group:
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
 
     def any(self, is_found: bool) -> bool:
-        """Return whether any rank found something; called on all of them. Raises: DistributedError. Syncs: yes."""
+        """Return whether any rank found something; called on all of them. Syncs: yes."""
         return bool(self.max_(self.to_device(torch.tensor([float(is_found)]))))
 
     def differing(self, values: Tensor) -> list[bool]:
-        """Return for each of N whole numbers, shape (N,), int64, on the CPU, whether the ranks hold different ones; the same answer on all.
-
-        Raises:
-            DistributedError: a rank is lost.
-
-        Syncs: yes.
-        """
+        """Return for each of N whole numbers, shape (N,), int64, on the CPU, whether the ranks hold different ones; the same answer on all. Syncs: yes."""
         # The largest and, negated, the smallest: they agree only if all values do.
         extremes = self.max_(self.to_device(torch.cat([values, -values]))).cpu()
         found: list[bool] = (extremes[: len(values)] != -extremes[len(values) :]).tolist()
@@ -127,13 +115,7 @@ class Group:
         return [bytes(row.tolist()[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Write the first rank's tensor over that of the others.
-
-        Raises:
-            DistributedError: a rank is lost.
-
-        Writes: `tensor`, contiguous. Syncs: on the CPU, with the slowest rank; else no.
-        """
+        """Write the first rank's tensor over that of the others. Writes: `tensor`, contiguous. Syncs: on the CPU, with the slowest rank; else no."""
         sent = self.to_device(tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8))
         with self.watching():
             self.wait(dist.broadcast(sent, src=self.ranks[0], group=self.handle, async_op=True), sent)
@@ -156,13 +138,7 @@ class Group:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensor of each rank, of one shape and dtype on all, in the order of `ranks`.
-
-        Raises:
-            DistributedError: a rank is lost.
-
-        Syncs: on the CPU, with the slowest rank; else no.
-        """
+        """Return the tensor of each rank, of one shape and dtype on all, in the order of `ranks`. Syncs: on the CPU, with the slowest rank; else no."""
         found = [torch.empty_like(tensor) for _ in self.ranks]
         with self.watching():
             self.wait(dist.all_gather(found, tensor, group=self.handle, async_op=True), tensor)

@@ -47,12 +47,8 @@ def audit(
 ) -> None:
     """Compare numbers, by what a message calls them, and tensors that each rank has a whole copy of, by name, over the ranks.
 
-    `why_apart` says why parameters may differ, and what to do.
-
-    Raises:
-        DistributedError: ranks differ. Raised on all of them, since all see the same comparison.
-
-    Syncs: yes.
+    Ranks that differ are a DistributedError on all, since all see the same comparison; `why_apart` says why parameters may differ, and what
+    to do. Syncs: yes.
     """
     sums = _checksums(params.values())
     values = torch.stack([*map(_bits_of, numbers.values()), torch.tensor(step), torch.tensor(len(sums)), _total(sums)])

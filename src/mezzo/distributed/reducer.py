@@ -51,7 +51,7 @@ class Accumulator:
     after a few dozen micro-batches, so each micro-batch is taken out of the gradient as soon as it is there.
 
     Args:
-        params: those that are 16 bit are accumulated; the others are none of its business.
+        params: those that are 16 bit are accumulated.
         is_averaging: whether the backward pass under way ends in an average over the ranks.
 
     Writes: `grad_dtype` of 16-bit parameters, which becomes their own.
@@ -98,11 +98,7 @@ class Accumulator:
         return None if before is None else before.value
 
     def check_averaged(self) -> None:
-        """Refuse a step on gradients that were never averaged.
-
-        Raises:
-            DistributedError: every backward pass of the step ran inside no_sync().
-        """
+        """Refuse, by a DistributedError, a step whose backward passes all ran inside no_sync(): its gradients were never averaged."""
         waiting = [p for p, kept in self._sums.items() if p.grad is not None and kept.continues(p.grad, passes=0)]
         if waiting:
             raise DistributedError(
@@ -146,7 +142,7 @@ class GradientReducer:
     loses nothing, whatever `dtype` is.
 
     Args:
-        group: the ranks.
+        group: of ranks.
         dtype: of what is sent, fp8 in blocks; fp64 gradients are reduced as they are.
         accumulator: of earlier micro-batches; None if gradients accumulate where they are.
         is_static: whether the wrapper takes the graph to be the same in each pass, so that buckets are not told apart.

@@ -54,12 +54,7 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` with `policy=` in place of `mixed_precision=`.
 
     Weights, clipping, accumulation and skipped steps are those of a loop written with `mezzo.prepare`, bit for bit;
-    `save_state` keeps the loss scale and the counters where Accelerate keeps a scaler.
-
-    Args:
-        *args: as for Accelerate.
-        policy: as for `mezzo.prepare`.
-        **kwargs: as for Accelerate.
+    `save_state` keeps the loss scale and the counters where Accelerate keeps a scaler. `policy` is as for `mezzo.prepare`.
 
     Raises:
         PolicyError: another precision beside the policy, or a launcher that takes the step itself.

@@ -50,8 +50,6 @@ class Adapter:
         words: of the framework, from `calls`, for what errors say to write.
 
     Attributes:
-        policy: as given.
-        words: as given.
         result: of the last step; None before the first.
     """
 

@@ -37,12 +37,8 @@ class PolicyMixin:
     """Gives a subclass of `transformers.Trainer` a policy: `class MyTrainer(PolicyMixin, SFTTrainer): ...`.
 
     Weights, clipping, accumulation and skipped steps are those of a loop written with `mezzo.prepare`, bit for bit;
-    the logged `grad_norm` is that of the true gradients; a checkpoint has the loss scale and the counters.
-
-    Args:
-        *args: as for the Trainer.
-        policy: as for `mezzo.prepare`.
-        **kwargs: as for the Trainer.
+    the logged `grad_norm` is that of the true gradients; a checkpoint has the loss scale and the counters. `policy` is as for
+    `mezzo.prepare`, all else as for the Trainer.
 
     Raises:
         PolicyError: `TrainingArguments` ask for a precision of their own.

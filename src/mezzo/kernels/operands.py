@@ -112,14 +112,10 @@ class Operands:
 def operands(
     weights: Weights, moments: Mapping[str, Sequence[Tensor]], grads: ScaledGradients, layout: Layout | None = None
 ) -> Operands:
-    """Return what a step reads and writes, checked.
+    """Return what a step reads and writes, checked; the layout of weights and moments, too, unless it was made before and nothing has moved.
 
-    Args:
-        weights: what to update.
-        moments: of each by name, in its shape; any floating dtype.
-        grads: of each, in its shape; any floating dtype, each in its own. Those that no kernel reads as they are, and
-            those that share memory with what is written, are copied.
-        layout: of weights and moments, if it was made before and nothing has moved; else it is made.
+    Moments and gradients may have any floating dtypes. Gradients that no kernel reads as they are, and those that share memory with what
+    is written, are copied.
 
     Raises:
         OperandError: one that does not fit its weight in shape, dtype, device or layout, lies outside its storage, or

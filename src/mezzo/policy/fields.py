@@ -160,12 +160,7 @@ class ModuleRule:
         check(isinstance(self.required, bool), f"required={self.required!r} must be true or false.")
 
     def matches(self, fqn: str, class_names: Iterable[str] = ()) -> bool:
-        """Whether the pattern names a module; upper and lower case differ.
-
-        Args:
-            fqn: the module's fully qualified name; "" is the root.
-            class_names: names of its class and the classes above it.
-        """
+        """Whether the pattern names a module, by its qualified name, "" of the root, or a class of its `__mro__`; upper and lower case differ."""
         return any(fnmatchcase(name, self.pattern) for name in (fqn, *class_names))
 
 
@@ -297,10 +292,5 @@ class PolicyFields:
         return replace(self, compute=torch.float32)
 
     def module_rule(self, fqn: str, class_names: Sequence[str] = ()) -> ModuleRule | None:
-        """Return the rule a module has itself: the last that matches its name or one of its classes, or None.
-
-        Args:
-            fqn: the module's fully qualified name; "" is the root.
-            class_names: names of its class and the classes above it (`[c.__name__ for c in type(m).__mro__]`).
-        """
+        """Return the rule a module has itself: the last that `matches` it, or None."""
         return next((rule for rule in reversed(self.modules) if rule.matches(fqn, class_names)), None)

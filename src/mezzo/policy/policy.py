@@ -114,14 +114,7 @@ class Policy(PolicyFields):
         return diff(self, as_policy(other))
 
     def check_modules(self, modules: Iterable[tuple[str, Sequence[str]]]) -> None:
-        """Refuse a model in which a required module rule matches nothing.
-
-        Args:
-            modules: name and class names, as for `module_rule`, of every module.
-
-        Raises:
-            PolicyError: the pattern, and the nearest name or class that the model has.
-        """
+        """Refuse, by a PolicyError, a model in which a required module rule matches nothing; `modules`: name and class names of each."""
         known = [(fqn, tuple(class_names)) for fqn, class_names in modules]
         for rule in self.modules:
             if rule.required and not any(rule.matches(*module) for module in known):

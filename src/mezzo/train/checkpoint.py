@@ -26,11 +26,7 @@ FORMAT = 2
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failed write into one sentence that says what is still whole.
-
-    Raises:
-        CheckpointError: the disk is full, the folder cannot be written, ...
-    """
+    """Turn a failed write, of a full disk or a folder that is shut, into a CheckpointError that says what is still whole."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk, and Ctrl-C, in a RuntimeError
@@ -66,22 +62,12 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Save the state of a run: tensors and plain values, so that `torch.load(weights_only=True)` reads it.
-
-    Raises:
-        CheckpointError: it could not be written; the file is what it was.
-
-    Writes: the file. Syncs: yes.
-    """
+    """Save the state of a run as `write_whole` does: tensors and plain values, so that `torch.load(weights_only=True)` reads it. Syncs: yes."""
     write_whole(path, lambda file: torch.save({"format": FORMAT, **state}, file))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return what `save_checkpoint` saved, on the CPU.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or another version of mezzo wrote it.
-    """
+    """Return what `save_checkpoint` saved, on the CPU; a CheckpointError if there is none, it cannot be read, or another version wrote it."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path} to go on from. Leave --resume out to start, or name the run's folder with --out.")  # fmt: skip
     try:
@@ -127,11 +113,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_same_run(state: dict[str, Any], config: TrainConfig, labels: tuple[str, ...], fingerprint: str) -> None:
-    """Refuse to go on with a run as if it were another.
-
-    Raises:
-        CheckpointError: other labels, other data, or other options than the checkpoint's.
-    """
+    """Refuse, by a CheckpointError, to go on with a run of other labels, other data or other options than the checkpoint's."""
     theirs = tuple(state["labels"])
     if theirs != labels:
         raise CheckpointError(

@@ -202,11 +202,7 @@ class TrainConfig:
         return as_policy(self.policy) if self.amp else as_policy("fp32")
 
     def num_micro_batches(self, ranks: int) -> int:
-        """Return the number of micro-batches that a batch is run in on so many ranks.
-
-        Raises:
-            ConfigError: they would not be equal, or not as many on each rank.
-        """
+        """Return the number of micro-batches that a batch is run in; a ConfigError where they would not be equal, or not as many on each rank."""
         count, size = self.micro_batches or ranks, self.batch_size
         size = size * ranks if self.per_rank else size
         _check(count % ranks == 0, f"micro_batches={count} cannot be shared by {ranks} ranks; write a multiple of {ranks}, or 0.")  # fmt: skip

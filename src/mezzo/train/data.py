@@ -24,9 +24,6 @@ class Corpus:
 
     Attributes:
         labels: every label, in the order of the label map, else sorted; a row's class is its index here.
-        train: rows to learn from.
-        dev: rows for periodic evaluation.
-        test: rows for the final report.
         dropped: how many rows cleaning took out, by reason; "respelled" were not, but their labels lost spaces around them.
     """
 
@@ -60,8 +57,7 @@ class Corpus:
 def clean(rows: Iterable[Row]) -> tuple[list[Row], Counter[str]]:
     """Strip texts and labels, and drop what is empty or has no label, is said twice, or said with two labels.
 
-    Returns:
-        The rows kept, in the order of their first appearance; and the number dropped for each reason.
+    Returns the rows kept, in the order of their first appearance, and the number dropped for each reason.
     """
     labels: dict[str, set[str]] = {}
     dropped: Counter[str] = Counter(empty=0, unlabelled=0, duplicate=0, contradictory=0, respelled=0)

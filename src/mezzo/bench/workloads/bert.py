@@ -111,13 +111,9 @@ def _encoded_reviews(vocabulary: int, tokens: int, count: int) -> tuple[list[lis
 
 
 def review_batches(size: BertSize, batch: int, tokens: int, count: int, device: torch.device) -> list[Batch]:
-    """Return batches of the built-in reviews, each padded or cut to `tokens`.
+    """Return batches of the built-in reviews: token numbers and mask, padded or cut, int64 [batch, tokens], and labels, int64 [batch].
 
-    Returns:
-        Token numbers and mask, int64 [batch, tokens], and labels, int64 [batch].
-
-    Raises:
-        ConfigError: the transformers library or the data is not installed.
+    Errors are those of `load_corpus` and `train_tokenizer`.
     """
     texts, labels, pad = _encoded_reviews(size.vocabulary, tokens, batch * count)
     ids_BT = torch.tensor([(text + [pad] * tokens)[:tokens] for text in texts], device=device)

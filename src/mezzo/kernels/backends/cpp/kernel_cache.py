@@ -60,8 +60,7 @@ def objection(status: os.stat_result) -> str:
 def opened(folder: Path, *, make: bool) -> Iterator[int]:
     """Open a folder that only this user can write; everything after goes by its descriptor, whatever its name becomes.
 
-    Raises:
-        OSError: it cannot be opened or made, or somebody else may write to it.
+    One that cannot be opened or made, or that somebody else may write to, is an OSError.
     """
     if make:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -110,12 +110,8 @@ def step_(
     Masters, gradients and means are computed in fp32 (fp64 for fp64 weights), whatever they are stored in. For fp32
     means the masters go the way of torch.optim.AdamW on fp32 parameters, bit for bit.
 
-    Args:
-        operands: weights, gradients and the moments exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
-        rule: the constant numbers.
-        scalars: shape (n, 3) from `scalars`.
-        step: shape (n,), fp32: steps taken by each, this one included; decides the random bits.
-        indices: of the weights to step; None: all.
+    Moments are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, and `scalars` those of `scalars`. `step`, shape (n,), fp32, counts the
+    steps of each weight, this one included, and decides the random bits; `indices` are those stepped, None for all.
 
     Writes: weights, their aux state, moments; none of them if `found_inf` is set.
     Syncs: no.

@@ -42,7 +42,7 @@ def has_gradients(
         and key.shape == value.shape == (batch, kv_heads, keys, width)
         and (kv_heads == heads or (enable_gqa and heads % kv_heads == 0))
         and (mask is None or (not is_causal and _is_mask(mask, (batch, heads, queries, keys))))
-        and _takes(keys)
+        and ((products := _products()) == 2 or (products == 1 and keys <= LONGEST_IN_PAIRS))
     )
 
 
@@ -56,11 +56,6 @@ def _is_mask(mask: Tensor, scores: tuple[int, ...]) -> bool:
     return is_plain and fits and mask.dtype in (torch.bool, torch.bfloat16, torch.float32)
 
 
-def _takes(keys: int) -> bool:
-    products = _products()
-    return products == 2 or (products == 1 and keys <= LONGEST_IN_PAIRS)
-
-
 @constant_when_compiled
 def _products() -> int:
     kernel = compiled("attention")
@@ -72,20 +67,9 @@ def attention(
 ) -> Tensor:
     """Return softmax(scale q k' + mask) v of operands for which `has_gradients` says yes, rounded as torch's kernel rounds.
 
-    For backward wait the operands, the result, and a number for each query.
-
-    Args:
-        query: [B, H, T, D], bf16.
-        key: [B, G, S, D], bf16, H a multiple of G.
-        value: as `key`.
-        mask: [B or 1, H or 1, T or 1, S or 1] or without the first two, bool (True is seen), or bf16 or fp32, which are added.
-        is_causal: query i sees keys up to i.
-        scale: of the scores; None is D ** -0.5.
-
-    Returns:
-        [B, H, T, D], bf16.
-
-    Syncs: no.
+    For backward wait the operands, the result, and a number for each query. Query and result are [B, H, T, D], key and value [B, G, S, D],
+    H a multiple of G, bf16; the mask is [B or 1, H or 1, T or 1, S or 1] or without the first two, bool (True is seen), or bf16 or fp32,
+    which are added. With `is_causal` query i sees keys up to i; `scale` None is D ** -0.5. Syncs: no.
     """
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, -torch.inf).to(torch.bfloat16)

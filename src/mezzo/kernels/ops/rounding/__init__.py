@@ -49,13 +49,8 @@ def param_seed(seed: int, number: int) -> int:
 def random_key(seed: Whole, step: Tensor, stream: int = 0) -> Tensor:
     """Return what tells the random bits of one parameter, step and stream from any other; of several: the shape of `step`.
 
-    Args:
-        seed: names the parameter; in [0, 2**32). Those of several: int64, the shape of `step`.
-        step: shape (), or (n,) for several parameters; any dtype, a whole number: steps taken.
-        stream: tells several draws for one parameter and step apart.
-
-    Returns:
-        int64, in [0, 2**32), the device of `step`. Syncs: no.
+    `seed`, in [0, 2**32), names the parameter, and `stream` one of several draws for it. `step`, a whole number of any dtype, has shape (),
+    or (n,) for several parameters, whose int64 seeds have it too. The key is int64, in [0, 2**32), on the device of `step`. Syncs: no.
     """
     return mix((step.to(torch.int64) * _GOLDEN + mix((seed + stream * _GOLDEN) & _MASK)) & _MASK)
 
