@@ -79,22 +79,14 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        stride, padding = ctx.options
-        if torch.is_grad_enabled() or is_batched_gradient(grad) or not (is_unwatched() and needs_weight):
-            wanted = [needs_input, needs_weight, needs_bias]
-            return (*_torchs_gradients(grad, input, weight, stride, padding, wanted), None, None)
-        grad = grad.contiguous()
-        found = compiled("convolution").weight_gradient(grad, input, weight, stride, padding, needs_bias)
-        wanted = [needs_input, False, False]
-        of_input = _torchs_gradients(grad, input, weight, stride, padding, wanted)[0] if needs_input else None
-        return of_input, *found, None, None
-
-
-def _torchs_gradients(
-    grad: Tensor, input: Tensor, weight: Tensor, stride: Pair, padding: Pair, wanted: list[bool]
-) -> list[Tensor | None]:
-    sizes = [weight.shape[0]] if wanted[2] else None
-    found = torch.ops.aten.convolution_backward.default(
-        grad, input, weight, sizes, stride, padding, [1, 1], False, [0, 0], 1, wanted
-    )
-    return list(found)
+        own: tuple[Tensor | None, ...] = ()
+        if not torch.is_grad_enabled() and not is_batched_gradient(grad) and is_unwatched() and needs_weight:
+            grad = grad.contiguous()
+            own = compiled("convolution").weight_gradient(grad, input, weight, *ctx.options, needs_bias)
+        wanted = [needs_input, needs_weight and not own, needs_bias and not own]
+        sizes, of_input, torchs = [weight.shape[0]] if wanted[2] else None, None, []
+        if any(wanted):
+            of_input, *torchs = torch.ops.aten.convolution_backward.default(
+                grad, input, weight, sizes, *ctx.options, [1, 1], False, [0, 0], 1, wanted
+            )
+        return of_input, *(own or torchs), None, None

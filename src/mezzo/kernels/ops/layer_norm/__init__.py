@@ -56,18 +56,11 @@ class _Norm(torch.autograd.Function):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         mask = [needs_x, needs_weight, needs_bias]
-        grad_x, grad_weight, grad_bias = _kernel(x).backward(
-            grad, x, ctx.shape, mean, rstd, weight, bias, mask, ctx.eps, ctx.is_centred
+        found = _kernel(x).backward(grad, x, ctx.shape, mean, rstd, weight, bias, mask, ctx.eps, ctx.is_centred)
+        of_x, of_weight, of_bias = (
+            own.to(of.dtype) if needed else None for own, of, needed in zip(found, (x, weight, bias), mask, strict=True)
         )
-        return (
-            grad_x.to(x.dtype) if needs_x else None,
-            None,
-            grad_weight.to(weight.dtype) if needs_weight else None,
-            grad_bias.to(bias.dtype) if needs_bias else None,
-            None,
-            None,
-            None,
-        )
+        return of_x, None, of_weight, of_bias, None, None, None
 
 
 def as_fp32(tensor: Tensor | None) -> Tensor | None:
