@@ -76,7 +76,8 @@ def _name(a: Run, b: Run, ours: list[int], theirs: list[int], known_a: _Known, k
     if alike is not None and (ours[0] == alike[0] or theirs[0] == alike[1]):
         x, y = a.ops[alike[0]], b.ops[alike[1]]
     for side, op, known in (("a", x, known_b), ("b", y, known_a)):
-        leaf = None if op is None else _leaf(op, known)
+        # what was there before this run, and the other run does not have
+        leaf = None if op is None else next((v.leaf for v in op.reads if v.leaf and v not in known), None)
         if op is not None and leaf is not None and not (x and y and x.draws != y.draws):
             return _parting("weights", op, x, y, f"{leaf} of {side} has no equal in {'b' if side == 'a' else 'a'}")
     if x is None or y is None:
@@ -84,11 +85,6 @@ def _name(a: Run, b: Run, ours: list[int], theirs: list[int], known_a: _Known, k
         assert op is not None  # something made the output that differs
         return _parting("random" if op.draws else "missing op", op, x, y, f"only {'a' if x else 'b'} runs it")
     return _of_ops(a, b, x, y)
-
-
-def _leaf(op: OpRun, known: _Known) -> str | None:
-    """Return what an op reads that was there before the run and that the other run does not have."""
-    return next((v.leaf for v in op.reads if v.leaf and v not in known), None)
 
 
 def _of_ops(a: Run, b: Run, x: OpRun, y: OpRun) -> MismatchFinding:

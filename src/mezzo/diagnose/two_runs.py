@@ -93,11 +93,6 @@ def _observe(run: Any, batch: Any, loss_fn: LossFn | None, other: dict[str, Tens
         return observe(_compared(run, batch, loss_fn), model, other)
 
 
-def _output(run: Any, batch: Any, loss_fn: LossFn | None) -> list[Tensor]:
-    with _undisturbed(run):
-        return [v.detach() for _, v in floating(_compared(run, batch, loss_fn)())]
-
-
 def _check_shapes(a: Run, b: Run) -> None:
     ours, theirs = ([tuple(t.shape) for t in run.outputs] for run in (a, b))
     if ours != theirs or not ours:
@@ -322,7 +317,8 @@ def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None
         outputs = [list(ours.outputs), list(theirs.outputs)]
         for i, (run, observed, side) in enumerate(((one, ours, "a"), (two, theirs, "b"))):
             if is_compiled(run):
-                outputs[i] = _output(run, batch, loss_fn)
+                with _undisturbed(run):
+                    outputs[i] = [v.detach() for _, v in floating(_compared(run, batch, loss_fn)())]
                 finding = finding or _of_compiled(run, batch, loss_fn, observed, outputs[i], names, side)
     inexact = [op for op in (*ours.ops, *theirs.ops) if finding is None and op.local > 0]
     worst = max(inexact, key=lambda op: op.local, default=None)

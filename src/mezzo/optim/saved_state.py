@@ -56,7 +56,10 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
             f"optimizer's have {sizes}",
         )
     for index, (group, given) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        own_only, saved_only = (_signs(options, beside) for options, beside in ((group, given), (given, group)))
+        own_only, saved_only = (
+            [name for name in _UPDATE if name in options and name not in beside]
+            for options, beside in ((group, given), (given, group))
+        )
         if own_only and saved_only:
             refuse(
                 f"{part}.param_groups[{index}]",
@@ -113,11 +116,6 @@ def check_tensor(part: str, value: Any, own: Tensor, *, may_be_sparse: bool = Fa
         refuse(part, f"is a tensor of {value.layout} on {value.device}, and must be one of {own.layout} with values")
     if reason := value.layout is torch.strided and misplaced(value, value):
         refuse(part, f"is {describe(value)}, {reason}")
-
-
-def _signs(options: Mapping[str, Any], beside: Mapping[str, Any]) -> list[str]:
-    """Return the options of a group that say whose update it is and that another group lacks."""
-    return [name for name in _UPDATE if name in options and name not in beside]
 
 
 def _has_params(group: Mapping[str, Any]) -> bool:

@@ -171,7 +171,8 @@ class Trainer:
 
     def _save_best(self) -> None:
         if self._world.is_first:
-            save_model(self._folder.best, self._model, self._tokenizer, self._weights())
+            weights = self._updater.amp.export_weights() if self._average is None else self._average.weights()
+            save_model(self._folder.best, self._model, self._tokenizer, weights)
 
     def _evaluate(self, progress: Progress) -> None:
         world = self._world
@@ -192,9 +193,6 @@ class Trainer:
             f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
             f"{at.skipped} skipped, {at.seconds:.0f} s"
         )
-
-    def _weights(self) -> dict[str, Tensor]:
-        return self._updater.amp.export_weights() if self._average is None else self._average.weights()
 
     def save(self) -> None:
         """Write the checkpoint, on the first rank. Raises: CheckpointError. Writes: metrics, checkpoint. Syncs: yes."""
