@@ -386,3 +386,13 @@ def test_what_is_left_out_is_asked_for_in_accelerates_words() -> None:
     optimizer.step()
     with pytest.raises(mezzo.errors.StepError, match=r"Call optimizer.zero_grad\(\) between step"):
         accelerator.backward(model(x).sum())
+
+
+@pytest.mark.parametrize("ask", [lambda a, p: a.clip_grad_norm_(p, 1.0), lambda a, p: a.unscale_gradients()])
+def test_a_backward_past_accelerate_is_told_in_its_words_where_gradients_are_clipped(ask: Callable[..., Any]) -> None:
+    accelerator, model = plain(policy="bf16"), loops.make_model()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(loops.make_data().tensors[0]).sum().backward()
+    with pytest.raises(mezzo.errors.StepError, match=r"accelerator.backward\(loss\)") as caught:
+        ask(accelerator, model.parameters())
+    assert "amp." not in str(caught.value)

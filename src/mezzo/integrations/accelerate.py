@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,12 +22,20 @@ from .adapter import Adapter, calls, innermost_optimizer
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer, move_to_device
-    from accelerate.utils import AutocastKwargs, DistributedType, DynamoBackend, GradScalerKwargs, is_compiled_module
+    from accelerate.utils import (
+        SCALER_NAME,
+        AutocastKwargs,
+        DistributedType,
+        DynamoBackend,
+        GradScalerKwargs,
+        is_compiled_module,
+    )
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_auto_wrap_policy
 except ImportError as error:
     raise ImportError("mezzo.integrations.accelerate needs Accelerate: pip install 'mezzo[accelerate]'") from error
 
 _SHARDS = "mezzo_shards"
+_SHARDED = ("scaler", "_models", "_optimizers")
 _CALLS = calls("accelerator.backward", "accelerator.clip_grad_norm_(...)", "accelerator.stepper")
 _REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
@@ -165,23 +173,35 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save the run as Accelerate does; under FSDP2 each rank writes its part of weights and optimizers into a new folder."""
-        with self._by_shards(self.register_save_state_pre_hook, save_checkpoint):
+        by_shards = self._instead(_SHARDED, self.register_save_state_pre_hook, self._save_shards)
+        with by_shards if self.is_fsdp2 else nullcontext():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Go on from what `save_state` wrote; under FSDP2 on any number of ranks."""
-        with self._by_shards(self.register_load_state_pre_hook, load_checkpoint):
+        """Go on from what `save_state` wrote, mezzo's or Accelerate's own; under FSDP2 from mezzo's, on any number of ranks."""
+        aside, act = (_SHARDED, self._load_shards) if self.is_fsdp2 else (_SHARDED[:1], self._load_scaler)
+        with self._instead(aside, self.register_load_state_pre_hook, act):
             super().load_state(*args, **kwargs)
 
+    def _save_shards(self, folder: Path) -> None:
+        save_checkpoint(self.stepper, folder / _SHARDS)
+
+    def _load_shards(self, folder: Path) -> None:
+        load_checkpoint(self.stepper, folder / _SHARDS)
+
+    def _load_scaler(self, folder: Path) -> None:
+        """Load what Accelerate writes only where it has a scaler, in another precision than bf16, and stumbles over where it is not."""
+        if (path := folder / SCALER_NAME).exists():
+            self._adapter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
     @contextmanager
-    def _by_shards(self, register: Callable[..., Any], act: Callable[[Stepper, Path], Any]) -> Iterator[None]:
-        """Under FSDP2 have a checkpoint of the stepper's stand for models, optimizers and scaler."""
-        if not self.is_fsdp2:
-            yield
-            return
-        aside = {name: getattr(self, name) for name in ("_models", "_optimizers", "scaler")}
-        self.__dict__.update(_models=[], _optimizers=[], scaler=None)
-        hook = register(lambda *given: act(self.stepper, Path(given[-1], _SHARDS)))  # the last is the folder
+    def _instead(
+        self, names: Sequence[str], register: Callable[..., Any], act: Callable[[Path], None]
+    ) -> Iterator[None]:
+        """Have `act`, called with the folder, stand for what a checkpoint of Accelerate does with some of its parts."""
+        aside: dict[str, Any] = {name: getattr(self, name) for name in names}
+        self.__dict__.update({name: type(part)() if isinstance(part, list) else None for name, part in aside.items()})
+        hook = register(lambda *given: act(Path(given[-1])))  # the last is the folder
         try:
             yield
         finally:

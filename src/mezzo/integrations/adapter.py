@@ -21,7 +21,8 @@ from ..step import Stepper, StepResult, is_bound, prepare
 
 _WHICH = (
     "optimizers were given whose parameters belong to {count} of the models given so far; one loss scale is kept, so it "
-    "must be one. Make it one module, nn.ModuleDict({{...}}), or write the loop with one mezzo.prepare for each model."
+    "must be one. Make it one module, nn.ModuleDict({{...}}), or write the loop with one mezzo.prepare for each model. "
+    "Where one is trained after the other, write accelerator.free_memory() in between, or make a Fabric for each."
 )
 _NONE = "optimizers were given whose parameters belong to none of the models given so far: the model comes later, or is a copy. Make the optimizer from model.parameters() of a model that is given first, or in the same call."
 
@@ -62,14 +63,20 @@ class Adapter:
         self._models: list[nn.Module] = []
         self._clips: dict[int, dict[str, float]] = {}
         self._shown, self._is_shown = ExitStack(), False
+        self._saved: Mapping[str, Any] = {}
+
+    @property
+    def trains(self) -> bool:
+        """Whether a model was given together with its optimizer."""
+        return self._stepper is not None
 
     @property
     def stepper(self) -> Stepper:
         """What `mezzo.prepare` made. Raises: StepError: no model was given together with its optimizer yet."""
         if self._stepper is None:
             raise StepError(
-                "backward or step was called, and no model was given together with its optimizer. Give both to one "
-                "call: trainer.fit(model), fabric.setup(model, optimizer) or accelerator.prepare(model, optimizer)."
+                "there is no stepper: no model was given together with its optimizer yet. Give both to one call: trainer.fit(model), "
+                "trainer.train(), fabric.setup(model, optimizer) or accelerator.prepare(model, optimizer)."
             )
         return self._stepper
 
@@ -90,6 +97,7 @@ class Adapter:
         """
         if self._stepper is not None and optimizers:
             models, optimizers = [*models, self._stepper.model], [*self._given, *optimizers]
+            self._saved = self.state_dict()
             self._release()
         known = {id(m): m for m in (*self._models, *models)}.values()
         stepped = {id(p) for o in optimizers for p in parameters(o)}
@@ -109,6 +117,7 @@ class Adapter:
             self._stepper = prepare(trained[0], optimizers, self.policy, skip="independent" if is_apart else "together")
             self._given = tuple(optimizers)
             _owners[trained[0]] = self
+            self.load_state_dict(self._saved)
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         """Return what the stepper steps in place of an optimizer: itself, or masters around it."""
@@ -124,6 +133,7 @@ class Adapter:
         self._shown.close()
         self._clips.clear()
         self._models.clear()
+        self._saved = {}
         self._release()
 
     def _release(self) -> None:
@@ -147,7 +157,8 @@ class Adapter:
     def show(self) -> None:
         """Have `.grad` hold true gradients until the next backward or step, to look at or to edit. Syncs: no."""
         self._shown.close()
-        self._shown.enter_context(self.stepper.unscaled_grads())
+        with self._in_its_words():
+            self._shown.enter_context(self.stepper.unscaled_grads())
         self._shown.callback(setattr, self, "_is_shown", False)
         self._is_shown = True
 
@@ -190,7 +201,8 @@ class Adapter:
         if owner is None or self._is_shown:
             self.show()
             return torch.nn.utils.clip_grad_norm_(params, max_norm) if clip_now is None else clip_now(params)
-        norm = self.stepper.grad_norm(owner)
+        with self._in_its_words():
+            norm = self.stepper.grad_norm(owner)
         if max_norm < float("inf"):
             self.clip(owner, max_norm=max_norm)
         return norm
@@ -226,12 +238,17 @@ class Adapter:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the run knows beside weights and optimizers, which the framework saves. Syncs: yes."""
-        return self.stepper.state_dict(weights=False)
+        """Return what the run knows beside weights and optimizers, which the framework saves; what was loaded, if nothing is trained. Syncs: yes."""
+        return self.stepper.state_dict(weights=False) if self.trains else dict(self._saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.stepper.load_state_dict(state)
+        """Go on from what `state_dict` or a scaler's returned, as soon as something is trained. {}: nothing was."""
+        if isinstance(state, Mapping) and "_growth_tracker" in state:
+            named = (("scale", "scale"), ("_growth_tracker", "growth_tracker"))
+            state = {"format": 1, "scaling": {own: state[name] for name, own in named if name in state}}
+        if self.trains and state != {}:
+            self.stepper.load_state_dict(state)
+        self._saved = {} if self.trains else state
 
     def _owner(self, params: Sequence[Tensor]) -> Optimizer | None:
         """Return the optimizer whose gradients these are, all of them and no other; None if there is none."""

@@ -53,7 +53,7 @@ class MezzoPrecision(Precision):
 
     def __init__(self, policy: PolicyLike = "auto") -> None:
         self._adapter = Adapter(policy, _IN_FABRIC)
-        self._is_trainer = self._clips_now = self._runs_only = False
+        self._is_trainer = self._clips_now = False
         self._wrap: Callable[[], nn.Module | None] = lambda: None
         self._undo = ExitStack()
 
@@ -61,6 +61,10 @@ class MezzoPrecision(Precision):
     def stepper(self) -> Stepper:
         """What `mezzo.prepare` made, once training has begun."""
         return self._adapter.stepper
+
+    @property
+    def _runs_only(self) -> bool:
+        return self._is_trainer and not self._adapter.trains
 
     # What both call
 
@@ -107,8 +111,8 @@ class MezzoPrecision(Precision):
         self._adapter.backward(tensor, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counters and policy; nothing where nothing is trained."""
-        return {} if self._runs_only else self._adapter.state_dict()
+        """Return loss scale, counters and policy; where nothing is trained, those that were loaded."""
+        return self._adapter.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what was saved."""
@@ -141,7 +145,6 @@ class MezzoPrecision(Precision):
             # Lightning's stand-in for an optimizer, where configure_optimizers returns None, is not exported
             own = [innermost_optimizer(o) for o in optimizers if type(o).__name__ != "_MockOptimizer"]
             self._adapter.forget()  # the last fit
-            self._runs_only = not own
         self._adapter.prepare([model], own)
         self._hold_schedulers(model, lr_schedulers)
         return self._wrap() or model, [self._adapter.stepped(o) for o in own] or optimizers, lr_schedulers
