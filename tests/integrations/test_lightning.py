@@ -265,6 +265,19 @@ def test_a_step_without_a_loss_is_left_out(tmp_path: Path) -> None:
     assert fit.precision_plugin.stepper.counters().applied == loops.BATCHES - 1
 
 
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_gradients_before_a_batch_without_loss_are_stepped(left_out: int, tmp_path: Path) -> None:
+    class EverySecond(Module):
+        def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
+            return None if index % 2 == left_out else super().training_step(batch, index)
+
+    ours, theirs = EverySecond("fp32"), EverySecond("fp32")
+    how = {"max_epochs": 1, "accumulate_grad_batches": 2, "enable_checkpointing": False}
+    trainer("fp32", tmp_path, **how).fit(ours, loader())
+    trainer("fp32", tmp_path, plugins=None, precision=32, **how).fit(theirs, loader())
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
 def test_an_epoch_for_batch_norms_alone_takes_no_step(tmp_path: Path) -> None:
     """Stochastic weight averaging ends with one; averages are those of the fp32 run, up to bf16."""
 

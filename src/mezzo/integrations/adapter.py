@@ -52,6 +52,7 @@ class Adapter:
 
     Attributes:
         result: of the last step; None before the first.
+        is_pending: whether a backward waits for its step.
     """
 
     def __init__(self, policy: PolicyLike, words: Mapping[str, str]) -> None:
@@ -62,7 +63,7 @@ class Adapter:
         self._given: tuple[Optimizer, ...] = ()
         self._models: list[nn.Module] = []
         self._clips: dict[int, dict[str, float]] = {}
-        self._shown, self._is_shown = ExitStack(), False
+        self._shown, self._is_shown, self.is_pending = ExitStack(), False, False
         self._saved: Mapping[str, Any] = {}
 
     @property
@@ -153,6 +154,7 @@ class Adapter:
         self._shown.close()
         with self._in_its_words():
             self.stepper.backward(loss, **kwargs)
+        self.is_pending = True
 
     def show(self) -> None:
         """Have `.grad` hold true gradients until the next backward or step, to look at or to edit. Syncs: no."""
@@ -223,6 +225,7 @@ class Adapter:
         self._shown.close()
         clip = self._clips.pop(id(optimizer), {})
         one = optimizer if len(self.stepper.optimizers) > 1 else None
+        self.is_pending = False
         with self._in_its_words():
             self.result = self.stepper.step(closure, optimizer=one, **clip)
         return self.result

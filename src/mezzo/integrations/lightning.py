@@ -96,8 +96,8 @@ class MezzoPrecision(Precision):
                 self._clip_gradients(model, optimizer, *bound)
             return self._adapter.step(optimizer, partial(self._evaluate, closure, model, optimizer))
         loss = closure()
-        if model.automatic_optimization and (loss is None or model.trainer.fit_loop._skip_backward):
-            return loss  # training_step asked for no step, or the epoch runs for the statistics of batch norms alone
+        if model.automatic_optimization and not self._adapter.is_pending:
+            return loss  # no training_step since the last step had a loss, or the epoch is for batch norms alone
         self._before_step(model, optimizer)
         self._adapter.step(optimizer)
         return loss
