@@ -173,6 +173,7 @@ def test_folds_are_trained_one_after_the_other_as_the_error_says() -> None:
     step(accelerator, model, optimizer)
     with pytest.raises(mezzo.errors.StepError, match=r"accelerator\.free_memory\(\)"):
         start(accelerator)
+    step(accelerator, model, optimizer)  # what was refused changed nothing
     accelerator.free_memory()
     step(accelerator, *start(accelerator))
     assert accelerator.stepper.counters().applied == 1

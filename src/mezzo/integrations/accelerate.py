@@ -93,7 +93,7 @@ class Accelerator(accelerate.Accelerator):
             if self.device_placement:
                 model.to(self.device)
         for optimizer in optimizers:
-            if optimizer.state:
+            if optimizer.state and not self._adapter.knows(optimizer):
                 optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.device))
         if models or optimizers:
             self._adapter.prepare(models, optimizers)
@@ -142,6 +142,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Wrap an optimizer, whose steps the stepper takes from now on."""
         if not isinstance(optimizer, AcceleratedOptimizer):
+            if not self.is_fsdp2:  # there its weights are sharded together with the model
+                self._adapter.prepare([], [optimizer])
             optimizer = _Optimizer(self._adapter.stepped(optimizer), self._adapter)
         if all(optimizer is not known for known in self._optimizers):
             self._optimizers.append(optimizer)

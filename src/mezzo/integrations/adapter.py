@@ -96,15 +96,18 @@ class Adapter:
         Raises:
             StepError: optimizers of several models, or of none.
         """
-        if self._stepper is not None and optimizers:
-            models, optimizers = [*models, self._stepper.model], [*self._given, *optimizers]
-            self._saved = self.state_dict()
-            self._release()
+        optimizers = [optimizer for optimizer in optimizers if not self.knows(optimizer)]
+        is_extended = self._stepper is not None and bool(optimizers)
+        if is_extended:
+            models, optimizers = [*models, self.stepper.model], [*self._given, *optimizers]
         known = {id(m): m for m in (*self._models, *models)}.values()
         stepped = {id(p) for o in optimizers for p in parameters(o)}
         trained = [m for m in known if any(id(p) in stepped for p in m.parameters())]
         if optimizers and len(trained) != 1:
             raise StepError(_WHICH.format(count=len(trained)) if trained else _NONE)
+        if is_extended:
+            self._saved = self.state_dict()
+            self._release()
         for model in models:
             if model not in _owners and (not optimizers or model is not trained[0]):
                 prepare(model, None, _alone(model, self.policy))

@@ -1,0 +1,38 @@
+"""Accelerate's other ways to prepare lead to the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.integrations import loops
+from torch import nn
+
+from mezzo.integrations.accelerate import Accelerator
+
+Prepare = Callable[[Accelerator, nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any]]
+WAYS: dict[str, Prepare] = {
+    "by their methods": lambda a, m, o: (a.prepare_model(m), a.prepare_optimizer(o)),
+    "by methods, the optimizer's after prepare": lambda a, m, o: (a.prepare(m), a.prepare_optimizer(o)),
+    "twice": lambda a, m, o: a.prepare(*a.prepare(m, o)),
+    "the optimizer twice": lambda a, m, o: (a.prepare(m, o)[0], a.prepare(a.prepare_optimizer(o))),
+}
+
+
+@pytest.mark.parametrize("policy", loops.POLICIES)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_weights_are_those_of_prepare(way: Prepare, policy: str) -> None:
+    accelerator, model = Accelerator(cpu=True, policy=policy), loops.make_model()
+    optimizer, scheduler = loops.make_optimizer(model)
+    model, optimizer = way(accelerator, model, optimizer)
+    accelerator.stepper.on_applied(scheduler.step)
+    x, y = loops.make_data().tensors
+    for step in range(loops.EPOCHS * loops.BATCHES):
+        rows = slice(step % loops.BATCHES * loops.BATCH, (step % loops.BATCHES + 1) * loops.BATCH)
+        accelerator.backward(F.cross_entropy(model(x[rows]), y[rows]))
+        optimizer.step()
+        optimizer.zero_grad()
+    loops.assert_same(model, scheduler, policy, loops.Case())
