@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -131,3 +132,40 @@ def test_weights_that_processes_share_are_not_taken_from_them(text: str) -> None
         amp.backward(own(torch.ones(3, 2)).sum())
         before = shown.clone()
         assert amp.step() and own.weight.is_shared() and not torch.equal(shown, before)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_a_model_in_fp16_trains_under_split_masters_as_its_fp32_copy(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """As loaders hand it out: norms and other weights that feed no low op have no bf16 half to split."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+            self.temperature = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x) * self.temperature
+
+    half = Scaled().half()
+    wide, found = copy.deepcopy(half).float(), []
+    for model in (half, wide):
+        amp = mezzo.prepare(model, make(model.parameters(), lr=0.1), "bf16-master")
+        for _ in range(3):
+            amp.backward(model(torch.arange(5)).square().mean())
+            amp.step()
+            amp.zero_grad()
+        found.append(amp.export_weights())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert half.temperature.dtype is half.net[2].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bit_trains_with_a_module_under_an_fp32_rule(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).to(dtype)
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master, module:2=fp32")
+    amp.backward(model(torch.ones(2, 4)).square().sum())
+    assert amp.step().applied and model[2].weight.dtype is torch.float32
+    assert amp.report(strict=True)

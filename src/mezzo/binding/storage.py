@@ -126,7 +126,7 @@ def convert_(
 
     Weights that feed low ops go to `params`: of linear and convolution layers, attention, embeddings and, on a CPU, LSTMs outside
     fp32 rules, those that are trainable, or all if there is no optimizer; not of embeddings with sparse gradients. 16-bit weights of modules under an fp32 rule go to
-    fp32, since that is what their ops meet, and so do all where a policy without 16 bit follows one with it. Everything else stays as it is. Optimizers get the fp32 values as masters.
+    fp32, since that is what their ops meet, as does what is trained in fp16 under split masters, which are of bf16, and all where a policy without 16 bit follows one with it. Everything else stays as it is. Optimizers get the fp32 values as masters.
 
     Raises:
         PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
@@ -242,11 +242,12 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
         for p in own_parameters(module).values():
             if p is None or not p.is_floating_point():
                 continue
+            cannot_split = policy.master == "split" and p.dtype is torch.float16 and p in trained and p.requires_grad
             if bound is not None and bound.binding.widens and p.dtype in LOW_DTYPES:
                 targets[p] = torch.float32
             elif precision in FP32_RULES:
                 fp32.add(p)
-                if precision is Rule.FP32 and p.dtype in LOW_DTYPES:
+                if cannot_split or (precision is Rule.FP32 and p.dtype in LOW_DTYPES):
                     targets[p] = torch.float32
             elif (
                 policy.params in LOW_DTYPES
@@ -255,6 +256,8 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
                 and (not optimizers or (p.requires_grad and p in trained))
             ):
                 targets.setdefault(p, policy.params)
+            elif cannot_split:
+                targets.setdefault(p, torch.float32)
     return {p: dtype for p, dtype in targets.items() if dtype is torch.float32 or p not in fp32}
 
 

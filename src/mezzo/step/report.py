@@ -140,16 +140,18 @@ def _weight_rows(
         if p in targets:
             stored.append((name, p, targets[p]))
         elif p.is_floating_point() and p.requires_grad:
-            others.append((name, p, _declared(loaded.get(p, p.dtype), policy) if p in in_model else None))
+            others.append((name, p, _declared(p, loaded.get(p, p.dtype), policy) if p in in_model else None))
         elif p.is_floating_point():
             frozen.append((name, p, None))
     what = "other weights" if stored else "weights"
     return [*_row("weights of low ops", stored), *_row(what, others), *_row("frozen weights", frozen)]
 
 
-def _declared(loaded: torch.dtype, policy: Policy) -> torch.dtype:
-    """Return what a weight must be that no rule stores: fp32, or what it was, in fp64 or where weights are 16 bit."""
-    return torch.float32 if loaded in LOW_DTYPES and policy.params is torch.float32 else loaded
+def _declared(p: Tensor, loaded: torch.dtype, policy: Policy) -> torch.dtype | None:
+    """Return what a weight must be that no rule stores: fp32, or what it was, in fp64 or where weights are 16 bit; None if it is wider there."""
+    if loaded in LOW_DTYPES and policy.params is torch.float32:
+        return torch.float32
+    return None if loaded in LOW_DTYPES and _is_wider(p, loaded) else loaded
 
 
 def _gradients(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], policy: Policy) -> Iterator[Found]:
