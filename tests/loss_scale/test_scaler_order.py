@@ -169,8 +169,8 @@ def test_no_gradient_because_backward_went_elsewhere(fused: bool) -> None:
     with pytest.raises(ScalerError) as refusal:
         scaler.step(sgd(one(), fused=fused))
     assert str(refusal.value) == no_gradient_because(
-        "backward() ran but reached none of them. Give the optimizer the parameters of the model that computed the "
-        "loss, and step it only in iterations that use them."
+        "backward() ran but reached none of them, or zero_grad() was called after it. Give the optimizer the parameters of the model "
+        "that computed the loss, step it only in iterations that use them, and write zero_grad() before backward()."
     )
 
 

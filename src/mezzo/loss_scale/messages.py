@@ -126,8 +126,8 @@ def no_gradients(optimizer: Optimizer, tracker: GradTracker) -> str:
         return start + "all of them are frozen. Give the optimizer parameters with requires_grad=True."
     if tracker.passes:
         return start + (
-            "backward() ran but reached none of them. Give the optimizer the parameters of the model that computed "
-            "the loss, and step it only in iterations that use them."
+            "backward() ran but reached none of them, or zero_grad() was called after it. Give the optimizer the parameters of the model "
+            "that computed the loss, step it only in iterations that use them, and write zero_grad() before backward()."
         )
     if tracker.is_blind:
         return start + (

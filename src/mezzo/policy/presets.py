@@ -39,13 +39,17 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "bf16-true": "bf16-master",
         "16-true": "fp16-master",
         "32-true": "fp32",
+        "no": "fp32",
+        "o0": "fp32",
+        "o1": "fp16",
+        "o2": "fp16-master",
     }
 )
-"""Names of Lightning for presets. Its "true" stores weights in 16 bit; here their updates are kept too."""
+"""Names of Lightning, Accelerate and apex for presets. Lightning's "true" stores weights in 16 bit; here their updates are kept too."""
 
 
 def preset_fields(name: object) -> PolicyFields:
-    """Return the preset of a name, upper or lower case, Lightning's names among them; a PolicyError names the nearest."""
+    """Return the preset of a name, upper or lower case, Lightning's, Accelerate's and apex's names among them; a PolicyError names the nearest."""
     if not isinstance(name, str):
         raise PolicyError(f"'preset': a name such as 'bf16' is wanted, not {name!r}.")
     preset = ALIASES.get(name.casefold(), name.casefold())
