@@ -267,7 +267,7 @@ def check_precision(other: object, policy: PolicyLike) -> None:
     if other not in (None, "no"):
         raise PolicyError(
             f"mixed_precision={other!s} was asked for beside policy={policy!s}; one must win, and neither should in "
-            f"silence. Leave out mixed_precision (argument, TrainingArguments, launcher or ACCELERATE_MIXED_PRECISION)."
+            f"silence. Leave out mixed_precision (argument, launcher or ACCELERATE_MIXED_PRECISION), or {other!s}=True of TrainingArguments."
         )
 
 
