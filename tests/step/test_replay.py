@@ -315,3 +315,23 @@ def test_a_fixed_scale_that_is_too_high_is_said_as_that_and_what_it_says_trains(
     text = str(error.value)
     assert "finite at scale" in text and "write scaling=dynamic" in text and "does not help" not in text
     assert run("fp16, scaling=4294967296, guard.patience=4, scaling=dynamic").counters().applied > 20
+
+
+def test_outputs_of_one_op_that_the_loss_leaves_out_do_not_stop_a_run_after_a_bad_step() -> None:
+    """Torch calls the hooks of all outputs of a node, without a gradient for those that no loss took."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.layer(x).unbind(-1)
+
+    model = Halves()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    for factor in (1.0, float("nan"), 1.0):
+        amp.zero_grad()
+        amp.backward(model(torch.ones(2, 4))[0].square().mean() * factor)
+        amp.step()
+    assert amp.counters().applied == 2

@@ -134,8 +134,8 @@ class Replay:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, call, index))  # type: ignore[no-untyped-call]  # torch's own
 
-    def _note(self, call: _Call, index: int, grad: Tensor) -> None:
-        if not self._is_paused:
+    def _note(self, call: _Call, index: int, grad: Tensor | None) -> None:
+        if grad is not None and not self._is_paused:  # None: another output of the same op has one
             known = call.grads.get(index)
             call.grads[index] = grad.detach() if known is None else known + grad.detach()
 
