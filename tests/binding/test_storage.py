@@ -150,7 +150,7 @@ def test_a_model_in_fp16_trains_under_split_masters_as_its_fp32_copy(
             return self.net(x) * self.temperature
 
     half = Scaled().half()
-    wide, found = copy.deepcopy(half).float(), []
+    wide, found, steppers = copy.deepcopy(half).float(), [], []
     for model in (half, wide):
         amp = mezzo.prepare(model, make(model.parameters(), lr=0.1), "bf16-master")
         for _ in range(3):
@@ -158,8 +158,12 @@ def test_a_model_in_fp16_trains_under_split_masters_as_its_fp32_copy(
             amp.step()
             amp.zero_grad()
         found.append(amp.export_weights())
+        steppers.append(amp)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     assert half.temperature.dtype is half.net[2].weight.dtype is torch.float32
+    for model, amp in zip((half, wide), steppers, strict=True):
+        amp.release()
+        assert all(torch.equal(value, found[1][name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

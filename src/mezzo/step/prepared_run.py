@@ -184,7 +184,7 @@ class PreparedRun:
     def release(self) -> None:
         """Take the policy off again: a plain model and plain optimizers, which go on in torch.
 
-        Weights with masters become fp32 and take the masters' values; others go back to the dtype they had. Gradients
+        Weights with masters become fp32 and take the masters' values, those trained in fp32 stay so; others go back to the dtype they had. Gradients
         are dropped, moments stay. Every later call of this stepper raises. With a ZeroRedundancyOptimizer, call it on all ranks.
 
         Writes: classes, forward and storage of the model; state and hooks of the optimizers. Syncs: with the last step.

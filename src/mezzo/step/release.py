@@ -75,7 +75,8 @@ def _give_grad_dtypes_back(dtypes: Mapping[Tensor, torch.dtype | None]) -> None:
 def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -> None:
     """Make a prepared model and its optimizers plain again.
 
-    Parameters with masters become fp32 and take the masters' values; others go back to the dtype they were loaded in.
+    Parameters with masters become fp32 and take the masters' values; those that were loaded in 16 bit and trained in fp32 stay fp32; others
+    go back to the dtype they were loaded in.
     Gradients are dropped, and travel as torch sends them from now on. Moments stay.
 
     Writes: classes and storage of the model; state and hooks of the optimizers and of a wrapper. Syncs: as `master_of`.
@@ -89,7 +90,8 @@ def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -
         if owner is not None and keeps_masters(local_optimizer(owner)) and p.dtype in LOW_DTYPES:
             values[p] = master_of(owner, p).clone()
         elif p.dtype is not dtype:
-            values[p] = p.detach().to(dtype)
+            is_trained = owner is not None and dtype in LOW_DTYPES  # and moved by less than 16 bit can hold
+            values[p] = p.detach() if is_trained else p.detach().to(dtype)
         grad_dtypes[p] = values[p].dtype if p in values else grad_dtype
     inner = innermost(model)
     if disconnect(inner) and values:
