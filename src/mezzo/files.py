@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from .errors import ConfigError, MezzoError, kind_of
+from .errors import ConfigError, MezzoError, kind_of, shown
 
 LONGEST_NAME = 255
 """Bytes that a part of a path may have on the file systems in use."""
@@ -29,8 +29,8 @@ def as_path(call: str, name: str, given: object, raising: type[MezzoError] = Con
     if not isinstance(given, str | os.PathLike):
         raise raising(f"{call} was given {kind_of(given)} for {name}; give a path.")
     path = Path(given)
-    if why := _why_no_name(path):
-        raise raising(f"{call} was given {str(path)!r} for {name}, which no file can be called: {why}.")
+    if why := "it is empty" if not os.fspath(given) else _why_no_name(path):
+        raise raising(f"{call} was given {shown(os.fspath(given))} for {name}, which no file can be called: {why}.")
     return path
 
 

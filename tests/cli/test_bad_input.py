@@ -17,6 +17,7 @@ import torch
 from tests.train.small import trained_in, words
 
 from mezzo.cli import main
+from mezzo.errors import ConfigError
 from mezzo.train import TrainConfig
 from mezzo.train.predictor import Predictor
 
@@ -66,6 +67,15 @@ def test_a_policy_file_nested_too_deeply(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("option", ["--out", "--data", "--dev-data", "--model", "--label-map"])
 def test_names_that_no_file_can_have(option: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, "train", option, name)
+
+
+@pytest.mark.parametrize(
+    "words", ["train --out=", "train --out ", "train --model ", "predict --model=", "bench all --out "]
+)
+def test_an_empty_path_is_not_the_current_folder(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "was given an empty text" in refused(capsys, *words.split(" "))
+    with pytest.raises(ConfigError, match="'' for out, which no file can be called: it is empty"):
+        TrainConfig(out="")  # type: ignore[arg-type]
 
 
 def test_an_old_word_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import mezzo.diagnose as diagnose
 import mezzo.optim
 from mezzo.diagnose.memory import size
-from mezzo.errors import PolicyError
+from mezzo.errors import ConfigError, PolicyError
 from mezzo.step import prepare
 
 
@@ -142,3 +142,11 @@ def test_the_report_reads() -> None:
     assert "14.0 bytes a trainable parameter" in text
     assert "Give a batch to have the activations measured too." in text
     assert size(5 * 2**20) == "5.0 MiB"
+
+
+def test_an_optimizer_of_another_model_is_told() -> None:
+    net = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"AdamW, none of whose 2 parameters belongs to the Linear"):
+        diagnose.memory(nn.Linear(4, 4), torch.optim.AdamW(net.parameters()), "bf16")
+    beside = nn.Parameter(torch.ones(()))
+    assert diagnose.memory(net, torch.optim.AdamW([*net.parameters(), beside]), "bf16").trainable == 20

@@ -256,3 +256,30 @@ def test_an_error_inside_the_block_voids_the_step() -> None:
     amp.zero_grad()
     amp.backward(net(torch.ones(1, 2)).sum())
     assert amp.step()
+
+
+def _unscaled(rank: int, world: int, is_staged: bool) -> str:
+    """Run backward by somebody else, of stages or of copies, and forget the loss scale."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    net = _net()
+    part = (net[:2] if rank == 0 else net[2:]) if is_staged else DistributedDataParallel(net)
+    amp = mezzo.prepare(part, torch.optim.SGD(part.parameters(), lr=0.05), "fp16, output=fp32, scaling.init_scale=1024")
+    before, (x, y) = amp.export_weights(), _batch(0, None)
+    with pytest.raises((StepError, DistributedError), match="without the loss scale") as caught:
+        if is_staged:
+            amp.consensus = RankConsensus()
+            schedule = ScheduleGPipe(PipelineStage(part, rank, world, torch.device("cpu")), 2, loss_fn=_loss)
+            with amp.external_backward():
+                schedule.step(x) if rank == 0 else schedule.step(target=y)
+            amp.step()
+        else:
+            with amp.external_backward():
+                _loss(part(x), y).backward()
+    assert all(torch.equal(value, before[name]) for name, value in amp.export_weights().items())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_a_loss_without_the_loss_scale_is_told_on_every_rank(is_staged: bool) -> None:
+    assert all("amp.scaled(loss" in sentence for sentence in run(2, _unscaled, is_staged))

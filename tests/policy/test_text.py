@@ -318,3 +318,17 @@ class TestFixedScale:
 def test_what_is_no_text_is_refused(given: Any) -> None:
     with pytest.raises(PolicyError, match=r"Policy.parse was given .*; give text such as 'bf16, output=fp32'\."):
         Policy.parse(given)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "bf16, {}", "bf16, {}=fp32", "bf16, compute={}", 'bf16, "{}', "bf16;{}", "bf16, scaling.{}=1"]
+)
+def test_a_text_of_a_million_characters_is_quoted_by_its_start_at_once(text: str) -> None:
+    with pytest.raises(PolicyError, match="cannot parse policy") as caught:
+        Policy.parse(text.format("x" * 1_000_000))
+    assert len(str(caught.value)) < 1_200
+    many = ", ".join(["bf16", *(f"layer{i}.*=fp32" for i in range(1_000))])
+    assert len(Policy.parse(many).modules) >= 1_000
+    with pytest.raises(PolicyError, match=r"at position \d+: unknown key") as caught:
+        Policy.parse(f"{many}, nothing=1")
+    assert len(str(caught.value)) < 2_000

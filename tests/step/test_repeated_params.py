@@ -52,3 +52,34 @@ def test_two_optimizers_may_share_one() -> None:
     amp = mezzo.prepare(model, [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)], "bf16")
     amp.backward(model(torch.ones(2, 4)).sum())
     assert amp.step()
+
+
+NO_LIST: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "generator": lambda params: (p for p in params),
+    "str": lambda params: [*params, "head"],
+    "float": lambda params: [3.0],
+    "dict": lambda params: {"weight": params[0]},
+    "Parameter": lambda params: params[0],
+    "NoneType": lambda params: None,
+}
+
+
+@pytest.mark.parametrize("kind", NO_LIST)
+@pytest.mark.parametrize("drops", [True, False])
+def test_groups_that_hold_no_parameters_any_more_are_refused_in_a_sentence(kind: str, drops: bool) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, "bf16")
+    amp.backward(model(torch.ones(2, 4)).sum())
+    amp.step()
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = NO_LIST[kind](params)
+    with pytest.raises(
+        StepError, match=rf"AdamW\.param_groups\[0\]\['params'\] .*{kind}.*list\(module\.parameters\(\)\)"
+    ):
+        amp.zero_grad() if drops and kind != "Parameter" else model.zero_grad()
+        model(torch.ones(2, 4))
+    optimizer.param_groups[0]["params"] = params
+    amp.zero_grad()
+    amp.backward(model(torch.ones(2, 4)).sum())
+    assert amp.step()

@@ -86,3 +86,15 @@ def test_an_observer_is_called_around_every_step_until_it_leaves() -> None:
     leave()
     take(amp)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("key", ["format", "policy", "scaling", "counters"])
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_state_that_lacks_a_key_of_every_run_is_refused(key: str, weights: bool) -> None:
+    net = nn.Linear(2, 1)
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16")
+    state = amp.state_dict(weights=weights)
+    del state[key]
+    with pytest.raises(CheckpointError, match=f"has no '{key}', which amp.state_dict"):
+        amp.load_state_dict(state)
+    assert len(amp.load_state_dict({"model": net.state_dict(), "optimizer": amp.optimizers[0].state_dict()})) == 2

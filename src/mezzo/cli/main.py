@@ -45,6 +45,7 @@ COMMANDS = {
     "completion": Command("print the completion script of a shell: bash, zsh or fish", ("tyro",)),
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_PATHS = ("--out", "--data", "--dev-data", "--test-data", "--label-map", "--model")
 _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 
 
@@ -91,6 +92,14 @@ def _run(name: str, words: Sequence[str]) -> int:
     try:
         if any("\0" in word for word in words):
             raise ConfigError("a word on the command line holds a NUL character.")
+        for word, value in zip(words, [*words[1:], None], strict=True):
+            option, is_joined, joined = word.partition("=")
+            if (
+                name != "doctor" and option in _PATHS and (joined if is_joined else value) == ""
+            ):  # whose words are a script's
+                raise ConfigError(
+                    f"{option} was given an empty text, and takes a path. Write {option} . for the current folder."
+                )
         if name not in COMMANDS:
             print(_usage() if name in _HELP else f"mezzo {__version__}", flush=True)
             return 0

@@ -227,6 +227,12 @@ def memory(
     check_trial("memory", batch, loss_fn)
     chosen = as_policy(policy).resolve(device_of(model))
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    if held and not any(p in names for p in held):
+        raise ConfigError(
+            f"memory was given {type(optimizers[0]).__name__}, none of whose {len(held)} parameters belongs to the {type(model).__name__}. Make the "
+            "optimizer from model.parameters() of this model."
+        )
     # a copy stands for each: what `prepare` would step, while the given one stays as it was
     check_optimizers(
         [adopt(copy.deepcopy(one, {id(p): p for p in names}), chosen) for one in optimizers], chosen, names

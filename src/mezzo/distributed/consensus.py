@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import DistributedError
 from ..kernels import numbers_on, to_host
 from ..loss_scale import host_decides
 from .group import TIMEOUT, Group
@@ -134,8 +135,13 @@ class RankConsensus:
         (vector, event, sent), self._unread = self._unread, None
         if event is not None:
             event.synchronize()
-        wants_audit, differs = hear(vector.tolist(), self.group.size)
+        wants_audit, differs, is_unscaled = hear(vector.tolist(), self.group.size)
         self._wants_audit |= wants_audit
+        if is_unscaled:
+            raise DistributedError(
+                f"step {self.num_steps} has gradients of external_backward() without the loss scale that it divides them by: the loss of no rank took "
+                "it. Give the schedule loss_fn=lambda out, y: amp.scaled(loss(out, y))."
+            )
         if differs:
             hint = "Call amp.step with the same arguments, and give the optimizers the same options, on all ranks."
             refuse_setup(self.group, f"step {self.num_steps} is", sent.call, hint)

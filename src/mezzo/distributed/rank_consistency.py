@@ -189,29 +189,32 @@ class Signals:
     Attributes:
         is_loaded: something was loaded into weights or optimizers since the last step.
         is_written: weights were written since.
+        lacks_scale: others made the gradients, and no loss of theirs took the loss scale here, as the last of several parts must.
         call: lines that say what the step is told to do.
         weights: what `digest_of_piece` says of the weights before the step; 0 where nobody looks.
     """
 
     is_loaded: bool = False
     is_written: bool = False
+    lacks_scale: bool = False
     call: tuple[str, ...] = ()
     weights: Tensor = field(default_factory=lambda: torch.zeros(_BITS, dtype=torch.int64, device="cpu"))
 
     def numbers(self) -> tuple[float, ...]:
         """Return it as 0 and 1, as many on all ranks, to be summed. Host only."""
         digest = zlib.crc32("\n".join(self.call).encode())
-        return (float(self.is_loaded), float(self.is_written), *(float(digest >> bit & 1) for bit in range(_BITS)))
+        own = float(self.is_loaded), float(self.is_written), float(self.lacks_scale)
+        return (*own, *(float(digest >> bit & 1) for bit in range(_BITS)))
 
 
-def hear(sums: Sequence[float], num_ranks: int) -> tuple[bool, bool]:
-    """Return what sums of `Signals.numbers` over the ranks say: whether weights must be compared, and whether the ranks are told different steps.
+def hear(sums: Sequence[float], num_ranks: int) -> tuple[bool, bool, bool]:
+    """Return what sums of `Signals.numbers` over the ranks say: whether weights must be compared, whether the ranks are told different steps, whether none scaled its loss.
 
     What is loaded anywhere is compared; what all have written, as those do who clamp weights behind each step, is not. Host only.
     """
-    loaded, *shared = sums
-    is_written, *bits = [0 < number < num_ranks for number in shared]
-    return loaded > 0 or is_written or any(bits[_BITS:]), any(bits[:_BITS])
+    loaded, written, unscaled, *digests = sums
+    is_written, *bits = [0 < number < num_ranks for number in (written, *digests)]
+    return loaded > 0 or is_written or any(bits[_BITS:]), any(bits[:_BITS]), unscaled == num_ranks
 
 
 def digest_of_piece(params: Sequence[Tensor], turn: int) -> Tensor:

@@ -158,6 +158,7 @@ class AccumulationState:
         penalty_bad: inf or NaN were in what `grad` returned, so that a loss made of it is no witness.
         flushed: shape (), fp32: share of the gradients' elements that 16 bit flushed to zero; None: not measured.
         is_scaled: a loss was multiplied by the scale.
+        lacks_scale: somebody else ran backward, and no loss here was multiplied by the scale.
         broken: what failed halfway, so that the gradients are no longer those of the loss; else empty.
         stale: parameters whose gradients were used up by an earlier step when this one began, with their stamps.
     """
@@ -169,6 +170,7 @@ class AccumulationState:
     penalty_bad: Flag = False
     flushed: Tensor | None = None
     is_scaled: bool = False
+    lacks_scale: bool = False
     broken: str = ""
     stale: dict[Tensor, Stamp] = field(default_factory=dict)
 

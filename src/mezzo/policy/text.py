@@ -32,6 +32,8 @@ from .spelling import (
 )
 
 _DOTTED = tuple(f"{name}.{field.name}" for name, config in CONFIGS.items() for field in fields(config))
+_LONGEST = 1_000
+"""Characters of an edit, and of a text that an error quotes."""
 Place = tuple[str, int]
 """What an edit sets: ("compute", 0), ("op", i), ("module", i), ("scaling.init_scale", 0)."""
 
@@ -48,11 +50,16 @@ def parse(text: str) -> PolicyFields:
         for at, item in items[1:]:  # noqa: B007  # the position of the edit that failed
             draft.edit(item)
     except PolicyError as error:
-        raise PolicyError(f"cannot parse policy {text!r} at position {at}: {error}") from None
+        raise _unreadable(text, at, str(error)) from None
     try:
         return draft.policy()
     except PolicyError as error:
-        raise PolicyError(f"cannot parse policy {text!r}: {error}") from None
+        raise _unreadable(text, None, str(error)) from None
+
+
+def _unreadable(text: str, at: int | None, why: str) -> PolicyError:
+    quoted = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return PolicyError(f"cannot parse policy {quoted!r}{'' if at is None else f' at position {at}'}: {why}")
 
 
 def _items(text: str) -> Iterator[tuple[int, str]]:
@@ -61,12 +68,13 @@ def _items(text: str) -> Iterator[tuple[int, str]]:
         match = ITEM.match(text, start)
         assert match is not None  # the empty text matches
         if text[match.end() : match.end() + 1] == '"':
-            raise PolicyError(f"cannot parse policy {text!r} at position {match.end()}: the quote is not closed.")
+            raise _unreadable(text, match.end(), "the quote is not closed.")
         item = match[0]
         at, item = start + len(item) - len(item.lstrip()), item.strip()
+        if len(item) > _LONGEST:
+            raise _unreadable(text, at, f"an edit of {len(item):,} characters begins here; {_LONGEST:,} are the most.")
         if ";" in item and '"' not in item:
-            edit = item.replace(";", ",")
-            raise PolicyError(f"cannot parse policy {text!r} at position {at}: write {edit!r}, with commas.")
+            raise _unreadable(text, at, f"write {item.replace(';', ',')!r}, with commas.")
         yield at, item
         if match.end() == len(text):
             return

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .._torch import is_capturing
 from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_, warn_of_replaced
-from ..distributed import RankConsensus, Wrapper, is_running
+from ..distributed import RankConsensus, Signals, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, ask_before_steps, is_bad
@@ -230,8 +230,9 @@ class Engine:
     @contextmanager
     def external_backward(self) -> Iterator[None]:
         """Take what backward passes of somebody else's leave inside the block; see `Stepper.external_backward`. Syncs: no."""
-        watched = NOTHING if self.consensus is None else self.consensus.watching()
-        with watched, self.gradients.external(self.scale, is_alone=self.consensus is None):
+        consensus = self.consensus
+        watched = NOTHING if consensus is None else consensus.watching()
+        with watched, self.gradients.external(self.scale, is_alone=consensus is None or not consensus.has_parts):
             yield
 
     def run_step(self, optimizer: Optimizer | None, clip: Clip) -> StepResult:
@@ -274,7 +275,10 @@ class Engine:
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:
         """Have the other ranks told, with what this step finds, what it is, and whether something was loaded or written since the last. Syncs: no."""
-        if (consensus := self.consensus) is None or consensus.has_parts or not consensus.every:
+        if (consensus := self.consensus) is None:
+            return
+        if consensus.has_parts or not consensus.every:
+            consensus.signals = Signals(lacks_scale=self.gradients.pending.lacks_scale)
             return
         stepped = [one for one in self._stepped if optimizer is None or one.optimizer is optimizer]
         which = [f"optimizer={one.index}" for one in stepped if optimizer is not None]

@@ -17,6 +17,7 @@ from ..errors import StepError, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..loss_scale import parameters
 from .engine import Engine
+from .leftovers import refuse_no_params
 from .ranks import wrapper_around
 
 
@@ -45,6 +46,7 @@ class ForwardHook:
             if engine.consensus is not None:
                 engine.consensus.wrapper.note_forward()
             if self.is_changed():
+                refuse_no_params(self._groups)
                 self._refuse_swapped()
                 engine.follow_changes()
                 self.look()
@@ -79,7 +81,8 @@ class ForwardHook:
     def _structure_now(self) -> list[nn.Module | int | None]:
         """Return the children of all modules, and the sizes of all groups. Host only."""
         children = [child for registry in self._registries if registry for child in registry.values()]
-        return children + [len(group["params"]) for optimizer in self._groups for group in optimizer.param_groups]
+        held = [group["params"] for optimizer in self._groups for group in optimizer.param_groups]
+        return children + [len(params) if hasattr(params, "__len__") else -1 for params in held]
 
     def _refuse_swapped(self) -> None:
         """Refuse, by a StepError, weights that `.data` gave another dtype, or a shape that what their optimizer keeps of them does not have. Host only."""

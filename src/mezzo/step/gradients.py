@@ -21,7 +21,7 @@ from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
 from .grad_passes import add_up_parts_, drop, measure_flush, true_gradients
-from .leftovers import Leftovers, forget_zeroed, is_stale, refuse_replaced, why_no_gradients
+from .leftovers import Leftovers, forget_zeroed, is_stale, refuse_no_params, refuse_replaced, why_no_gradients
 
 
 @read_only
@@ -157,14 +157,15 @@ class Gradients:
     def external(self, scale: Tensor | None, *, is_alone: bool) -> Iterator[None]:
         """Take what somebody else's backward passes leave for the gradients of this step; see `Stepper`. Syncs: no.
 
-        The losses of one that `is_alone` are all asked for here; those of a pipeline on several ranks, on its last.
+        The losses of one that `is_alone`, or has a copy, are all asked for here; those of parts of a model, on one of their ranks.
         """
         self._refuse_while_shown("external_backward()")
         pending = self._begin(self.parameters(), scale, "external_backward()")
         pending.broken, pending.is_scaled = _HALF_A_SUM, False
         yield
-        is_missed = is_alone and pending.scale is not None and not pending.is_scaled
-        if is_missed and self._versions.changed(self.parameters()):
+        is_missed = pending.scale is not None and not pending.is_scaled
+        pending.lacks_scale |= is_missed
+        if is_alone and is_missed and self._versions.changed(self.parameters()):
             raise StepError(
                 "external_backward() left gradients without the loss scale that the step divides them by. Write amp.scaled(loss) in the "
                 f"block for its loss, or, for gradients g {_OF_NO_LOSS} in place of the block."
@@ -226,8 +227,12 @@ class Gradients:
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradients and the step in the making. Syncs: no."""
         self._refuse_while_shown("zero_grad()")
-        for optimizer in self._optimizers:
-            drop(optimizer, set_to_none)
+        try:
+            for optimizer in self._optimizers:
+                drop(optimizer, set_to_none)
+        except (AttributeError, TypeError):
+            refuse_no_params(self._optimizers)
+            raise
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
         self._pending = None  # what `grad` found stays: a penalty may be made of it

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import StepError, listed
+from ..errors import StepError, kind_of, listed
 from ..kernels import move
 from ..loss_scale import AccumulationState, parameters
 from ..stamp import Stamp
@@ -117,6 +117,19 @@ def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[
     for p in zeroed:
         del pending.stale[p]
     return zeroed
+
+
+def refuse_no_params(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse, by a StepError, a group whose "params" became something else than tensors to be walked again and again. Host only."""
+    for one, index, held in [(o, i, group["params"]) for o in optimizers for i, group in enumerate(o.param_groups)]:
+        is_walkable = isinstance(held, list | tuple | set)
+        wrong = [p for p in held if not isinstance(p, Tensor)] if is_walkable else [held]
+        if wrong:
+            raise StepError(
+                f"{type(one).__name__}.param_groups[{index}]['params'] {'holds' if is_walkable else 'is'} {kind_of(wrong[0])} since the last step, "
+                "and must be a list of parameters. Write group['params'] = list(module.parameters()), or "
+                "optimizer.add_param_group({'params': [...]})."
+            )
 
 
 def refuse_repeated(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -173,8 +174,8 @@ class News:
     def signals(self, call: tuple[str, ...], params: Sequence[Tensor], turn: int) -> Signals:
         """Return what the others are told with a step of these lines, which is the turn of one piece of what each has a whole copy of. Syncs: no."""
         is_loaded, is_written = self.num_loads != self._known_loads, versions_of(self._params) != self._versions
-        seen = {"weights": digest_of_piece(params, turn)} if params else {}
-        return Signals(is_loaded=is_loaded, is_written=is_written, call=call, **seen)
+        signals = Signals(is_loaded=is_loaded, is_written=is_written, call=call)
+        return replace(signals, weights=digest_of_piece(params, turn)) if params else signals
 
 
 def _moments(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -38,6 +38,8 @@ FORMAT = 1
 """Version of the layout; a later one is refused."""
 
 _KEYS = ("format", "policy", "declared", "model", "optimizers", "outside", "scaling", "counters")
+_ALWAYS = ("format", "policy", "scaling", "counters")
+"""Keys that every saved run has."""
 
 
 def save_run(policy: Policy, loss_scale: LossScale, counters: Counters) -> dict[str, Any]:
@@ -102,21 +104,28 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
     Raises:
         CheckpointError: not a checkpoint, one of a later version, or one with other optimizers.
     """
-    lacks_weights = isinstance(state, Mapping) and "format" in state and not {"model", "optimizers"} & state.keys()
-    if not isinstance(state, Mapping) or ("model" not in state and not lacks_weights):
-        keys = list(state) if isinstance(state, Mapping) else type(state).__name__
-        raise CheckpointError(
-            f"load_state_dict was given {keys}, and a checkpoint has the keys {', '.join(_KEYS)}. "
-            "For weights alone write model.load_state_dict(weights)."
-        )
-    version = state.get("format", FORMAT)
+    given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+    version = given.get("format", FORMAT)
     if not isinstance(version, int) or version > FORMAT:
         raise CheckpointError(
             f"the checkpoint has format {shown(version)}, and this version reads up to {FORMAT}. Update mezzo to read it."
         )
-    unknown = [key for key in state if key not in (*_KEYS, "optimizer")]
-    if unknown and "format" in state:
+    unknown = [key for key in given if key not in (*_KEYS, "optimizer")]
+    if unknown and "format" in given:
         raise CheckpointError(f"the checkpoint has an unknown key {unknown[0]!r}.{did_you_mean(unknown[0], _KEYS)}")
+    lost = [key for key in _ALWAYS if key not in given]
+    if lost and len(lost) < len(_ALWAYS):
+        raise CheckpointError(
+            f"the checkpoint has no {' and no '.join(map(repr, lost))}, which amp.state_dict() writes with every run. Load a whole one; of a "
+            "run without mezzo the keys are 'model' and 'optimizer'. Nothing was loaded."
+        )
+    lacks_weights = "format" in given and not {"model", "optimizers"} & given.keys()
+    if "model" not in given and not lacks_weights:
+        keys = list(given) if given is state else type(state).__name__
+        raise CheckpointError(
+            f"load_state_dict was given {keys}, and a checkpoint has the keys {', '.join(_KEYS)}. "
+            "For weights alone write model.load_state_dict(weights)."
+        )
     saved = state.get("optimizers", [state["optimizer"]] if "optimizer" in state else [])
     if not isinstance(saved, (list, tuple)):
         raise CheckpointError(f"the checkpoint's optimizers are {type(saved).__name__}, and must be a list.")
