@@ -166,3 +166,47 @@ def test_each_of_two_models_on_two_ranks_goes_its_own_way() -> None:
     wanted = [run(1, _whole, "fp32", seed)[0] for seed in range(2)]
     for rank, found in enumerate(run(4, _two_models)):
         _compare(found, wanted[rank // 2], "fp32")
+
+
+def _drifting(rank: int, world: int, is_across: bool) -> tuple[str | None, str | None]:
+    """Write what two ranks have copies of on one of them alone; what the run says, and what one without the write does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+
+    said = []
+    for is_written in (False, True):
+        net = _net()
+        if is_across:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+            mezzo.distributed.fully_shard(net, "fp32", mesh=mesh)
+        else:
+            distribute_module(net, init_device_mesh("cpu", (world,)))
+        amp = mezzo.prepare(net, mezzo.optim.SGD(net.parameters(), lr=0.1), "fp32")
+        try:
+            for step in range(3):
+                amp.zero_grad()
+                loss = net(_input(net, step)).square().mean()
+                amp.backward(getattr(loss, "to_local", lambda loss=loss: loss)())
+                amp.step()
+                if is_written and rank == 1:
+                    net.up.weight.to_local().data.add_(1.0)
+            said.append(None)
+        except mezzo.errors.DistributedError as error:
+            said.append(str(error))
+    return said[0], said[1]
+
+
+def _input(net: nn.Module, step: int) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    x, weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)), net.up.weight
+    is_sharded = isinstance(net, torch.distributed.fsdp.FSDPModule)
+    return x if is_sharded else DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
+
+
+@pytest.mark.parametrize(("world", "sides"), [(2, ("rank 0", "rank 1")), (4, ("rank 1", "rank 3"))])
+def test_copies_of_parallel_tensors_that_drift_apart_are_told(world: int, sides: tuple[str, str]) -> None:
+    for quiet, said in run(world, _drifting, world == 4):
+        assert quiet is None
+        assert said is not None and "the checksum of parameter '" in said
+        assert all(f"on {side}" in said for side in sides) and "rank 2" not in said

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DistributedError
-from ..kernels import sum_of_bits, values
+from ..kernels import local, shard_at, sum_of_bits, values
 from .group import Group, spell
 from .wrapper import Wrapper
 
@@ -45,13 +45,14 @@ def audit(
     params: Mapping[str, Tensor],
     why_apart: Callable[[], str],
 ) -> None:
-    """Compare numbers, by what a message calls them, and tensors that each rank has a whole copy of, by name, over the ranks.
+    """Compare numbers, by what a message calls them, and tensors, whole or in parts of which several ranks have copies, by name, over the ranks.
 
     Ranks that differ are a DistributedError on all, since all see the same comparison; `why_apart` says why parameters may differ, and what
     to do. Syncs: yes.
     """
-    sums = _checksums(params.values())
-    values = torch.stack([*map(_bits_of, numbers.values()), torch.tensor(step), torch.tensor(len(sums)), _total(sums)])
+    sums, places = _checksums(map(local, params.values())), [shard_at(p) for p in params.values()]
+    counts = [torch.tensor(number) for number in (step, len(sums))]
+    values = torch.cat([torch.stack([*map(_bits_of, numbers.values()), *counts]), _totals(sums, places)])
     differing = group.differing(values)
     if not any(differing):
         return
@@ -62,12 +63,16 @@ def audit(
             shown = [_number(bits, column < len(numbers)) for bits in table[:, column].tolist()]
             hint = "Load the same checkpoint, and call step() the same number of times, on all."
             _refuse(group, step, f"{name} is", shown, hint)
-    rows = torch.stack([row.cpu() for row in group.gather(group.to_device(sums))])
-    apart = (rows != rows[0]).any(dim=0)
-    first = int(apart.nonzero()[0])
-    more = f" (one of {int(apart.sum())} that differ)" if int(apart.sum()) > 1 else ""
-    what = f"the checksum of parameter '{list(params)[first]}'{more} is"
-    _refuse(group, step, what, [f"{row & 0xFFFFFFFFFFFFFFFF:016x}" for row in rows[:, first].tolist()], why_apart())
+    own = torch.stack([torch.tensor([index for _, index, _ in places]), sums], dim=1)
+    rows = torch.stack([row.cpu() for row in group.gather(group.to_device(own))]).transpose(0, 1).tolist()
+    apart = {name: part for name, ranks in zip(params, rows, strict=True) if (part := _apart(ranks)) is not None}
+    first, part = next(iter(apart.items()))
+    more = f" (one of {len(apart)} that differ)" if len(apart) > 1 else ""
+    shown = [
+        f"{found & 0xFFFFFFFFFFFFFFFF:016x}" if index == part else ""
+        for index, found in rows[list(params).index(first)]
+    ]
+    _refuse(group, step, f"the checksum of parameter '{first}'{more} is", shown, why_apart())
 
 
 def _checksums(tensors: Iterable[Tensor]) -> Tensor:
@@ -78,6 +83,25 @@ def _checksums(tensors: Iterable[Tensor]) -> Tensor:
 def _total(sums: Tensor) -> Tensor:
     """Return one number for many: odd factors are invertible modulo 2^64, so a change in one always shows."""
     return (sums * (2 * torch.arange(len(sums)) + 1)).sum()
+
+
+def _totals(sums: Tensor, places: Sequence[tuple[tuple[bool, ...], int, int]]) -> Tensor:
+    """Return one number for each part of what is cut alike; of parts that lie on other ranks the least there is, which neither it nor its negative exceeds."""
+    chunks = []
+    for kind, count in sorted({((), 1), *((cut, count) for cut, _, count in places)}):
+        chunks.append(torch.full((count,), torch.iinfo(torch.int64).min))
+        mine = torch.tensor([cut == kind for cut, _, _ in places], dtype=torch.bool)
+        at = next((index for cut, index, _ in places if cut == kind), 0)
+        chunks[-1][at] = _total(torch.where(mine, sums, 0))
+    return torch.cat(chunks)
+
+
+def _apart(ranks: Sequence[tuple[int, int]]) -> int | None:
+    """Return the first part whose sums, given with its index by each rank, differ; None if none does."""
+    found: dict[int, set[int]] = {}
+    for index, total in ranks:
+        found.setdefault(index, set()).add(total)
+    return next((index for index, sums in found.items() if len(sums) > 1), None)
 
 
 def _bits_of(number: Number) -> Tensor:
@@ -94,10 +118,11 @@ def _refuse(group: Group, step: int, what: str, shown: Sequence[str], hint: str)
 
 
 def sides(group: Group, shown: Sequence[str]) -> str:
-    """Return in words which ranks stand against which: what each shows, in the order of the group."""
+    """Return in words which ranks stand against which: what each shows, in the order of the group; "" is left out."""
     found: dict[str, list[int]] = {}
     for rank, value in zip(group.ranks, shown, strict=True):
         found.setdefault(value, []).append(rank)
+    found.pop("", None)
     return "; ".join(f"{value} on {spell(ranks)}" for value, ranks in found.items())
 
 

@@ -17,6 +17,7 @@ from .dtensor import like_dtensor as like_dtensor
 from .dtensor import local as local
 from .dtensor import local_tensors as local_tensors
 from .dtensor import num_shards as num_shards
+from .dtensor import shard_at as shard_at
 from .operands import Layout as Layout
 from .operands import Operands as Operands
 from .operands import check_apart as check_apart

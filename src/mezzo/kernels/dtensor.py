@@ -77,6 +77,18 @@ def num_shards(tensor: Tensor) -> int:
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
+def shard_at(tensor: Tensor) -> tuple[tuple[bool, ...], int, int]:
+    """Return in which dimensions of its mesh a tensor is cut, which part lies here, and of how many; ((), 0, 1) of one that is no DTensor. Host only."""
+    index, count, cut = 0, 1, []
+    if is_dtensor(tensor):
+        cut = [not placement.is_replicate() for placement in tensor.placements]
+        for is_cut, size, here in zip(
+            cut, tensor.device_mesh.shape, tensor.device_mesh.get_coordinate() or (), strict=True
+        ):
+            index, count = (index * size + here, count * size) if is_cut else (index, count)
+    return tuple(cut), index, count
+
+
 def global_offset(tensor: Tensor) -> int:
     """Return the index in the whole tensor, counted row by row, of the first element that lies here; a ConfigError where they do not follow each other. Host only."""
     if not is_dtensor(tensor):

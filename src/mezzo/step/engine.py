@@ -24,7 +24,7 @@ from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
 from .leftovers import refuse_repeated
-from .ranks import News, setup_of, warn_alone, whole_tensors, wrapper_around, wrapper_of
+from .ranks import News, copied_tensors, setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
@@ -367,7 +367,7 @@ class Engine:
         if self.gradients.has_dtensors:  # shards, which nobody else has
             numbers["the number of loads"] = self.news.num_loads
         stepped = [p for one in grads for p in one.params]
-        consensus.audit(numbers, lambda: whole_tensors(self.names, self.optimizers), stepped)
+        consensus.audit(numbers, lambda: copied_tensors(self.names, self.optimizers, consensus.group.size), stepped)
         self.news.close(self.names)
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -32,7 +32,7 @@ from ..distributed import (
     sharded_modules,
 )
 from ..formats import LOW_DTYPES, describe
-from ..kernels import AUX_STATE, any_dtensor, is_dtensor
+from ..kernels import AUX_STATE, any_dtensor, is_dtensor, num_shards
 from ..optim import MasterOptimizer, keeps_masters, local_optimizer, parameters
 from ..policy import Policy
 from ..stamp import versions_of
@@ -145,9 +145,11 @@ def master_of(optimizer: Optimizer | None, param: Tensor) -> Tensor:
     return torch.empty_like(param, dtype=torch.float32).copy_(group.sum_(group.to_device(bits)).view(torch.float32))
 
 
-def whole_tensors(names: Mapping[Tensor, str], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return what each rank has a whole copy of, by name: parameters, and what lies beside 16-bit ones. Host only."""
-    whole = {name: p for p, name in names.items() if not is_dtensor(p)}
+def copied_tensors(names: Mapping[Tensor, str], optimizers: Sequence[Optimizer], num_ranks: int) -> dict[str, Tensor]:
+    """Return what some of the ranks have copies of, by name: parameters whole or in parts, and what lies beside whole 16-bit ones. Host only."""
+    whole = {
+        name: p for p, name in names.items() if not is_dtensor(p) or num_shards(p) < p.device_mesh.size() == num_ranks
+    }
     return {**whole, **{f"{names[p]} (master)": beside for p, beside in _masters(optimizers).items()}}
 
 
