@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from tests.distributed.models import Language
-from tests.distributed.ranks import run
+from tests.distributed.ranks import outcomes, run
 from tests.tolerance import relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +19,7 @@ import mezzo
 from mezzo import Policy
 from mezzo.distributed import fully_shard
 from mezzo.distributed.fsdp import check_sharded
-from mezzo.errors import ConfigError, PolicyError
+from mezzo.errors import ConfigError, DistributedError, PolicyError
 
 pytestmark = pytest.mark.distributed
 
@@ -173,3 +175,24 @@ def test_a_policy_with_another_reduce_is_offered_where_it_is_taken(
     assert "Write MixedPrecisionPolicy(reduce_dtype=torch.float32)" in refusal
     assert ("or reduce=bf16 in the policy" in refusal) is is_offered
     assert (run(1, _check, f"{policy}, reduce=bf16", casts, apart)[0] == "agrees") is is_offered
+
+
+def _lost(rank: int, world: int) -> str:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    mezzo.distributed.fully_shard(net, "fp32", units=list(net))
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32")
+    amp.backward(net(torch.ones(2, 4)).sum())
+    amp.step()
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(DistributedError) as caught:
+        for _ in range(2):
+            net(torch.ones(2, 4))
+    return str(caught.value)
+
+
+def test_a_rank_that_ends_before_a_gather_is_named() -> None:
+    first, second = outcomes(2, _lost)
+    assert second.error == "ended without an answer"
+    assert first.error is None and str(first.value).startswith("rank 1 ended, and rank 0 waits for it.")

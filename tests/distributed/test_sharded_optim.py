@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from tests.distributed.ranks import run
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -136,7 +143,7 @@ def _made(policy: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, mez
     return net, optimizer, mezzo.prepare(net, optimizer, policy)
 
 
-def _consolidated(rank: int, world: int, policy: str) -> bool:
+def _consolidated(rank: int, world: int, policy: str, is_sent: bool) -> bool:
     net, optimizer, amp = _made(policy, 0)
     _step(amp, net, 0, rank)
     with warnings.catch_warnings():
@@ -144,7 +151,13 @@ def _consolidated(rank: int, world: int, policy: str) -> bool:
         options = StateDictOptions(full_state_dict=True)
         weights, state = get_state_dict(net, optimizer, options=options)
         again, other, later = _made(policy, 1)
-        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=options)
+        if is_sent:  # by rank 0, which alone has it
+            weights, state = ({}, {}) if rank else (weights, copy.deepcopy(state))
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(again, weights, options=options)
+            set_optimizer_state_dict(again, other, state, options=options)
+        else:
+            set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=options)
     for stepper, model in ((amp, net), (later, again)):
         _step(stepper, model, 1, rank)
     return all(
@@ -152,6 +165,7 @@ def _consolidated(rank: int, world: int, policy: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("policy", ["bf16", "bf16-master, master=fp32"])
-def test_a_state_that_torch_puts_together_goes_on_bit_for_bit(policy: str) -> None:
-    assert run(2, _consolidated, policy) == [True, True]
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master, master=fp32", "bf16-master", "bf16-master, master=kahan"])
+def test_a_state_that_torch_puts_together_goes_on_bit_for_bit(policy: str, is_sent: bool) -> None:
+    assert run(2, _consolidated, policy, is_sent) == [True, True]

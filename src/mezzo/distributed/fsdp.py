@@ -23,7 +23,7 @@ from ..errors import DistributedError, PolicyError, listed
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..policy import Policy, PolicyLike, as_policy, names_around
-from .group import is_running
+from .group import Group, all_gather_rows, is_running
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import WideReduceScatter, WideReplicas
 from .wrapper import UNKNOWN, Wrapper, holding
@@ -68,8 +68,8 @@ def fully_shard(
 
     chosen = as_policy(policy)
     _check_traffic(chosen)
-    resolved = chosen.resolve(next((p.device for p in model.parameters()), torch.device("cpu")))
-    plan = plan_shards(model, resolved, units)
+    home = next((p.device for p in model.parameters()), torch.device("cpu"))
+    plan = plan_shards(model, chosen.resolve(home), units)
     modules = dict(model.named_modules())
     for group in plan.groups:
         members = [modules[name] for name in group.modules]
@@ -80,11 +80,29 @@ def fully_shard(
             mp_policy=_mixed_precision(group.param_dtypes, plan.reduce),
             offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
         )
+        if home.type == "cpu":  # where the host waits
+            members[0].set_custom_all_gather(WatchedGather())
         if plan.reduce in LOW_DTYPES:
             members[0].set_custom_reduce_scatter(WideReduceScatter())
             for params in fsdp_param_groups(members[0]):
                 wrap_replicas(params, WideReplicas)
     return plan
+
+
+class WatchedGather:
+    """What torch's `fully_shard` calls to gather shards, whose error names the rank that is lost."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what is gathered. Syncs: no."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather as torch does. Raises: DistributedError: a rank is lost. Writes: `output_tensor`. Syncs: as torch's."""
+        with Group(group).watching():
+            work: dist.Work | None = all_gather_rows(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
 
 
 def _check_traffic(policy: Policy) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch import has_load_hooks
 from ..errors import ConfigError, OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
-from ..kernels import AUX_STATE, check_shape, give_master_, like_dtensor, local, read_master, store_master
+from ..kernels import AUX_STATE, check_shape, give_master_, is_dtensor, like_dtensor, local, read_master, store_master
 from ..loss_scale import parameters
 from ..policy import Master
 from .saved_state import check_saved, each_entry
@@ -73,7 +73,8 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
     saved = mode_of_state(entry)
     if saved == mode:
         name = AUX_STATE[mode]
-        return {name: entry[name].to(param.device).clone(memory_format=torch.preserve_format)}, ""
+        aux = entry[name].to(param.device, torch.int16 if mode == "split" else entry[name].dtype)
+        return {name: aux.clone(memory_format=torch.preserve_format)}, ""
     if saved is None:
         if mode not in AUX_STATE:
             return {}, ""
@@ -111,6 +112,13 @@ def take_masters_(optimizer: Any, entries: Mapping[Tensor, Mapping[str, Tensor]]
     for p in [p for p, (aux, _) in taken.items() if aux]:
         optimizer.state[p].update(taken[p][0])
     report(clause for _, clause in taken.values())
+
+
+def _saved_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what is saved of a parameter's state: counts copied, remainders of shards as int32, since no backend of torch.distributed sends int16. Syncs: no."""
+    rest = entry.get(AUX_STATE["split"])
+    wide = {} if rest is None or not is_dtensor(rest) else {AUX_STATE["split"]: rest.to(torch.int32)}
+    return {**entry, **wide, **({"step": entry["step"].clone()} if "step" in entry else {})}
 
 
 def own_state(
@@ -295,7 +303,7 @@ class KeepsMasters(HasMasters):
                 for p in [p for p in group["params"] if p.requires_grad]:
                     self.init_state(group, p, self.state[p])
         state_dict = super().state_dict()
-        state = each_entry(state_dict, lambda e: {**e, "step": e["step"].clone()} if "step" in e else e)
+        state = each_entry(state_dict, _saved_entry)
         if self.saves_own_options:  # a dtype by its name: torch.distributed.checkpoint.state_dict takes none apart
             named = [{**group, "state_dtype": dtype_name(group["state_dtype"])} for group in state_dict["param_groups"]]
             return {**state_dict, "state": state, "param_groups": named}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, first_line, listed, shown
 from ..formats import LOW_DTYPES, describe, dtype_name, extremes, is_number, number_of
-from ..kernels import AUX_STATE, misplaced
+from ..kernels import AUX_STATE, local, misplaced
 from ..loss_scale import parameters
 from .checks import is_seed
 
@@ -161,7 +161,8 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
             if value.is_floating_point() is (name == AUX_STATE["split"]):
                 refuse(where, f"is {value.dtype}: steps of torch's optimizers do not keep it", _FIRST_LOADED)
             low = value if value.dtype in LOW_DTYPES else param
-            if value.dtype is not (wanted := _AUX_DTYPES.get(name, low.dtype)):
+            wanted = _AUX_DTYPES.get(name, low.dtype)
+            if value.dtype is not wanted and not (wanted is torch.int16 and _is_widened(value)):
                 refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
         elif name in MOMENTS:
             if value is not None or name != _NONE_YET:
@@ -172,6 +173,12 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
             check_tensor(where, value, now)
         if name in MOMENTS | SQUARES and isinstance(value, Tensor) and (bad := _why_bad(name, value)):
             refuse(where, f"holds {bad}, of which the next step makes inf or NaN in the weights")
+
+
+def _is_widened(value: Tensor) -> bool:
+    """Whether these are remainders of shards as they are saved: int32 that hold int16. Syncs: yes."""
+    here = local(value)
+    return here.dtype is torch.int32 and torch.equal(here.to(torch.int16).to(torch.int32), here)
 
 
 def _why_bad(name: str, value: Tensor) -> str:
