@@ -14,7 +14,7 @@ from mezzo.files import as_path, replacing, write_atomically
 
 
 @pytest.mark.parametrize(
-    "given", ["a.toml", Path("a"), "", "/", "漢" * 85, "a" * 255, "b\udcff", "~", "a\\b", "." * 255 + "/x"]
+    "given", ["a.toml", Path("a"), Path(), "/", "漢" * 85, "a" * 255, "b\udcff", "~", "a\\b", "." * 255 + "/x"]
 )
 def test_what_a_file_can_be_called_is_a_path(given: str | Path) -> None:
     assert as_path("save", "path", given) == Path(given)
@@ -25,6 +25,7 @@ def test_what_a_file_can_be_called_is_a_path(given: str | Path) -> None:
     [
         (None, "save was given NoneType for path; give a path."),
         (3, "save was given int for path; give a path."),
+        ("", "save was given '' for path, which no file can be called: it is empty."),
         (b"a", "save was given bytes for path; give a path."),
         (Path, "save was given the class Path for path; give a path."),
         ("a\0", "save was given 'a\\x00' for path, which no file can be called: it holds a NUL character."),

@@ -38,8 +38,6 @@ FORMAT = 1
 """Version of the layout; a later one is refused."""
 
 _KEYS = ("format", "policy", "declared", "model", "optimizers", "outside", "scaling", "counters")
-_ALWAYS = ("format", "policy", "scaling", "counters")
-"""Keys that every saved run has."""
 
 
 def save_run(policy: Policy, loss_scale: LossScale, counters: Counters) -> dict[str, Any]:
@@ -113,8 +111,8 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
     unknown = [key for key in given if key not in (*_KEYS, "optimizer")]
     if unknown and "format" in given:
         raise CheckpointError(f"the checkpoint has an unknown key {unknown[0]!r}.{did_you_mean(unknown[0], _KEYS)}")
-    lost = [key for key in _ALWAYS if key not in given]
-    if lost and len(lost) < len(_ALWAYS):
+    lost = [key for key in ("format", "policy", "scaling", "counters") if key not in given]
+    if 0 < len(lost) < 4:
         raise CheckpointError(
             f"the checkpoint has no {' and no '.join(map(repr, lost))}, which amp.state_dict() writes with every run. Load a whole one; of a "
             "run without mezzo the keys are 'model' and 'optimizer'. Nothing was loaded."
@@ -207,8 +205,7 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     before = {name: p.dtype for p, name in names.items()}
     model.load_state_dict(saved)
-    changed = [name for name, dtype in before.items() if name in saved and saved[name].dtype is not dtype]
-    if changed:
+    if changed := [name for name, dtype in before.items() if name in saved and saved[name].dtype is not dtype]:
         first = changed[0]
         yield (
             f"{len(changed)} parameters were stored in {dtype_name(saved[first].dtype)} and are now in "
@@ -312,8 +309,7 @@ def compare_policies(saved: Mapping[str, Any] | None, policy: Policy) -> Iterato
     if saved is None:
         yield "the checkpoint names no policy: it was made without mezzo"
         return
-    difference = Policy.from_dict(saved).diff(policy)
-    if difference:
+    if difference := Policy.from_dict(saved).diff(policy):
         yield f"the checkpoint was made under another policy:\n{difference}"
 
 
@@ -376,11 +372,8 @@ def _check_weights(part: str, saved: Any, wanted: Mapping[str, Any]) -> None:
     missing = [name for name in wanted if name not in saved]
     unknown = [str(name) for name in saved if name not in wanted]
     if missing or unknown:
-        parts = [
-            f"{word} {len(names)} ({listed(names)})"
-            for word, names in (("missing", missing), ("unknown", unknown))
-            if names
-        ]
+        both = ("missing", missing), ("unknown", unknown)
+        parts = [f"{word} {len(names)} ({listed(names)})" for word, names in both if names]
         refuse(part, f"has other names: {' and '.join(parts)}")
     for name, own in wanted.items():
         if isinstance(own, Tensor):
