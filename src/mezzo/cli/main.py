@@ -94,9 +94,8 @@ def _run(name: str, words: Sequence[str]) -> int:
             raise ConfigError("a word on the command line holds a NUL character.")
         for word, value in zip(words, [*words[1:], None], strict=True):
             option, is_joined, joined = word.partition("=")
-            if (
-                name != "doctor" and option in _PATHS and (joined if is_joined else value) == ""
-            ):  # whose words are a script's
+            is_empty = option in _PATHS and (joined if is_joined else value) == ""
+            if is_empty and name != "doctor":  # whose words are a script's
                 raise ConfigError(
                     f"{option} was given an empty text, and takes a path. Write {option} . for the current folder."
                 )

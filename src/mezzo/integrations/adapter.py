@@ -251,7 +251,8 @@ class Adapter:
         """Go on from what `state_dict` or a scaler's returned, as soon as something is trained. {}: nothing was."""
         if isinstance(state, Mapping) and "_growth_tracker" in state:
             named = (("scale", "scale"), ("_growth_tracker", "growth_tracker"))
-            state = {"format": 1, "scaling": {own: state[name] for name, own in named if name in state}}
+            scaling = {own: state[name] for name, own in named if name in state}
+            state = {"format": 1, "policy": None, "scaling": scaling, "counters": None}
         if self.trains and state != {}:
             self.stepper.load_state_dict(state)
         self._saved = {} if self.trains else state
