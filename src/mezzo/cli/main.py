@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
+from itertools import zip_longest
 from typing import TextIO, cast
 
 from .. import __version__
@@ -92,7 +93,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     try:
         if any("\0" in word for word in words):
             raise ConfigError("a word on the command line holds a NUL character.")
-        for word, value in zip(words, [*words[1:], None], strict=True):
+        for word, value in zip_longest(words, words[1:]):
             option, is_joined, joined = word.partition("=")
             is_empty = option in _PATHS and (joined if is_joined else value) == ""
             if is_empty and name != "doctor":  # whose words are a script's
