@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import nullcontext
 from datetime import timedelta
 from fcntl import LOCK_EX, LOCK_SH, flock
@@ -289,6 +290,10 @@ def _ends_in_backward(rank: int, world: int, path: Path) -> str:
         try:
             amp.backward(loss)
         except DistributedError as error:
+            path.with_suffix(f".{rank}").touch()
+            end = time.monotonic() + 10
+            while len(list(path.parent.glob("*.[02]"))) < 2 and time.monotonic() < end:
+                time.sleep(0.05)  # who ends first would be one more that has ended
             return str(error)
         amp.step()
     return "nothing was noticed"
