@@ -22,7 +22,7 @@ from ..policy import FP32_RULES, CacheName, Policy, names_around
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
 from .hand_written import class_of
 from .module_rules import Precision
-from .own_ops import CALL_FORWARD, in_place_of_forward
+from .own_ops import CALL_FORWARD, TRACED_AS_WRITTEN, in_place_of_forward
 
 _log = logging.getLogger("mezzo.binding")
 _WRITTEN = (RECORD, "forward")
@@ -128,6 +128,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     elif not isinstance(inner, _Own):
         inner = in_place_of_forward(module, binding, own)
     attends = binding.has_own_ops and own is None and around not in FP32_RULES and _is_innermost_attention(module)
+    has_more = is_root or own is not None or attends or not (inner is None or inner in TRACED_AS_WRITTEN)
     module.__dict__[RECORD] = Bound(
         binding=binding,
         own=own,
@@ -136,6 +137,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         inner=inner,
         attends=attends,
         stays=isinstance(inner, _Own) or inner in CALL_FORWARD,
+        traced_key="" if has_more else binding.region_key,
     )
     if is_bound:
         return

@@ -71,12 +71,13 @@ class Binding:
     widens: bool = False
 
     def __post_init__(self) -> None:
-        self._op_rules, self._is_low = self.policy.replace(modules=()), self.policy.is_low
+        self._op_rules, self._is_low = _without_module_rules(self.policy), self.policy.is_low
         self._traced_rules = when_traced(self._op_rules, self.device_type or "cpu")  # a compiler traces `region`
         self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
         self.has_own_ops, self.keeps_casts = self._has_own_ops(), self._keeps_casts()
         self.emulates = self.fuses and has_own_attention(self.device_type) and is_emulated(self.policy.compute)
+        self.region_key = f"{self.policy!s} {self.device_type} {self.cache}"
 
     def _has_own_ops(self) -> bool:
         """Whether attention, recurrent layers, convolutions and linear layers run mezzo's way."""
@@ -150,6 +151,12 @@ class Binding:
             self._regions.clear()
 
 
+@functools.cache
+def _without_module_rules(policy: Policy) -> Policy:
+    """Return one and the same policy for all that are equal: a compiler makes a graph anew for another one."""
+    return policy.replace(modules=())
+
+
 @dataclass(eq=False, kw_only=True, slots=True)
 class Bound:
     """What one module knows of the policy it is bound to.
@@ -164,6 +171,8 @@ class Bound:
         attends: whether attention inside it runs mezzo's way.
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
+        traced_key: the key of regions in which a compiler traces nothing but the class's forward: one quick guard, where each attribute
+            asked is one, and an identity one in Python. Empty where there is more to trace.
         first: where the module's first parameter stands, once somebody asked.
         products: what is known of its products, once somebody asked.
         kept: casts of the module's weights that are kept, and what they are casts of.
@@ -177,6 +186,7 @@ class Bound:
     inner: Callable[..., Any] | None = None
     stays: bool = False
     attends: bool = False
+    traced_key: str = ""
     idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
     is_regular: bool = field(init=False)
     first: Place | None = field(default=None, init=False, repr=False)
@@ -303,7 +313,8 @@ def _open(
         region = bound.products.around(region, module.training, args, kwargs)
     if bound.wide and is_eager and not traced:
         region = bound.wide.around(region)
-    is_inside = resumes or _here.binding is binding
+    outer = _here.binding
+    is_inside = resumes or outer is binding or (outer is not None and outer.region_key == bound.traced_key)
     return region, args, kwargs, after, None if is_inside else binding.policy.output
 
 
@@ -356,7 +367,10 @@ def _make_class(original: type[nn.Module], written: Callable[..., Any]) -> type[
         bound: Bound | None = self._mezzo_bound  # type: ignore[assignment]  # read from `__dict__` it is three guards more
         if bound is None:
             return original.forward(self, *args, **kwargs)
-        is_inside = _here.plain is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
+        here = _here.plain
+        if is_dynamo_compiling() and here is not None and here.region_key == bound.traced_key:
+            return original.forward(self, *args, **kwargs)
+        is_inside = here is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
         own_forward = bound.inner if bound.inner and (bound.stays or original.forward is written) else original.forward
         if is_inside and not bound.is_regular:
             return _run_inside(bound, self, own_forward, args, kwargs, traced=False)

@@ -251,6 +251,8 @@ def _run_by_mode(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 CALL_FORWARD = (run_unfused, run_recurrent, _run_by_mode)
 """What calls the forward that a class has at the time, whichever that is."""
+TRACED_AS_WRITTEN = (run_convolution, run_dropout, run_linear, run_max_pool, _run_kept_convolution, _run_kept_linear)
+"""What a compiler finds nothing else in than the forward of the class."""
 
 
 def _casts_of(module: Any) -> tuple[Tensor, Tensor | None]:
