@@ -16,10 +16,9 @@ from mezzo.bench import Plan, Result, harness, measure
 from mezzo.bench.harness import Worker, check_memory, environment_of, schedule
 from mezzo.bench.measurement import from_json
 from mezzo.bench.workload import PEAK_RATES, Workload
-from mezzo.bench.workloads.bert import Overhead
+from mezzo.bench.workloads.bert import Overhead, Reviews
 from mezzo.bench.workloads.inference import Inference
 from mezzo.bench.workloads.recipe import Recipe
-from mezzo.bench.workloads.reviews import Reviews
 from mezzo.errors import BenchError
 
 SMALL = Recipe(batch_size=8, in_size=16, out_size=4, num_layers=3, num_batches=2, epochs=2)

@@ -18,10 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.workload import WORKLOADS, Point, Setting, Workload, find_workload
 from mezzo.bench.workloads import bert as text
-from mezzo.bench.workloads.bert import Overhead, review_batches
+from mezzo.bench.workloads.bert import Overhead, Reviews, review_batches
 from mezzo.bench.workloads.inference import DRAWN, DecoderLayer, Inference, draw_weights_
 from mezzo.bench.workloads.recipe import Lora, LoraLinear, Recipe
-from mezzo.bench.workloads.reviews import Reviews
 from mezzo.bench.workloads.step_alone import MATRIX, GivenGradients, Step
 from mezzo.bench.workloads.zoo import Gpt2, ModelSteps, Vit
 from mezzo.errors import BenchError

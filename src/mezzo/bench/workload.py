@@ -35,7 +35,7 @@ WORKLOADS = {
     "step": ("step_alone.Step", "unscaling, clipping and AdamW alone, by number of parameters"),
     "overhead": ("bert.Overhead", "a model so small that only launching its ops costs time"),
     "scaling": ("recipe.Scaling", "how a step's cost grows with width, batch, depth and parameters"),
-    "reviews": ("reviews.Reviews", "a whole training of the text classifier, with its accuracy"),
+    "reviews": ("bert.Reviews", "a whole training of the text classifier, with its accuracy"),
 }
 REGION_TESTS = ("tests/casting/test_region.py", "tests/casting/test_cast_cache.py")
 """What must be green before a region is timed."""

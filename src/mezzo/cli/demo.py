@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from ..bench import (
-    VARIANTS,
     Measurement,
     Plan,
     Recipe,
@@ -76,7 +75,7 @@ def measure_both(options: DemoOptions) -> Iterator[Result]:
     yield measured(Recipe.for_device(device), plan, NOT_TESTED)
     _say("2/2  a text classifier on Chinese reviews, in fp32, then in mixed precision")
     reviews = Reviews(folder=str(options.out / "reviews"), rows=options.rows)
-    yield measured(reviews, replace(plan, variants=VARIANTS, rounds=1), NOT_TESTED)
+    yield measured(reviews, replace(plan, variants=Reviews.variants, rounds=1), NOT_TESTED)
 
 
 def _cells(result: Result, measurement: Measurement) -> tuple[str, ...]:
@@ -124,7 +123,7 @@ def run(argv: Sequence[str]) -> int:
         for result in measure_both(options):
             results.append(result)
             pictures.append(save(result, options.out)[1])
-        pictures += [options.out / "reviews" / name / "curves.png" for name in VARIANTS]
+        pictures += [options.out / "reviews" / name / "curves.png" for name in Reviews.variants]
     finally:  # what failed loses nothing of what was measured before it
         if results and options.json:
             print(json.dumps({result.workload: json.loads(result.to_json()) for result in results}, indent=1))

@@ -1,15 +1,18 @@
-"""BERT of any size: fine-tuned on real texts, and so small that only launching its ops and deciding casts costs time."""
+"""BERT of any size: fine-tuned on real texts, in a whole training, and so small that only launching its ops and deciding casts costs time."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ...formats import dtype_name
+from ...train import REVIEWS, TrainConfig, TrainResult, demo_config, encode, load_corpus, run, train_tokenizer
 from ..roofline import Phase, bytes_stored
 from ..training import Training, forward, repeated, training_session
 from ..variant import Variant
@@ -101,8 +104,6 @@ def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) 
 @functools.cache
 def _encoded_reviews(vocabulary: int, tokens: int, count: int) -> tuple[list[list[int]], list[int], int]:
     """Return token numbers and label of the first training rows, and the number of the padding token."""
-    from ...train import TrainConfig, encode, load_corpus, train_tokenizer
-
     corpus = load_corpus(TrainConfig())
     tokenizer = train_tokenizer([row.text for row in corpus.train[:ROWS_FOR_TOKENIZER]], vocabulary, tokens)
     rows = corpus.train[:count]
@@ -208,6 +209,66 @@ class Text(Workload):
             Phase(name="norm", moved_bytes=float(width * count)),
             Phase(name="update", moved_bytes=float((width + 24) * count)),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reviews(Workload):
+    """A whole training of the text classifier, with its evaluations, on the built-in reviews: what precision costs in accuracy, beside time.
+
+    Attributes:
+        data: the built-in reviews, or a file that `mezzo train` reads.
+        folder: where the runs lie, one folder a variant.
+        epochs: passes over the training rows.
+        rows: training rows at most.
+    """
+
+    unit: ClassVar[str] = "run"
+    talks: ClassVar[bool] = True
+    imports: ClassVar[tuple[str, ...]] = (*IMPORTS, "tokenizers", "sklearn.metrics", "matplotlib.figure")
+    tests: ClassVar[tuple[str, ...]] = ("tests/train/test_loop.py", "tests/train/test_train_step.py")
+
+    when_quick: ClassVar = {"epochs": 1, "rows": 500}
+
+    data: str = REVIEWS
+    folder: str = "runs/reviews"
+    epochs: int = demo_config(Path(), amp=True).epochs
+    rows: int = 100_000
+
+    variants: ClassVar[tuple[str, ...]] = ("fp32", "mezzo-amp")
+
+    @property
+    def label(self) -> str:
+        """Epochs."""
+        return f"{self.epochs} epochs"
+
+    def why_not(self, variant: Variant) -> str:
+        """Return why the training system does not run as a variant, or nothing if it does."""
+        if variant.name in self.variants:
+            return ""
+        return f"the training system runs as {' or '.join(self.variants)}; name one of them"
+
+    def build(self, variant: Variant, setting: Setting) -> Session:
+        """Return a training that starts when it is run; loading and testing are not timed."""
+        config = demo_config(Path(self.folder) / variant.name, amp=variant.name != "fp32").replace(
+            data=self.data, policy=dtype_name(setting.dtype), device=str(setting.device), seed=setting.seed, epochs=self.epochs,
+            limit=self.rows,
+        )  # fmt: skip
+        done: list[TrainResult] = []
+
+        def train() -> Tensor:
+            done.append(run(config))
+            return torch.tensor(done[-1].final_loss)
+
+        return Session(
+            warm_up=lambda: None,
+            run=train,
+            own_seconds=lambda: done[-1].seconds,
+            measures=lambda: {"accuracy": done[-1].accuracy, "skipped steps": float(done[-1].skipped_steps)},
+        )
+
+    def roofline(self, number_format: str) -> tuple[Phase, ...]:
+        """Return nothing: evaluations and checkpoints are part of a run."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
