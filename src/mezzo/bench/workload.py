@@ -128,7 +128,7 @@ class Workload(abc.ABC):
     """Modules loaded before the memory of a variant is watched."""
     talks: ClassVar[bool] = False
     """Whether its processes show their own progress on standard error."""
-    tests: ClassVar[tuple[str, ...]] = ()
+    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
     """Test paths that must be green before the workload is timed."""
     on_cuda: ClassVar[Mapping[str, object]] = MappingProxyType({})
     """The numbers that differ on CUDA."""

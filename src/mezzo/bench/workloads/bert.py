@@ -16,7 +16,7 @@ from ...train import REVIEWS, TrainConfig, TrainResult, demo_config, encode, loa
 from ..roofline import Phase, bytes_stored
 from ..training import Training, forward, repeated, training_session
 from ..variant import Variant
-from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload, check_known, check_multiple
+from ..workload import Point, Session, Setting, Workload, check_known, check_multiple
 
 IMPORTS = ("transformers.models.bert.modeling_bert",)
 """What a workload with a BERT loads ahead of its memory's baseline."""
@@ -143,7 +143,6 @@ class Text(Workload):
     """
 
     imports: ClassVar[tuple[str, ...]] = IMPORTS
-    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
     on_cpu: ClassVar = {"batch_size": 8, "tokens": 64, "num_batches": 3, "steps": 3}
     when_quick: ClassVar = {
         "layers": 1, "width": 64, "batch_size": 2, "tokens": 8, "num_batches": 2, "steps": 2, "vocabulary": 6000,
@@ -286,7 +285,6 @@ class Overhead(Workload):
     """
 
     imports: ClassVar[tuple[str, ...]] = IMPORTS
-    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
     when_quick: ClassVar = {"layers": 2, "width": 16, "heads": 2, "tokens": 4, "steps": 1}
 
     layers: int = 12

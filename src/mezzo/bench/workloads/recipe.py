@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..roofline import Phase, bytes_stored
 from ..training import Training, training_session
 from ..variant import Variant
-from ..workload import TRAINING_TESTS, Point, Session, Setting, Workload
+from ..workload import Point, Session, Setting, Workload
 
 SMALL_BATCH = 8
 Batch = tuple[Tensor, Tensor]
@@ -53,7 +53,6 @@ class Recipe(Workload):
     Source: PyTorch Recipes, Automatic Mixed Precision, for the network and its numbers.
     """
 
-    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
     on_cpu: ClassVar = {"in_size": 2048, "out_size": 2048, "num_batches": 5, "epochs": 2}
     when_quick: ClassVar = {
         "batch_size": 8, "in_size": 16, "out_size": 4, "num_layers": 3, "num_batches": 2, "epochs": 1,
@@ -132,7 +131,6 @@ class Scaling(Workload):
         steps: steps in a round.
     """
 
-    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
     on_cpu: ClassVar = {
         "width": 512, "batch": 128, "depth": 3, "widths": (128, 256, 512, 1024), "batches": (16, 64, 256), "depths": (2, 4, 8),
         "parameter_widths": (256, 512, 1024, 2048),
@@ -214,7 +212,6 @@ class Lora(Workload):
         lr: learning rate of AdamW.
     """
 
-    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
     on_cuda: ClassVar = {"layers": 16, "steps": 50}
     on_cpu: ClassVar = {"layers": 2}
     when_quick: ClassVar = {"width": 32, "layers": 3, "rank": 4, "batches": (1, 4), "steps": 1}

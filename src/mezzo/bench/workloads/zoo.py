@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..roofline import Phase, bytes_stored, count_flops
 from ..training import Training, training_session
 from ..variant import Variant
-from ..workload import TRAINING_TESTS, Session, Setting, Workload, check_multiple
+from ..workload import Session, Setting, Workload, check_multiple
 from .bert import BertLogits, BertSize
 
 HEAD = 64
@@ -31,8 +31,6 @@ class ModelSteps(Workload):
         steps: steps in a round.
         lr: learning rate of AdamW.
     """
-
-    tests: ClassVar[tuple[str, ...]] = TRAINING_TESTS
 
     batch_size: int = 8
     steps: int = 8
