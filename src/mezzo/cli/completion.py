@@ -30,16 +30,14 @@ complete -o filenames -F _mezzo mezzo
 
 def words_after(command: str) -> list[str]:
     """Return what may follow a command: its subcommands, and the options that its help names."""
-    subcommands = _bench_workloads() if command == "bench" else _SUBCOMMANDS.get(command, ())
+    subcommands = _SUBCOMMANDS.get(command, ())
+    if command == "bench":
+        from ..bench import WORKLOADS
+
+        subcommands = (*WORKLOADS, "all", "docs")
     asked = [[command, "--help"], *([command, sub, "--help"] for sub in subcommands if command != "completion")]
     options = {option for words in asked for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", _printed(words))}
     return [*subcommands, *sorted(options)]
-
-
-def _bench_workloads() -> tuple[str, ...]:
-    from ..bench import WORKLOADS
-
-    return (*WORKLOADS, "all", "docs")
 
 
 def _printed(words: Sequence[str]) -> str:

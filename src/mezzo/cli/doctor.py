@@ -76,11 +76,6 @@ def _code(run: ScriptRun) -> int:
     return {"faulty": FAULTY, "healthy": HEALTHY, "not enough seen": UNSEEN}[run.report.answer]
 
 
-def _short(error: BaseException) -> str:
-    text = " ".join(repr(error).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
 def _user_frames(error: BaseException) -> TracebackType | None:
     """Return the traceback of an error from the first frame that is the user's: none for what Python cannot read, all where there is none."""
     frames = error.__traceback__
@@ -93,7 +88,9 @@ def _tell_error(what: str, error: BaseException) -> None:
     """Say that what the user wrote has failed, without the frames of what runs it."""
     if not isinstance(error, SystemExit):
         print("".join(traceback.format_exception(error.with_traceback(_user_frames(error)))), file=sys.stderr, end="")
-    print(f"mezzo doctor: {what} ended by itself with {_short(error)}.", file=sys.stderr)
+    text = " ".join(repr(error).split())
+    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    print(f"mezzo doctor: {what} ended by itself with {short}.", file=sys.stderr)
 
 
 def _tell_end(run: ScriptRun) -> None:

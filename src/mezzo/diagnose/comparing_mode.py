@@ -233,10 +233,6 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._compare(call, site, here, local_in, full_in, out)
         return out
 
-    def _tally(self, site: Site) -> ModuleTally:
-        cls = site.classes[-1] if site.classes else ""
-        return self.modules.setdefault((site.root, site.module), ModuleTally(cls))
-
     def _fp32_inputs(self, call: Call, here: Maker) -> tuple[Values, Values]:
         originals = {id(t): call.original(t) for _, t in call.inputs}
         return (
@@ -260,7 +256,7 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if local is None or own is None or whole is None:
             self.unseen[call.facts.kernel] += 1
             return
-        self._tally(site)
+        self.modules.setdefault((site.root, site.module), ModuleTally(site.classes[-1] if site.classes else ""))
         tally = self.ops.setdefault(key, Tally())
         for tensor, near, mine, far in zip(call.out, local, own, whole, strict=True):
             tally.add(tensor, near, far)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .compare_report import WORTH_DB, ModuleError, OpError, Proposal, StepFidelity
+from .compare_report import WORTH_DB, ModuleError, Proposal, StepFidelity
 
 DEAR = 0.5
 """A rule that takes more of the work than this to fp32 is no rule but another policy."""
@@ -88,16 +88,12 @@ def _of_modules(found: StepFidelity) -> list[Candidate]:
     return candidates
 
 
-def _public_name(op: OpError) -> str | None:
-    name = next((n for n in (op.called, op.op) if n in known_ops()), None)
-    return None if name in _CASTS else name
-
-
 def _of_ops(found: StepFidelity) -> list[Candidate]:
     groups: dict[str, list[int]] = defaultdict(list)
     for i, op in enumerate(found.ops):
-        if (name := _public_name(op)) is not None:
-            groups[name].append(i)
+        public_name = next((n for n in (op.called, op.op) if n in known_ops()), None)
+        if public_name is not None and public_name not in _CASTS:
+            groups[public_name].append(i)
     return [
         _candidate(found, f"op:{write_op_rule(name, Rule.FP32)}", places, sum(found.ops[i].local_share for i in places))
         for name, places in groups.items()

@@ -128,7 +128,9 @@ class Accelerator(accelerate.Accelerator):
             reshard_after_forward=plugin.reshard_after_forward,
             offload_policy=plugin.cpu_offload,
         )
-        _replace_params(optimizers, {before[name]: param for name, param in model.named_parameters()})
+        now = {before[name]: param for name, param in model.named_parameters()}
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["params"] = [now.get(param, param) for param in group["params"]]
         self._adapter.prepare([model], optimizers)
         is_compiled = dynamo.backend != DynamoBackend.NO and not is_compiled_module(model)
         return cast(nn.Module, torch.compile(model, **dynamo.to_kwargs())) if is_compiled else model
@@ -255,11 +257,6 @@ def _broadcast(model: nn.Module, device: torch.device) -> None:
         sent = tensor.detach().to(device)
         torch.distributed.broadcast(sent, 0)
         tensor.detach().copy_(sent)
-
-
-def _replace_params(optimizers: Iterable[Optimizer], new: dict[nn.Parameter, nn.Parameter]) -> None:
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["params"] = [new.get(param, param) for param in group["params"]]
 
 
 def check_precision(other: object, policy: PolicyLike) -> None:

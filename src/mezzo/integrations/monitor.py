@@ -155,14 +155,11 @@ def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
             f"monitor was asked for every={every!r}, which reports nothing. Write a whole number of 1 or more."
         )
     own = ExitStack()
-    targets = list(to) if isinstance(to, (list, tuple)) else [_default() if to is None else to]
+    if to is None:  # the run of Weights & Biases, where one is on
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        to = "runs/mezzo" if run is None else run
+    targets = list(to) if isinstance(to, (list, tuple)) else [to]
     return Monitor(amp, every, [_writer(target, own) for target in targets], own)
-
-
-def _default() -> object:
-    wandb = sys.modules.get("wandb")
-    run = None if wandb is None else wandb.run
-    return "runs/mezzo" if run is None else run
 
 
 def _writer(target: Any, own: ExitStack) -> Writer:

@@ -7,7 +7,7 @@ entry of the state that is new, is undone when the host reads the flags: before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,15 +34,10 @@ def can_be_undone(optimizer: Optimizer) -> bool:
     if not f"{type(inner).__module__}.".startswith("torch.optim."):
         return False
     homes = {p.device.type for p in parameters(inner)}
-    return len(homes) == 1 and all(
-        isinstance(value, _PLAIN) for record in _records(optimizer, inner) for value in record.values()
-    )
-
-
-def _records(optimizer: Optimizer, inner: Optimizer) -> list[Mapping[str, Any]]:
     own = {name: value for name, value in vars(inner).items() if name not in _base_names()}
     options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in inner.param_groups]
-    return [own, *options, *optimizer.state.values()]
+    records = (own, *options, *optimizer.state.values())
+    return len(homes) == 1 and all(isinstance(value, _PLAIN) for record in records for value in record.values())
 
 
 @cache

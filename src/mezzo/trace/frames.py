@@ -65,11 +65,6 @@ def _frame(frame: FrameType) -> Frame:
     return Frame(file=code.co_filename, line=frame.f_lineno, function=code.co_name)
 
 
-def _is_engine(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name == _ENGINE[1] and code.co_filename.endswith(_ENGINE[0])
-
-
 class Location(NamedTuple):
     """Where the running op was called from.
 
@@ -109,7 +104,7 @@ def locate(in_backward: bool) -> Location:
         elif kind is Owner.LIBRARY:
             library = library or (None if user else _frame(frame))
         elif kind is Owner.TORCH:
-            if in_backward and _is_engine(frame):
+            if in_backward and frame.f_code.co_name == _ENGINE[1] and filename.endswith(_ENGINE[0]):
                 break
             is_recompute = is_recompute or (in_backward and filename == _CHECKPOINT)
         elif (filename, frame.f_code.co_name) == _REPLAY:  # what took the step did not call this op

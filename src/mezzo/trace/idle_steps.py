@@ -57,10 +57,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and plain(tensor) is not None
 
 
-def _is_blown_up(size: float, before: float) -> bool:
-    return 0 < before and max(_LARGE, _LEAST["exploding-step"] * before) < size < math.inf
-
-
 class IdleSteps:
     """Counts steps at a rate of 0, on gradients cleared after backward or never, and gradients of 0, which one other of its kind unsays; sees what steps blew up."""
 
@@ -175,7 +171,8 @@ class IdleSteps:
         size, (start, before) = _size_of(optimizer), self._sizes[optimizer]
         self._sizes[optimizer] = start, size
         self._largest[optimizer] = max(size, self._largest.get(optimizer, 0.0))
-        if _is_blown_up(size, before) and optimizer not in self._blown_up:
+        is_blown_up = 0 < before and max(_LARGE, _LEAST["exploding-step"] * before) < size < math.inf
+        if is_blown_up and optimizer not in self._blown_up:
             self._blown_up[optimizer] = len(self._losses)
             self._idle["exploding-step", optimizer] = site, f"one step of {name}", round(size / before)
         if self._scale > 1:

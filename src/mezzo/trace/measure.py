@@ -27,15 +27,11 @@ def amax(tensor: Tensor) -> float:
     """Return the largest magnitude, NaN or inf if the tensor holds one. One pass. Syncs: yes."""
     if tensor.numel() == 0:
         return 0.0
-    least, largest = torch.aminmax(_in_memory_order(_readable(tensor.detach())))
+    tensor = _readable(tensor.detach())
+    if not tensor.is_contiguous():  # in the order of memory reductions are thirty times faster
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    least, largest = torch.aminmax(tensor)
     return float(torch.maximum(largest, -least))
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a tensor with its dimensions in the order they lie in memory, which reductions read thirty times faster."""
-    if tensor.is_contiguous():
-        return tensor
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -155,14 +155,11 @@ def check_reachable(name: str) -> None:
         return
     if name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1:
         raise OSError("there is no such folder.")
-    if not _is_cached(name) and not _answers():
-        raise OSError("there is no such folder, no model of that name in the cache, and the hub cannot be reached.")
-
-
-def _is_cached(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    if not is_cached and not _answers():
+        raise OSError("there is no such folder, no model of that name in the cache, and the hub cannot be reached.")
 
 
 def _answers() -> bool:
