@@ -61,9 +61,7 @@ def view_base(tensor: Tensor) -> Tensor | None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return what lies here of a DTensor, without the autograd of `to_local`; a plain tensor is its own part.
 
-    Without it the optimizers look at every sharded tensor anew in every step.
-
-    Host only.
+    Without it the optimizers look at every sharded tensor anew in every step. Host only.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -76,9 +74,7 @@ def sparse_values(grad: Tensor) -> Tensor:
 def constant_factor(product: Tensor) -> Tensor | None:
     """Return the tensor without graph that a number was multiplied by last; None if there is none.
 
-    Without it a loss that a GradScaler scaled is not told from any other.
-
-    Host only.
+    Without it a loss that a GradScaler scaled is not told from any other. Host only.
     """
     node: Any = product.grad_fn
     if node is None or node.name() != "MulBackward0" or product.numel() != 1:

@@ -36,10 +36,7 @@ class Stamp(NamedTuple):
         return self.tensor() is tensor
 
     def is_current(self, tensor: Tensor) -> bool:
-        """Whether that tensor is still what it was: the same object in the same memory, and not written since.
-
-        Host only.
-        """
+        """Whether that tensor is still what it was: the same object in the same memory, and not written since. Host only."""
         return (
             self.tensor() is tensor
             and self.version == version_of(tensor)

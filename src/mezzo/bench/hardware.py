@@ -99,10 +99,7 @@ def fresh_share(device: torch.device, budget_s: float) -> float:
 
 
 def measure_device(device: torch.device, budget_s: float) -> DeviceReport:
-    """Measure the products of every format, an uneven width, and growing batches, within a budget of roughly so many seconds in all.
-
-    Syncs: yes.
-    """
+    """Measure the products of every format, an uneven width, and growing batches, within a budget of roughly so many seconds in all. Syncs: yes."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     names = tuple(dict.fromkeys((*FORMAT_NAMES[kind], "fp16")))
     rows, width = PROBE_ROWS[kind], PROBE_WIDTH[kind]

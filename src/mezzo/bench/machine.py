@@ -110,10 +110,7 @@ def settings() -> dict[str, str]:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return everything about the machine that a figure depends on, as plain JSON values; starts CUDA for a CUDA device.
-
-    Syncs: no.
-    """
+    """Return everything about the machine that a figure depends on, as plain JSON values; starts CUDA for a CUDA device. Syncs: no."""
     facts: dict[str, Any] = {"device": device.type, "cpu": cpu(), "threads": torch.get_num_threads()}
     if device.type == "cuda":
         facts["gpu"] = gpu(device)

@@ -136,10 +136,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def fastest_seconds(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the least time one call took, after one unmeasured call, within a time budget; at least one is measured.
-
-    Syncs: yes.
-    """
+    """Return the least time one call took, after one unmeasured call, within a time budget; at least one is measured. Syncs: yes."""
     call()
     synchronize(device)
     best, deadline = float("inf"), time.perf_counter() + budget_s
@@ -179,9 +176,7 @@ def product_rate(rows: int, width: int, number_format: str, device: torch.device
 def matmul_rate(number_format: str, device: torch.device, budget_s: float) -> float:
     """Return the best rate of large square products, floating-point operations per second.
 
-    The widths grow until one of them would not end in time: an emulated format is slow.
-
-    Syncs: yes.
+    The widths grow until one of them would not end in time: an emulated format is slow. Syncs: yes.
     """
     best = 0.0
     widths = MATMUL_WIDTHS["cuda" if device.type == "cuda" else "cpu"]

@@ -197,10 +197,7 @@ class _Judge(torch.fx.Interpreter):
 
 
 def wrong_nodes(model: nn.Module, run: Callable[[nn.Module], object]) -> list[CompiledNode]:
-    """Compile what `torch.compile` returned once more, every result an output, and return the ops further off than rounding explains.
-
-    Syncs: yes.
-    """
+    """Compile what `torch.compile` returned once more, every result an output, and return the ops further off than rounding explains. Syncs: yes."""
     backend, original = compile_backend(model)
     found: list[CompiledNode] = []
 

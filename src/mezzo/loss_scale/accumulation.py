@@ -56,9 +56,7 @@ class GradSums:
     def is_harmless(self, param: Tensor) -> bool:
         """Whether a gradient that was written or replaced since it was noted may be taken as the one noted.
 
-        It may if it has the values it had; and if it is inf or NaN, since its step is skipped either way.
-
-        Syncs: yes.
+        It may if it has the values it had; and if it is inf or NaN, since its step is skipped either way. Syncs: yes.
         """
         noted, grad = self._sums.get(id(param)), param.grad
         if grad is None:

@@ -353,10 +353,7 @@ class GradScaler(TorchNames):
             self._tracker.accept(optimizer, self._live.captured())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in plain numbers: torch's five entries and this class's own; {} if disabled.
-
-        Syncs: yes, if the scale is on an accelerator.
-        """
+        """Return the state in plain numbers: torch's five entries and this class's own; {} if disabled. Syncs: yes, if the scale is on an accelerator."""
         return pack(self._saved()) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -87,8 +87,7 @@ def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp
 def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
     """Return 1 if any element of gradients as `unscale_` takes them, or in fp16, is inf or NaN, else 0: shape (), fp32, on the device of the first.
 
-    Writes: no value; torch's kernel puts each back in its place, which version counters show.
-    Syncs: no; one all-reduce per mesh for sharded gradients.
+    Writes: no value; torch's kernel puts each back in its place, which version counters show. Syncs: no; one all-reduce per mesh for sharded gradients.
     """
     return _combined(_grouped(grads), _search, None)
 
@@ -118,9 +117,7 @@ def real_values(grad: Tensor) -> Tensor:
     """Return the dense real tensor that stores the values of a gradient, or of this rank's shard of it; of one that torch conjugates or negates late, as it lies.
 
     Duplicate indices of an uncoalesced sparse gradient need no merging first: dividing is linear, and where their
-    sum overflows only while scaled, dividing before summing is the better result.
-
-    Syncs: no.
+    sum overflows only while scaled, dividing before summing is the better result. Syncs: no.
     """
     if hasattr(grad, "to_local"):
         grad = cast("DTensor", grad).to_local()

@@ -183,10 +183,7 @@ class MasterWeights(HasMasters):
         return mode, None if held is None else held.get(AUX_STATE.get(mode, ""))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state with aux state of each weight, in the form of one torch optimizer.
-
-        Syncs: no.
-        """
+        """Return the inner optimizer's state with aux state of each weight, in the form of one torch optimizer. Syncs: no."""
         inner = self.inner.state_dict()
         state = each_entry(inner, dict)
         if self.masters.count is not None:

@@ -113,9 +113,7 @@ def check_grads(
     """Say what is wrong with the gradients of a step, if anything, and which optimizers may take it: numbers where the host decides, else tensors.
 
     `grads` are of each optimizer that has any, of the `num_optimizers` that were prepared; `written` are floating buffers that the forward
-    wrote; gradients will be clipped to `max_norm`.
-
-    Syncs: no on one rank or on accelerators; else with the slowest rank.
+    wrote; gradients will be clipped to `max_norm`. Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
     home, scale = pending.device, pending.scale
     by_host = host_decides(home)

@@ -209,9 +209,7 @@ class ReferencePath:
         """Return what rules must cover where rounding alone moved an argument, or spoiled a matrix, and whether that was run.
 
         Of the op that failed, `saved` is what its forward op was given, if it is one of backward; `judged` is what `judge` returned, and
-        `alone` the op in wider formats on what it was given, finite where it overflowed.
-
-        Syncs: yes.
+        `alone` the op in wider formats on what it was given, finite where it overflowed. Syncs: yes.
         """
         made = list(self.inside)
         widening = Widening(made) if made and made[-1][1] is call else None
