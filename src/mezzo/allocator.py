@@ -31,7 +31,6 @@ class KeptMemory:
         why_not: why nothing was changed; empty if something was.
 
     Attributes:
-        why_not: as given.
         in_force: how many calls keep the memory of this process now.
     """
 

@@ -12,12 +12,7 @@ from torch import Tensor
 
 
 class RandomState(NamedTuple):
-    """States of generators.
-
-    Attributes:
-        cpu: of the CPU's.
-        accelerators: of each accelerator's, by its number; empty where none was used yet.
-    """
+    """States of the CPU's generator, and of each accelerator's by its number: empty where none was used yet."""
 
     cpu: Tensor
     accelerators: tuple[Tensor, ...]

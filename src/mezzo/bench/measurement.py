@@ -62,11 +62,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointRoofline:
-    """The least work of one point, which lies at a value of an axis as `Point` says.
-
-    Attributes:
-        phases: of one unit, by format of the large products.
-    """
+    """The least work of one point, which lies at a value of an axis as `Point` says: phases of one unit, by format of the large products."""
 
     axis: str = ""
     value: float = 0.0

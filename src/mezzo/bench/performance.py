@@ -109,12 +109,7 @@ def page(folder: Path, place: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A measurement held against the fastest rival.
-
-    Attributes:
-        ratio: median seconds of the rival over those of the measurement.
-        ratios: the same of each round.
-    """
+    """A measurement held against the fastest rival: median seconds of the rival over its own, and the same of each round."""
 
     ratio: float
     ratios: tuple[float, ...]

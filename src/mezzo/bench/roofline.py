@@ -66,13 +66,7 @@ class PeakRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """A part of a workload that must end before the next can.
-
-    Attributes:
-        name: what is done.
-        flops: floating-point operations in matrix products.
-        moved_bytes: bytes that must be read or written at least once.
-    """
+    """A part of a workload that must end before the next can: operations in matrix products, and bytes read or written at least once."""
 
     name: str
     flops: float = 0.0

@@ -105,12 +105,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A workload at one size, and what is written beside its figures.
-
-    Attributes:
-        axis: what is varied along the points; empty where nothing is.
-        value: where this point lies on that axis.
-    """
+    """A workload at one size; `axis` is what is varied along the points, empty where nothing is, and `value` where this one lies on it."""
 
     label: str
     workload: Workload

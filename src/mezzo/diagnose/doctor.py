@@ -307,13 +307,7 @@ def _load_module(name: str) -> ModuleType:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckUp(Report):
-    """What several tools say about one model.
-
-    Attributes:
-        subject: as it was named.
-        reports: of the tools.
-        note: what the reader is to know of the policy.
-    """
+    """What several tools say about one model, called as it was named; `note` is what the reader is to know of the policy."""
 
     subject: str
     reports: tuple[Report, ...]

@@ -203,17 +203,7 @@ class Counts:
 
 
 class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Counts ops by module while it is on.
-
-    Args:
-        model: says which module runs; its parameters are told apart from activations.
-
-    Attributes:
-        counts: by module name.
-        has_backward: an op of a backward pass ran.
-
-    Syncs: no.
-    """
+    """Counts ops by module, and says whether one of a backward pass ran, while it is on. Syncs: no."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(TraceContext(model, 0, lambda _: None, lambda *_: None))

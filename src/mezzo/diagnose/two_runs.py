@@ -119,9 +119,7 @@ def _first_off(observed: Run, output: list[Tensor], is_step: bool) -> tuple[int,
 class CompiledNode:
     """One op of a compiled graph, the module where it stands, and its line.
 
-    Attributes:
-        local: error over result, as lengths, against eager torch on the values it was given.
-        bound: what rounding explains of it.
+    `local` is its error over its result, as lengths, against eager torch on the values it was given; `bound` what rounding explains of it.
     """
 
     op: str

@@ -25,8 +25,7 @@ _COMPRESSING = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch
 class ReplicaWrapper(Wrapper):
     """Whole copies of a model on all ranks, held equal by averaging their gradients.
 
-    Attributes:
-        reducer: of gradients; None where the wrapper has another hook, or its traffic is torch's again.
+    By `reducer`; None where the wrapper has another hook, or its traffic is torch's again.
     """
 
     compares_models = True

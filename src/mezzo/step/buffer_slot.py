@@ -15,13 +15,7 @@ from .copies import choose_, copies_of, is_plain
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A buffer as it was.
-
-    Attributes:
-        stamp: of the tensor then; None for a buffer of None.
-        value: what it held.
-        is_registered: whether the module had such a buffer.
-    """
+    """A buffer as it was: its stamp, None for a buffer of None, what it held, and whether the module had such a buffer."""
 
     stamp: Stamp | None
     value: Tensor | None

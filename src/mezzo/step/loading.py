@@ -30,10 +30,8 @@ _log = logging.getLogger("mezzo.step")
 class MastersFollow:
     """Hooks around a model's `load_state_dict`, also where it is called on a module around the model, by which masters follow.
 
-    Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it.
-
-    Attributes:
-        news: where loads are noted, of optimizers too.
+    Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it. Loads, of optimizers too,
+    are noted in `news`.
     """
 
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:

@@ -154,11 +154,7 @@ def copied_tensors(names: Mapping[Tensor, str], optimizers: Sequence[Optimizer],
 
 
 class News:
-    """What came into a run from outside since its last step, of which the other ranks must hear.
-
-    Attributes:
-        num_loads: how many steps something was loaded before.
-    """
+    """What came into a run from outside since its last step, of which the other ranks must hear; `num_loads` counts the steps before which something was loaded."""
 
     def __init__(self) -> None:
         self.num_loads = self._known_loads = 0

@@ -57,8 +57,6 @@ class _Call:
 
     Attributes:
         module: the root, or a module that was called without it.
-        args: positional arguments.
-        kwargs: named ones.
         random: states of the generators before it.
         versions: of the tensors among the arguments.
         stack: file, line and function of what called it, the nearest first.

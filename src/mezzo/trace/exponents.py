@@ -21,11 +21,7 @@ BIAS = 127
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Histogram:
-    """How many sampled values lie in each binade.
-
-    Attributes:
-        counts: by fp32 exponent field; `BINS` of them.
-    """
+    """How many sampled values lie in each binade, by fp32 exponent field: `BINS` of them."""
 
     counts: tuple[int, ...]
 

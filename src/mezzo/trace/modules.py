@@ -40,13 +40,7 @@ def _call_arguments(args: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the program stands among modules.
-
-    Attributes:
-        root: class name of the outermost module, empty outside.
-        module: name below the root.
-        classes: class names from outermost to innermost.
-    """
+    """Where the program stands among modules: class name of the outermost, empty outside; name below it; class names from there to the innermost."""
 
     root: str = ""
     module: str = ""

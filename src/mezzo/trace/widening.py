@@ -58,11 +58,7 @@ def is_repaired(call: Call, wide: list[Tensor] | None) -> bool:
 
 
 class Widening:
-    """Runs the last ops of a module again, some of them in fp32.
-
-    Args:
-        made: the ops and where they ran, the one that failed last.
-    """
+    """Runs the last ops of a module again, some of them in fp32; the one that failed is the last."""
 
     def __init__(self, made: Ops) -> None:
         self._made = made
