@@ -12,12 +12,7 @@ Cell: TypeAlias = str | int | float
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heading:
-    """A title inside a document.
-
-    Attributes:
-        text: the title.
-        tone: "bad" for faults, "good" for health, "plain" otherwise.
-    """
+    """A title inside a document; its tone is "bad" for faults, "good" for health, "plain" otherwise."""
 
     text: str
     tone: Literal["plain", "good", "bad"] = "plain"
@@ -48,12 +43,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Points of a chart.
-
-    Attributes:
-        name: in the legend.
-        values: one per label of the chart; NaN leaves a gap.
-    """
+    """Points of a chart: one value per label of the chart; NaN leaves a gap."""
 
     name: str
     values: tuple[float, ...]
@@ -65,16 +55,7 @@ Band: TypeAlias = tuple[str, float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Lines or bars over labelled positions.
-
-    Attributes:
-        title: above the chart.
-        kind: lines, or bars side by side.
-        labels: positions on the horizontal axis.
-        series: what is drawn.
-        unit: of the vertical axis.
-        bands: spans of the horizontal axis, drawn below it.
-    """
+    """Lines, or bars side by side, over labelled positions on the horizontal axis; bands are spans of it, drawn below."""
 
     title: str
     kind: Literal["lines", "bars"]
@@ -86,15 +67,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heat:
-    """A row of shares for each of many things, over labelled positions.
-
-    Attributes:
-        title: above it.
-        labels: positions on the horizontal axis.
-        rows: name and one value per label.
-        unit: of the values.
-        bands: spans of the horizontal axis, drawn below it.
-    """
+    """A row of shares for each of many things, one value per label, over positions and bands as in `Chart`."""
 
     title: str
     labels: tuple[str, ...]
@@ -105,12 +78,7 @@ class Heat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Lines of the user's own code with notes beside them.
-
-    Attributes:
-        file: path.
-        lines: (number, text, note, is the fault).
-    """
+    """Lines of the user's own code: each its number, its text, a note beside it, and whether it is the fault."""
 
     file: str
     lines: tuple[tuple[int, str, str, bool], ...]
