@@ -99,11 +99,6 @@ def _backward(loss: Tensor, scale: float) -> None:
             (loss.float() * scale).backward()  # type: ignore[no-untyped-call]  # torch's own
 
 
-def _weight_error(mode: ComparingMode, gradient: Tensor) -> Tally:
-    mode.count_result(gradient, is_weight=True)
-    return mode.fp32.tally(gradient)
-
-
 def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[GradientError, ...]:
     whole = every.noise[2]
     return tuple(
@@ -138,7 +133,10 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
             loss = loss_of(bound, batch, loss_fn)
             _backward(loss, scale)
         grads = [(name, p.grad) for name, p in bound.named_parameters() if p.grad is not None]
-        each = [(name, _weight_error(mode, grad)) for name, grad in grads]
+        each = []
+        for name, grad in grads:
+            mode.count_result(grad, is_weight=True)
+            each.append((name, mode.fp32.tally(grad)))
         mode.count_result(loss)
         reference = mode.fp32.full(loss)
     gradients = Tally()

@@ -128,7 +128,10 @@ class WideSum:
         while len(self._sent) > in_flight:
             self._summed.append(_summed(group, self._sent.popleft()))
         while len(self._summed) > in_flight:
-            _finish(group, self._summed.popleft())
+            bucket = self._summed.popleft()
+            group.wait(bucket.work, bucket.rows)
+            bucket.target.copy_(bucket.codec.unpack(bucket.rows).view(-1)[: bucket.target.numel()])
+            bucket.done.set_result(bucket.target)
 
 
 def _summed(group: Group, bucket: _Bucket) -> _Bucket:
@@ -136,12 +139,6 @@ def _summed(group: Group, bucket: _Bucket) -> _Bucket:
     mean = bucket.codec.add_up(bucket.received).div_(bucket.divisor)
     bucket.work = group.gather_rows(bucket.rows, bucket.codec.pack_sum(mean))
     return bucket
-
-
-def _finish(group: Group, bucket: _Bucket) -> None:
-    group.wait(bucket.work, bucket.rows)
-    bucket.target.copy_(bucket.codec.unpack(bucket.rows).view(-1)[: bucket.target.numel()])
-    bucket.done.set_result(bucket.target)
 
 
 class WideReduceScatter:

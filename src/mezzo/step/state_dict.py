@@ -346,7 +346,12 @@ def export(model: nn.Module, optimizers: Sequence[Optimizer], dtype: torch.dtype
 
 def _check_saved_numbers(state: Mapping[str, Any], policy: Policy) -> None:
     """Refuse a policy, loss scale or counters that no run could have saved, in a checkpoint with every key."""
-    _check_policy(state["policy"])
+    if (saved := state["policy"]) is not None:
+        check_mapping("policy", saved)
+        try:
+            Policy.from_dict(saved)
+        except PolicyError as error:
+            refuse("policy", f"cannot be read: {error}")
     _check_numbers("scaling", state["scaling"], LossScale)
     counters = state["counters"]
     _check_numbers("counters", counters, Counters)
@@ -355,16 +360,6 @@ def _check_saved_numbers(state: Mapping[str, Any], policy: Policy) -> None:
             Policy.parse(f"{policy}, {edit}")
         except PolicyError as error:
             refuse("counters.demoted", f"has {edit!r}: {error}")
-
-
-def _check_policy(saved: Any) -> None:
-    if saved is None:
-        return
-    check_mapping("policy", saved)
-    try:
-        Policy.from_dict(saved)
-    except PolicyError as error:
-        refuse("policy", f"cannot be read: {error}")
 
 
 def _check_weights(part: str, saved: Any, wanted: Mapping[str, Any]) -> None:
