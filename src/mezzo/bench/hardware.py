@@ -29,13 +29,9 @@ FRESH_COSTS = 0.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormatReport:
-    """One number format on a device.
+    """One number format on a device: the measured rate of large square products, and that over the rate of fp32.
 
-    Attributes:
-        flops_per_s: measured rate of large square products.
-        reported: whether the device says it has units for it.
-        reason: where that was read.
-        times_fp32: measured rate over that of fp32.
+    `reported` is whether the device says that it has units for it, `reason` where that was read.
     """
 
     flops_per_s: float

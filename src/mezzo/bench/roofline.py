@@ -73,11 +73,7 @@ class Phase:
     moved_bytes: float = 0.0
 
     def seconds(self, peak_rates: PeakRates, number_format: str) -> float:
-        """Return the least time of this phase with products in a format.
-
-        Raises:
-            BenchError: the format's rate was not measured.
-        """
+        """Return the least time of this phase with products in a format. Raises: BenchError: the format's rate was not measured."""
         if self.flops and number_format not in peak_rates.matmul:
             raise BenchError(
                 f"the roofline of '{self.name}' needs the matmul rate of {number_format}, but only "

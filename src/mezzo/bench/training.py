@@ -31,15 +31,9 @@ WARM_UP_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """How a workload trains, whatever the variant.
+    """How a workload trains, whatever the variant: AdamW or SGD, matrices alone decayed, gradients not clipped where there is no `max_norm`.
 
-    Attributes:
-        optimizer: AdamW or SGD.
-        lr: its learning rate.
-        weight_decay: on matrices; vectors are not decayed.
-        max_norm: gradients are clipped to this norm; not at all when None.
-        init_scale: first loss scale of the variants that have one.
-        cache: how long a prepared model keeps 16-bit copies of fp32 weights.
+    `init_scale` is of variants that have a loss scale, and `cache` how long a prepared model keeps 16-bit copies of fp32 weights.
     """
 
     optimizer: Literal["AdamW", "SGD"]

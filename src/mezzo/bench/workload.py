@@ -48,11 +48,7 @@ PEAK_RATES = "peak_rates"
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the device a name stands for.
-
-    Raises:
-        BenchError: torch knows no such device, it is not here, or it computes nothing.
-    """
+    """Return the device a name stands for. Raises: BenchError: torch knows no such device, it is not here, or it computes nothing."""
     try:
         device = torch.device(name)
     except RuntimeError:

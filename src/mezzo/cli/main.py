@@ -20,12 +20,7 @@ from ..files import BestEffort
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: a module of this folder with `run(argv) -> int`.
-
-    Attributes:
-        text: what it does, in a line.
-        packages: that it needs beside those of every installation.
-    """
+    """A command, a module of this folder with `run(argv) -> int`: what it does, in a line, and the packages it needs beside those of every installation."""
 
     text: str
     packages: tuple[str, ...] = ("tyro", "rich")

@@ -36,13 +36,7 @@ _log = logging.getLogger("mezzo.step")
 
 
 class Recovery:
-    """Reads what past steps found and acts on it.
-
-    Attributes:
-        binding: as given, or the one that demotion made of it.
-        guard: counts steps, and says when the run cannot go on.
-        replay: keeps the last batch where it may be needed.
-    """
+    """Reads what past steps found and acts on it; `binding` is as given, or the one that demotion made of it."""
 
     def __init__(
         self,

@@ -93,10 +93,7 @@ class _Kept:
 class Replay:
     """Keeps the batch of a step, without copies, and runs it again under the tracer.
 
-    Attributes:
-        is_running: a batch is being run again just now.
-        is_idle: nothing is kept or followed, so that no call is needed.
-        following: what the loss does, where it is followed just now.
+    While it `is_idle` nothing is kept or followed, so that no call is needed; `following` is what the loss does, where it is followed just now.
     """
 
     def __init__(self, model: nn.Module) -> None:

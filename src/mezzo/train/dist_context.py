@@ -150,11 +150,7 @@ def join(device: str) -> Iterator[DistContext]:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device a name stands for; "auto" is the accelerator where there is one.
-
-    Raises:
-        ConfigError: no such device here.
-    """
+    """Return the device a name stands for; "auto" is the accelerator where there is one. Raises: ConfigError: no such device here."""
     if name == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")

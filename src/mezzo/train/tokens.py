@@ -84,11 +84,7 @@ def restore_tokenizer(text: str, max_length: int) -> Any:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """Return the tokenizer of the folder of a run or model, or of a hub name.
-
-    Raises:
-        ConfigError: there is none, or the hub cannot be reached.
-    """
+    """Return the tokenizer of the folder of a run or model, or of a hub name. Raises: ConfigError: there is none, or the hub cannot be reached."""
     name = model_name(name)
     try:
         with quiet():

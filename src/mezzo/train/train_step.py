@@ -22,14 +22,9 @@ from .model import parameter_groups
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one update did.
+    """What one update did: where it was not applied, gradients held inf or NaN, and nothing was changed.
 
-    Attributes:
-        applied: False if gradients held inf or NaN, and nothing was changed.
-        loss: as it was computed; inf or NaN where it was.
-        scale: the loss scale the gradients carried.
-        grad_norm: of the true gradients, before clipping.
-        lr: learning rate of the update.
+    The loss is as it was computed, the scale what the gradients carried, their norm that of the true ones before clipping.
     """
 
     applied: bool
