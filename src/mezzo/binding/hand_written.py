@@ -143,9 +143,8 @@ def _rms_norm_of(
     original: type[nn.Module], forward: Callable[..., Any], name: str, size: int, state: tuple[tuple[str, Any], ...]
 ) -> HandWrittenRMSNorm | None:
     random = torch.Generator("cpu").manual_seed(0)
-    x, weight = (
-        torch.randn(shape, generator=random, dtype=torch.float64, device="cpu") for shape in ((5, 3, size), (size,))
-    )
+    x = torch.randn((5, 3, size), generator=random, dtype=torch.float64, device="cpu")
+    weight = torch.randn((size,), generator=random, dtype=torch.float64, device="cpu")
 
     def called(is_training: bool, scales: Tensor, x: Tensor, weight: Tensor) -> Any:
         instance = _empty(original, is_training)

@@ -154,8 +154,6 @@ def _growth(found: tuple[tuple[str, float], ...]) -> list[Chart]:
     shown = found[:: max(1, math.ceil(len(found) / _POINTS))]
     values = tuple(math.log2(x) if 0 < x < math.inf else math.nan for _, x in shown)
     labels = tuple(name for name, _ in shown)
-    title, series = (
-        "Difference of module outputs, b against a, in the order they ran",
-        Series(name="log2", values=values),
-    )
+    title = "Difference of module outputs, b against a, in the order they ran"
+    series = Series(name="log2", values=values)
     return [Chart(title=title, kind="lines", labels=labels, series=(series,), unit="log2")] if shown else []

@@ -218,11 +218,9 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
 
-def _parts(args: Iterable[Any]) -> tuple[list[nn.Module], list[Optimizer]]:
-    args = list(args)
-    return [a for a in args if isinstance(a, nn.Module)], [
-        innermost_optimizer(a) for a in args if isinstance(a, Optimizer)
-    ]
+def _parts(args: Sequence[Any]) -> tuple[list[nn.Module], list[Optimizer]]:
+    models = [a for a in args if isinstance(a, nn.Module)]
+    return models, [innermost_optimizer(a) for a in args if isinstance(a, Optimizer)]
 
 
 def _check_plugin(plugin: Any, policy: PolicyLike) -> None:

@@ -78,10 +78,8 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
     if saved is None:
         if mode not in AUX_STATE:
             return {}, ""
-        master, clause = (
-            local(param.detach()).to(torch.float32),
-            f"no masters to {mode}: they start from the 16-bit weights",
-        )
+        master = local(param.detach()).to(torch.float32)
+        clause = f"no masters to {mode}: they start from the 16-bit weights"
     else:
         aux = local(entry[AUX_STATE[saved]].to(param.device))
         low = {"split": torch.bfloat16, "kahan": aux.dtype}.get(saved, param.dtype)

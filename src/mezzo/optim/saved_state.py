@@ -56,10 +56,8 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
             f"optimizer's have {sizes}",
         )
     for index, (group, given) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        own_only, saved_only = (
-            [name for name in _UPDATE if name in options and name not in beside]
-            for options, beside in ((group, given), (given, group))
-        )
+        own_only = [name for name in _UPDATE if name in group and name not in given]
+        saved_only = [name for name in _UPDATE if name in given and name not in group]
         if own_only and saved_only:
             refuse(
                 f"{part}.param_groups[{index}]",

@@ -87,14 +87,13 @@ def _patterns(name: str) -> Iterable[tuple[str, int]]:
 def chains(sizes: Iterable[Size]) -> dict[tuple[str, str, str, int], list[Size]]:
     """Group sizes of the first call of each module, and step by step, into chains over depth.
 
-    Returns:
-        (kind, pattern, class, step) to sizes by layer number, for chains of at least `LAYERS`.
+    By kind, pattern, class and step they are sizes by layer number, of at least `LAYERS` layers.
     """
     found: dict[tuple[str, str, str, int], dict[int, Size]] = defaultdict(dict)
     for s in sizes:
         if s.call == 0:
             for pattern, number in _patterns(s.name):
-                found[s.kind, f"{pattern}", s.cls, s.step].setdefault(number, s)
+                found[s.kind, pattern, s.cls, s.step].setdefault(number, s)
     return {key: [chain[n] for n in sorted(chain)] for key, chain in found.items() if len(chain) >= LAYERS}
 
 
