@@ -204,10 +204,8 @@ profiler_enabled: Callable[[], bool] = _profiler_enabled
 def follow_class_step(optimizer: Optimizer) -> bool:
     """Have `optimizer.step` be that of its class, whatever that becomes, where a scheduler put a counter around it.
 
-    Without it a scheduler that was made before `prepare` keeps torch's own step alive.
-
-    Returns:
-        False if somebody else replaced `step`, which then stays.
+    Without it a scheduler that was made before `prepare` keeps torch's own step alive. Returns False if somebody else replaced
+    `step`, which then stays.
     """
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
@@ -378,9 +376,6 @@ def dynamo_skip_frame(function: Function) -> Function:
     would run in fp32 without a word.
 
     Writes: a mark on the function's code. Does not import the compiler.
-
-    Returns:
-        The function itself.
     """
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function

@@ -57,10 +57,7 @@ def _usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a mezzo command, given the words after `mezzo`; `sys.argv[1:]` when left out.
 
-    Returns:
-        The exit code: 0 done, 1 the command's own "no", 2 bad input.
-
-    Writes: standard output and error.
+    Returns the exit code: 0 done, 1 the command's own "no", 2 bad input. Writes: standard output and error.
     """
     _accept_any_text()
     words = list(sys.argv[1:] if argv is None else argv)

@@ -170,9 +170,7 @@ def _tell_end(config: TrainConfig, nproc: int, before: tuple[int, int] | None, c
 def run(argv: Sequence[str]) -> int:
     """Run `mezzo train` with the words after it.
 
-    Returns:
-        0 done, 2 another rank says what went wrong, 130 ended by Ctrl-C, 143 by SIGTERM, which it tells how to go on from.
-
+    Returns 0 done, 2 another rank says what went wrong, 130 ended by Ctrl-C, 143 by SIGTERM, which it tells how to go on from.
     Writes: the run's folder, standard output of the first rank.
     """
     config, as_json = parse(argv)

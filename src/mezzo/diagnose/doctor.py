@@ -223,8 +223,7 @@ def start() -> None:
 def followed_children(*, stop_at_fault: bool) -> Iterator[list[TraceReport]]:
     """Trace what the block starts as processes of their own, each to its end or to its first fault.
 
-    Yields:
-        A list that holds their reports after the block, by rank.
+    Yields a list that holds their reports after the block, by rank.
 
     Writes: the environment, and a folder of temporary files; both as they were after.
     """

@@ -43,10 +43,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 class SecondRun:
     """Runs forward and backward of a step again, on the same batches and draws, and compares them bit for bit.
 
-    Args:
-        amp: the stepper; its gradients are those of the step in the making.
-        backward: of the stepper, as it was before anybody recorded it.
-        loss_fn: computes what is given to `backward` from the model and a batch.
+    `backward` is the stepper's, as it was before anybody recorded it; `loss_fn` computes what is given to it from the model and a batch.
     """
 
     def __init__(self, amp: Stepper, backward: Backward, loss_fn: LossFn) -> None:

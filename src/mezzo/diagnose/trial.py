@@ -104,10 +104,7 @@ def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
 def cover(amp: Stepper, **covers: Callable[..., Any]) -> Callable[[], None]:
     """Have functions called in the place of a stepper's methods of their names, each with that method before its arguments.
 
-    Others may cover the same methods, before and after, and leave in any order.
-
-    Returns:
-        A function that ends it.
+    Others may cover the same methods, before and after, and leave in any order. Returns a function that ends it.
 
     Writes: attributes of the stepper.
     """

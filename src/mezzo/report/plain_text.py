@@ -45,11 +45,7 @@ def grid(
 ) -> Iterator[str]:
     """Yield the lines of a table: columns as wide as they must be, the widest folded where the line has no room.
 
-    Args:
-        rows: cells, as many in each.
-        right: indices of columns that are set to the right.
-        width: characters of a line; None folds nothing.
-        gap: between columns.
+    Columns at the indices `right` are set to the right; `width` is in characters, and None folds nothing.
     """
     widths = [max(len(line) for text in column for line in text.split("\n")) for column in zip(*rows, strict=True)]
     if width is not None and widths:

@@ -87,8 +87,7 @@ def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.floa
 def add_up_parts_(params: Iterable[Tensor]) -> bool:
     """Add up gradients of which each rank of a mesh has one term, as sequence parallelism leaves those of norms.
 
-    Returns:
-        Whether there were any.
+    Returns whether there were any.
 
     Writes: `.grad`. Syncs: as torch's `redistribute`.
     """

@@ -79,12 +79,7 @@ def clean(rows: Iterable[Row]) -> tuple[list[Row], Counter[str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelMap:
-    """Names of classes in their order.
-
-    Attributes:
-        names: a row's class is the index of its name.
-        by_label: name of each label as the data may have it, the names themselves among them.
-    """
+    """Names of classes in their order, and the name of each label as the data may have it, the names themselves among them."""
 
     names: tuple[str, ...]
     by_label: dict[str, str]
