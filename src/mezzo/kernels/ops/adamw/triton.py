@@ -60,7 +60,7 @@ def adamw_scalars_kernel(
 
 @triton.jit(do_not_specialize=["tensors", "count"])
 def adamw_step_kernel(
-    p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_inv_scale, p_clip, p_found,
+    p_addresses, p_sizes, p_seeds, p_offsets, p_blocks, p_scalars, p_step, p_inv_scale, p_clip, p_found,
     tensors, count, lerp1, keep2, add2, eps, l2,
     MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
     AMSGRAD: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GUARDED: tl.constexpr,
@@ -79,7 +79,7 @@ def adamw_step_kernel(
     squares = load_pointer(p_addresses + 4 * tensors, ALIGNED)
     peaks = load_pointer(p_addresses + 5 * tensors, ALIGNED)
     seed, step = tl.load(p_seeds + tensor), tl.load(p_step + tensor)
-    b_whole = (indices + tl.load(p_firsts + tensor)).to(tl.uint32)  # places in the tensor this one is a part of
+    b_index = (indices + tl.load(p_offsets + tensor)).to(tl.uint32)  # in the tensor that this one is a part of
     p_scalars += 3 * tensor
     decay, size, unbias = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
 
@@ -97,10 +97,10 @@ def adamw_step_kernel(
     b_spread = tl.div_rn(tl.sqrt_rn(b_peak), unbias) + eps
     b_master = b_master + tl.div_rn(b_mean * size, b_spread)
 
-    b_noise = mix(b_whole ^ random_key(seed, step, 1))
-    write_master(value, aux, indices, mask, b_master, mix(b_whole ^ random_key(seed, step, 0)), MODE, VALUE)
-    write_mean(means, indices, mask, b_mean, b_noise, MEAN)
-    write_mean(squares, indices, mask, b_square, b_noise >> 16, MEAN)
+    b_random = mix(b_index ^ random_key(seed, step, 1))
+    write_master(value, aux, indices, mask, b_master, mix(b_index ^ random_key(seed, step, 0)), MODE, VALUE)
+    write_mean(means, indices, mask, b_mean, b_random, MEAN)
+    write_mean(squares, indices, mask, b_square, b_random >> 16, MEAN)
     if AMSGRAD:
         if MEAN == FP32:
             store_fp32(peaks, indices, mask, b_peak)

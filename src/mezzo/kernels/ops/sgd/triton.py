@@ -36,7 +36,7 @@ def sgd_scalars_kernel(p_step, p_scalars, tensors, rate, keep, add, SIZE: tl.con
 
 @triton.jit(do_not_specialize=["tensors", "count"])
 def sgd_step_kernel(
-    p_addresses, p_sizes, p_seeds, p_firsts, p_blocks, p_scalars, p_step, p_inv_scale, p_clip, p_found,
+    p_addresses, p_sizes, p_seeds, p_offsets, p_blocks, p_scalars, p_step, p_inv_scale, p_clip, p_found,
     tensors, count, weight_decay, momentum,
     MODE: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, MEAN: tl.constexpr,
     DECAYS: tl.constexpr, SUMS: tl.constexpr, NESTEROV: tl.constexpr,
@@ -52,7 +52,7 @@ def sgd_step_kernel(
     aux = load_pointer(p_addresses + tensors, ALIGNED)
     grad = load_pointer(p_addresses + 2 * tensors, ALIGNED)
     seed, step = tl.load(p_seeds + tensor), tl.load(p_step + tensor)
-    b_whole = (indices + tl.load(p_firsts + tensor)).to(tl.uint32)  # places in the tensor this one is a part of
+    b_index = (indices + tl.load(p_offsets + tensor)).to(tl.uint32)  # in the tensor that this one is a part of
     p_scalars += 3 * tensor
     rate, keep, add = tl.load(p_scalars), tl.load(p_scalars + 1), tl.load(p_scalars + 2)
 
@@ -63,10 +63,10 @@ def sgd_step_kernel(
     if SUMS:
         sums = load_pointer(p_addresses + 3 * tensors, ALIGNED)
         b_sum = tl.fma(b_grad, add, load(sums, indices, mask, MEAN) * keep)
-        write_mean(sums, indices, mask, b_sum, mix(b_whole ^ random_key(seed, step, 1)), MEAN)
+        write_mean(sums, indices, mask, b_sum, mix(b_index ^ random_key(seed, step, 1)), MEAN)
         b_grad = tl.fma(b_sum, momentum, b_grad) if NESTEROV else b_sum
     b_master = tl.fma(b_grad, rate, b_master)
-    write_master(value, aux, indices, mask, b_master, mix(b_whole ^ random_key(seed, step, 0)), MODE, VALUE)
+    write_master(value, aux, indices, mask, b_master, mix(b_index ^ random_key(seed, step, 0)), MODE, VALUE)
 
 
 def scalars(step: Tensor, rule: SGDRule, dtype: torch.dtype = torch.float32) -> Tensor:
