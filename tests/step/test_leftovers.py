@@ -209,3 +209,23 @@ def test_what_every_optimizer_used_up_must_be_dropped_at_once(pair: Any) -> None
     amp.step()
     with pytest.raises(StepError, match=r"would add to the gradients of the last step"):
         amp.backward(verdict(nets["judge"](torch.randn(8, 2)), True))
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling=1"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, mezzo.optim.AdamW])
+def test_weights_with_masters_are_stepped_by_nobody_else(policy: str, kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    master = {} if kind is not mezzo.optim.AdamW else {"master": "fp32"}
+    stranger = kind(model.parameters(), lr=1e-6, **master)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(4, 8)).float().square().mean().backward()
+    with pytest.raises(StepError, match=r"0\.weight.* would round its updates away"):
+        stranger.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    amp.zero_grad()
+    amp.backward(model(torch.ones(4, 8)).float().square().mean())
+    assert amp.step()
+    amp.release()
+    model(torch.ones(4, 8)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -165,3 +165,77 @@ def test_an_unscaled_loss_is_told_where_a_gradient_was_flushed() -> None:
             y = model(x)
         (y.float() * 1e-5).sum().backward()
     assert [x.rule for x in t.record.lints] == ["no-loss-scale"] and t.report.answer == "healthy"
+
+
+def added_up(x: Tensor) -> Tensor:
+    total = torch.zeros_like(x[0])
+    for row in x:
+        total = total + row
+    return total
+
+
+def added_up_in_place(x: Tensor) -> Tensor:
+    total = torch.zeros_like(x[0])
+    for row in x:
+        total += row
+    return total
+
+
+def added_up_by_python(x: Tensor) -> Tensor:
+    return sum(row for row in x)  # type: ignore[return-value]
+
+
+def taken_off(x: Tensor) -> Tensor:
+    total = x[0]
+    for row in x[1:]:
+        total = total - row
+    return total
+
+
+def emptied_again_and_again(x: Tensor) -> Tensor:
+    total = torch.zeros_like(x[0])
+    for i, row in enumerate(x):
+        total += row
+        if i % 100 == 0:
+            total.zero_()
+    return total
+
+
+SUMS = [added_up, added_up_in_place, added_up_by_python, taken_off]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("total", SUMS)
+def test_a_sum_that_a_loop_adds_up_in_16_bit_is_named_where_it_lost(
+    total: Callable[[Tensor], Tensor], grad: bool
+) -> None:
+    def run(x: Tensor) -> Tensor:
+        return total(x.requires_grad_() if grad else x)
+
+    for shape in ((400, 4), (400, 1), (400,)):
+        assert rules(lambda shape=shape: run(torch.ones(shape, dtype=BF16))) == ["half-accumulator"]  # type: ignore[misc]
+        assert rules(lambda shape=shape: run(torch.ones(shape))) == []  # type: ignore[misc]
+    for kept in (torch.ones(200, 4, dtype=BF16), torch.ones(400, 4, dtype=FP16), torch.randn(400, 4, dtype=BF16)):
+        assert rules(lambda kept=kept: run(kept)) == []  # type: ignore[misc]
+
+
+def test_a_sum_that_starts_anew_and_a_deep_residual_stream_lose_nothing() -> None:
+    assert rules(lambda: emptied_again_and_again(torch.ones(800, 4, dtype=BF16))) == []
+    scale = torch.full((), 1e-6, dtype=BF16)
+
+    def blocks() -> Tensor:
+        x = torch.randn(8, 16, dtype=BF16)
+        for _ in range(300):
+            x = x + scale * x.sin()
+        return x
+
+    assert rules(blocks) == []
+
+
+def test_lint_says_how_far_a_sum_of_a_forward_is_off() -> None:
+    class Adds(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return added_up(super().forward(x).sigmoid().expand(600, 8, 4))
+
+    said = str(diagnose.lint(Adds(4, 4), torch.randn(8, 4), policy="bf16"))
+    assert "half-accumulator" in said and "terms" in said and "% off by now" in said

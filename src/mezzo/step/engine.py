@@ -15,6 +15,7 @@ from .._torch import is_capturing
 from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_, warn_of_replaced
 from ..distributed import RankConsensus, Signals, Wrapper, is_running
 from ..errors import StepError, StoppedRun
+from ..formats import LOW_DTYPES
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, ask_before_steps, is_bad
 from ..policy import Policy
@@ -84,7 +85,7 @@ class Engine:
         self.num_steps = 0
         self.result: StepResult | None = None
         self._invariants = Invariants(names, self.buffers.nonfinite_counts)
-        if policy.scaling is not None:
+        if policy.scaling is not None or policy.params in LOW_DTYPES:
             ask_before_steps(self)
 
     @property
@@ -371,7 +372,7 @@ class Engine:
         self.news.close(self.names)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse the step of a stranger on gradients that carry the loss scale. Host only."""
+        """Refuse the step of a stranger on gradients that carry the loss scale, or on weights with masters. Host only."""
         if not self.is_stepping:
             refuse_stranger(optimizer, self.optimizers, self.gradients.stamps, self.names)
 

@@ -113,7 +113,7 @@ def warn_of_earlier(model: nn.Module, dtype: torch.dtype) -> None:
 def refuse_stranger(
     optimizer: Optimizer, prepared: Sequence[Optimizer], stamps: Mapping[int, Stamp], names: Mapping[Tensor, str]
 ) -> None:
-    """Refuse the step of an optimizer that was not prepared, on gradients that carry the loss scale, as their stamps tell: a StepError. Host only."""
+    """Refuse, by a StepError, the step of an optimizer that was not prepared, on gradients that carry the loss scale, as their stamps tell, or on 16-bit weights whose masters it would not move. Host only."""
     if any(optimizer in (known, wrapped_optimizer(known)) for known in prepared):
         return
     held = [(p, p.grad, stamps.get(id(p))) for p in parameters(optimizer)]
@@ -123,6 +123,15 @@ def refuse_stranger(
             f"{type(optimizer).__name__}.step() was called on the gradients of {listed([names.get(p, 'a parameter') for p in scaled])}, "
             "which carry the loss scale, and this optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), "
             "and write amp.step(optimizer=...) for one of them."
+        )
+    kept = {p for one in prepared for p in parameters(one) if p.dtype in LOW_DTYPES}
+    low = [p for p, grad, _ in held if grad is not None and p in kept]
+    if low:
+        raise StepError(
+            f"{type(optimizer).__name__}.step() was called on {listed([names.get(p, 'a parameter') for p in low])}, stored in "
+            f"{dtype_name(low[0].dtype)}, of which prepared optimizers keep what 16 bit cannot hold, and this optimizer was not prepared: "
+            "it would round its updates away. Give every optimizer to mezzo.prepare(model, [...]), and write amp.step(optimizer=...) "
+            "for one of them; or call amp.release() first."
         )
 
 

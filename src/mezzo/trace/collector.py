@@ -149,6 +149,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._was_updated, self._factored = True, None
         self.context.end_step()
         self.reference.end_step()
+        self.lints.end_step()
         self.flushes.clear()
 
     def on_read(self, tensor: Tensor, site: Site) -> None:

@@ -19,6 +19,8 @@ from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .reference_path import ReferencePath
 from .verdict import number
+from .wide_values import StorageNotes
+from .widening import run_in_fp32
 
 _TAKES_CONSTANT = frozenset({
     "add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "full", "fill", "full_like", "new_full",
@@ -31,6 +33,20 @@ _HEADROOM = 4.0
 _CLIPS, _SCALER, _OWN_SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py", "mezzo/loss_scale/scaler.py"
 _MOST = 64
 """Lints of one rule that are kept."""
+_LOOKED_AT = 16
+"""Additions by one line to one sum from one look at what it lost to the next."""
+_LOST = 2.0**-4
+"""Share of a sum, at its largest, by which it is off: rounding that goes either way leaves less of hundreds of additions."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningSum:
+    """What one line adds up: after how many additions, in fp32 from the second on, and its largest norm."""
+
+    line: str
+    count: int = 1
+    wide: Tensor | None = None
+    top: float = 0.0
 
 
 def exact_integers(dtype: torch.dtype) -> float:
@@ -58,6 +74,7 @@ class LintWatch:
         self.has_fp16 = self._has_scaler = self._is_scaled = False
         self.scale = 1.0
         self._clipped: tuple[Site, float] | None = None
+        self._sums: StorageNotes[_RunningSum] = StorageNotes()
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
         """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
@@ -94,6 +111,7 @@ class LintWatch:
             self._integers(call, site, low)
             self._squares(call, site, low)
             self._accumulator(call, site, low, name_of)
+            self._running_sum(call, site, low)
         if site.phase != "backward":
             self._constant(call, site, low)
 
@@ -157,6 +175,34 @@ class LintWatch:
         is_sum = call.facts.kernel in ("aten.add_", "aten.sub_") and low.dim() == 0
         if is_sum and (not site.root or name_of(low).startswith("buffer")):
             self.add("half-accumulator", site, low.dtype, "a running sum", float(low.detach()), call.facts.kernel)
+
+    def _running_sum(self, call: Call, site: Site, low: Tensor) -> None:
+        """Follow what a line adds up in 16 bit, and compare it with the same sum in fp32. Syncs: at every 16th addition."""
+        if call.facts.name not in ("add", "sub"):
+            if call.facts.writes:
+                self._sums.forget(low)
+            return
+        line = str(site.frame)
+        given = [t for _, t in call.inputs if t.shape == low.shape and t.dtype is low.dtype]
+        state = next((t for t in given if (s := self._sums.get(call.original(t))) and s.line == line), None)
+        found = None if state is None else self._sums.get(call.original(state))
+        known = {} if found is None or found.wide is None else {id(state): found.wide}
+        wide = None if found is None or any(v.shape != low.shape for v in known.values()) else run_in_fp32(call, known)
+        if state is None or found is None or wide is None:
+            self._sums.note(low, _RunningSum(line))
+            return
+        count, top = found.count + 1, found.top
+        if count % _LOOKED_AT == 0:
+            top, off = max(top, float(wide[0].norm())), float((low.detach().float() - wide[0]).norm())
+            if _LOST * top < off < math.inf:
+                what = f"a sum of {count} terms, {off / top:.0%} off by now,"
+                self.add("half-accumulator", site, low.dtype, what, float(count), call.facts.kernel)
+        self._sums.forget(call.original(state))
+        self._sums.note(low, _RunningSum(line, count, wide[0], top))
+
+    def end_step(self) -> None:
+        """Let go of sums that are no more. Host only."""
+        self._sums.drop_except(StorageNotes())
 
     def softmax(self, event: Event) -> None:
         """Note rows of a softmax with nothing left in them, whose NaN arrived somewhere."""
