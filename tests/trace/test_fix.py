@@ -69,3 +69,18 @@ def test_following_the_edits_leads_to_health(sick: Callable[[], nn.Module]) -> N
         policy = f"{policy}, {edit}"
     assert report.is_healthy and edits, report
     assert edits[0].startswith(("module:sick", "sick"))
+
+
+def test_gradients_that_overflow_where_they_are_added_up_are_told_so() -> None:
+    def run(share: float) -> diagnose.TraceReport:
+        model = nn.Linear(4, 1, bias=False).half()
+        with diagnose.trace(model) as t:
+            for _ in range(3):
+                (model(torch.full((1, 4), 30.0).half()) * 1000 * share).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=1e-6).step()
+        return t.report
+
+    (found,) = run(1.0).findings
+    assert found.verdict == "overflow" and found.fix.edit == "" and "None" not in found.fix.advice
+    assert "divide each loss by the number of passes" in found.fix.advice
+    assert run(1 / 3).findings == ()

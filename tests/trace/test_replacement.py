@@ -103,12 +103,14 @@ def test_it_runs_under_a_trace_as_outside() -> None:
 
 def test_a_logarithm_is_fused_with_what_made_its_argument() -> None:
     x = leaf(1.0, 2.0)
-    made = {
-        "log_softmax": x.softmax(0), "logsigmoid": 1 - x.sigmoid(), "logsumexp": x.exp().sum(0) + 1e-8,
-        "": x.square().sum(0),
-    }  # fmt: skip
-    for name, argument in made.items():
-        assert fused_with("log", argument).partition(" ")[0].rstrip(",") == name
+    made = [
+        ("log_softmax", x.softmax(0)), ("logsigmoid", 1 - x.sigmoid()), ("logsumexp", x.exp().sum(0) + 1e-8),
+        ("logsumexp", (x * x.exp() / 2).sum(0)), ("torch.linalg.slogdet(a).logabsdet", torch.outer(x, x).det().abs()),
+        ("the sum of logarithms", (1 - x.sigmoid()).cumprod(0)), ("the sum of logarithms", x.prod()),
+        ("torch.special.log_ndtr", 0.5 * (1 + torch.erf(x / 2**0.5))), ("", x.square().sum(0)), ("", (x * x).sum(0)),
+    ]  # fmt: skip
+    for name, argument in made:
+        assert fused_with("log", argument).partition(" in place")[0].partition(",")[0] == name
         assert fused_with("sqrt", argument) == ""
     assert fused_with("log", x) == ""
 

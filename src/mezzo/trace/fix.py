@@ -120,6 +120,9 @@ def _narrowed_by_hand(event: Event) -> Site | None:
 
 def _fix_out_of_reach(event: Event) -> Fix:
     """Fix a loss of precision where no rule of a policy holds: the program has to widen what it computes there."""
+    if event.site.op == "AccumulateGrad":
+        return Fix(advice=f"what several backward passes, or uses of a weight, leave is added up in {event.outputs[0].dtype}, the format of the weight: "
+                    "divide each loss by the number of passes, lower a loss scale, or keep the weights in fp32.")  # fmt: skip
     flush = event.flush
     first = next((s for s in (*flush.made_by, flush.site) if not s.is_ruled), event.site) if flush else event.site
     if first.is_ruled:  # its own line in a backward

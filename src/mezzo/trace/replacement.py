@@ -105,7 +105,11 @@ _FUSED = {
     "SoftmaxBackward0": "log_softmax in place of the log of a softmax",
     "SigmoidBackward0": "logsigmoid, or binary_cross_entropy_with_logits, in place of the log of a sigmoid",
     "SumBackward1": "logsumexp in place of the log of a sum of exp",
-}
+    "LinalgDetBackward0": "torch.linalg.slogdet(a).logabsdet in place of the log of a determinant",
+} | dict.fromkeys(("ProdBackward0", "ProdBackward1", "CumprodBackward0"), "the sum of logarithms in place of the log of a product") | dict.fromkeys(
+    ("ErfBackward0", "ErfcBackward0", "SpecialNdtrBackward0"), "torch.special.log_ndtr in place of the log of a normal distribution's cdf"
+)  # fmt: skip
+_FACTORS = ("MulBackward0", "DivBackward0", "ExpBackward0")
 
 
 def fused_with(op: str, argument: Tensor) -> str:
@@ -117,7 +121,12 @@ def fused_with(op: str, argument: Tensor) -> str:
         # 1 - p, p + eps, clamp
         node = next((following for following, _ in node.next_functions if following is not None), None)
     name = "" if node is None else node.name()
-    if name == "SumBackward1" and not any(f is not None and f.name() == "ExpBackward0" for f, _ in node.next_functions):
+    if name == "SumBackward1":  # of exp, or of its products with others
+        terms = [node]
+        for _ in _FACTORS:
+            terms = [f for term in terms for f, _ in term.next_functions if f is not None and f.name() in _FACTORS]
+            if any(f.name() == "ExpBackward0" for f in terms):
+                return _FUSED[name]
         return ""
     return _FUSED.get(name, "")
 
