@@ -129,3 +129,54 @@ def test_jagged_batches_are_traced() -> None:
         loss = torch.stack([torch.log(o.square().sum() * 0) for o in out.unbind()]).sum()
         loss.backward()
     assert (t.report.findings[0].op, t.report.findings[0].verdict) == ("log", "singularity")
+
+
+@pytest.mark.parametrize("fault", [lambda h: h * 1e30 * 1e30, lambda h: h * float("nan"), lambda h: h * 0 / (h * 0)])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_batches_are_traced(fault: Callable[[Tensor], Tensor]) -> None:
+    class Net(nn.Linear):
+        fault = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            h = fault(h) if self.fault else h  # FAULT
+            return h.to_padded_tensor(0.0)
+
+    torch.manual_seed(0)
+    net, rows = Net(8, 4), [torch.randn(2, 8), torch.randn(5, 8)]
+
+    def run() -> Tensor:
+        net.zero_grad()
+        net(torch.nested.nested_tensor(rows)).square().mean().backward()
+        assert net.weight.grad is not None
+        return net.weight.grad
+
+    plain = run()
+    with diagnose.trace(net) as t:
+        assert torch.equal(run(), plain)
+    assert t.report.answer == "healthy"
+    with diagnose.watch(net, every=1) as w:
+        assert torch.equal(run(), plain)
+        torch.optim.SGD(net.parameters(), lr=0.0).step()
+    assert w.report.num_steps == 1
+    batch = torch.nested.nested_tensor(rows)
+    assert diagnose.lint(net, batch, policy="bf16").is_healthy
+    assert diagnose.compare(net, batch, lambda m, x: m(x).square().mean(), "bf16", tries=0).measurement.figure > 20
+    net.fault = True
+    with diagnose.trace(net) as t:
+        run()
+    found = t.report.findings[0]
+    assert t.report.answer == "faulty" and found.phase == "forward" and found.frame is not None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_explain_counts_sparse_and_nested_tensors() -> None:
+    class Mixes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            rows = torch.nested.nested_tensor([x[:1], x[1:]])
+            return (
+                torch.eye(4).to_sparse() @ h.float() + F.linear(rows, self.weight).to_padded_tensor(0.0).float().sum()
+            )
+
+    assert diagnose.explain(Mixes(8, 4), torch.randn(4, 8), "bf16", budget_s=0.01).low_share > 0

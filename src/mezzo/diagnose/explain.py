@@ -16,7 +16,7 @@ from ..errors import ConfigError, shown
 from ..formats import LOW_DTYPES, MIXED_DTYPES, dtype_name, is_number, native_support, number_of
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Document, Note, Pairs, Report, Table
-from ..trace import OpMode, Site, TraceContext, check_model, flops_of, op_facts, preserve_state
+from ..trace import OpMode, Site, TraceContext, check_model, floating, flops_of, op_facts, preserve_state
 from .memory import size
 from .trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
 
@@ -230,10 +230,10 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     def _cast(self, counts: Counts, site: Site, source: Tensor, result: Tensor) -> None:
         if source.dtype is result.dtype or source.dtype not in MIXED_DTYPES or result.dtype not in MIXED_DTYPES:
             return
-        counts.cast_bytes += source.nbytes + result.nbytes
+        counts.cast_bytes += sum(t.nbytes for _, t in floating((source, result)))
         if site.phase == "backward":
             counts.grad_casts += 1
-        elif storage_id(source) in self._weights:
+        elif source.layout is torch.strided and storage_id(source) in self._weights:
             counts.weight_casts += 1
         elif result.dtype in LOW_DTYPES:
             counts.down_casts += 1

@@ -122,7 +122,13 @@ class LintWatch:
                 self.add("integers-in-16-bit", site, low.dtype, "arange", amax(low), call.facts.kernel)
             return
         source = _counted(call, low) if name == "cumsum" else call.args[0] if name == "to" and call.args else None
-        if not isinstance(source, Tensor) or source.dtype in LOW_DTYPES or source.is_complex() or not source.numel():
+        if (
+            not isinstance(source, Tensor)
+            or source.is_nested
+            or source.dtype in LOW_DTYPES
+            or source.is_complex()
+            or not source.numel()
+        ):
             return
         wide = source.to(widest(source.device))
         top = amax(wide)

@@ -175,8 +175,13 @@ def sanitised(value: Any) -> Any:
     """Return arguments with every non-finite element replaced by 1, which lies in every op's domain."""
 
     def repaired(item: Any) -> Any:
-        is_float = isinstance(item, Tensor) and item.is_floating_point() and item.dtype.itemsize > 1
-        return item.nan_to_num(1.0, 1.0, 1.0) if is_float else item
+        if not isinstance(item, Tensor) or not item.is_floating_point() or item.dtype.itemsize == 1:
+            return item
+        if item.is_nested and item.layout is torch.strided:
+            item = item.detach().clone()
+            item.values().nan_to_num_(1.0, 1.0, 1.0)
+            return item
+        return item.nan_to_num(1.0, 1.0, 1.0)
 
     return tree_map(repaired, value)
 

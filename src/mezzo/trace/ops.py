@@ -143,13 +143,15 @@ def floating(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def plain(tensor: Tensor) -> Tensor | None:
     """Return the floating values of a tensor as a strided one; None where there are none. Syncs: no.
 
-    Complex tensors come as their real view, sparse ones as their values, distributed ones as their local part.
+    Complex tensors come as their real view, sparse and nested ones as their values, distributed ones as their local part.
     """
     tensor = unwrapped(local_tensor(tensor))
     if tensor.is_meta or has_no_memory(tensor) or has_no_values(type(tensor)):
         return None
     if tensor.layout is torch.sparse_coo:
         tensor = sparse_values(tensor)
+    elif tensor.is_nested and tensor.layout is torch.strided:
+        tensor = tensor.values()
     if tensor.is_complex() and tensor.layout is torch.strided:
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.is_floating_point() and tensor.layout is torch.strided else None
