@@ -221,6 +221,9 @@ def test_a_sum_that_a_loop_adds_up_in_16_bit_is_named_where_it_lost(
 
 def test_a_sum_that_starts_anew_and_a_deep_residual_stream_lose_nothing() -> None:
     assert rules(lambda: emptied_again_and_again(torch.ones(800, 4, dtype=BF16))) == []
+    there_and_back = torch.tensor([1.1] * 8 + [-1.1] * 8, dtype=BF16).repeat(4)[:, None].expand(-1, 4)
+    for total in SUMS:
+        assert rules(lambda total=total: total(there_and_back)) == []  # type: ignore[misc]
     scale = torch.full((), 1e-6, dtype=BF16)
 
     def blocks() -> Tensor:

@@ -46,7 +46,7 @@ class _RunningSum:
     line: str
     count: int = 1
     wide: Tensor | None = None
-    top: float = 0.0
+    top: Tensor | None = None
 
 
 def exact_integers(dtype: torch.dtype) -> float:
@@ -122,13 +122,9 @@ class LintWatch:
                 self.add("integers-in-16-bit", site, low.dtype, "arange", amax(low), call.facts.kernel)
             return
         source = _counted(call, low) if name == "cumsum" else call.args[0] if name == "to" and call.args else None
-        if (
-            not isinstance(source, Tensor)
-            or source.is_nested
-            or source.dtype in LOW_DTYPES
-            or source.is_complex()
-            or not source.numel()
-        ):
+        if not isinstance(source, Tensor) or source.is_nested or source.dtype in LOW_DTYPES:
+            return
+        if source.is_complex() or not source.numel():
             return
         wide = source.to(widest(source.device))
         top = amax(wide)
@@ -190,21 +186,21 @@ class LintWatch:
             return
         line = str(site.frame)
         given = [t for _, t in call.inputs if t.shape == low.shape and t.dtype is low.dtype]
-        state = next((t for t in given if (s := self._sums.get(call.original(t))) and s.line == line), None)
-        found = None if state is None else self._sums.get(call.original(state))
-        known = {} if found is None or found.wide is None else {id(state): found.wide}
-        wide = None if found is None or any(v.shape != low.shape for v in known.values()) else run_in_fp32(call, known)
-        if state is None or found is None or wide is None:
+        state, found = next(
+            ((t, s) for t in given if (s := self._sums.get(call.original(t))) and s.line == line), (low, None)
+        )
+        if found is None or (found.wide is not None and found.wide.shape != low.shape):
             self._sums.note(low, _RunningSum(line))
             return
-        count, top = found.count + 1, found.top
-        if count % _LOOKED_AT == 0:
-            top, off = max(top, float(wide[0].norm())), float((low.detach().float() - wide[0]).norm())
-            if _LOST * top < off < math.inf:
-                what = f"a sum of {count} terms, {off / top:.0%} off by now,"
-                self.add("half-accumulator", site, low.dtype, what, float(count), call.facts.kernel)
+        wide = (run_in_fp32(call, {} if found.wide is None else {id(state): found.wide}) or [low.detach().float()])[0]
+        count, top = found.count + 1, wide.norm()
+        top = top if found.top is None else torch.maximum(top, found.top)
+        off = float((low.detach().float() - wide).norm()) if count % _LOOKED_AT == 0 else 0.0
+        if off and 0 < _LOST * float(top) < off < math.inf:
+            what = f"a sum of {count} terms, {off / float(top):.0%} off by now,"
+            self.add("half-accumulator", site, low.dtype, what, float(count), call.facts.kernel)
         self._sums.forget(call.original(state))
-        self._sums.note(low, _RunningSum(line, count, wide[0], top))
+        self._sums.note(low, _RunningSum(line, count, wide, top))
 
     def end_step(self) -> None:
         """Let go of sums that are no more. Host only."""
