@@ -133,7 +133,9 @@ class TestAnotherPolicy:
         model = Net()
         after = mezzo.prepare(model, OPTIMIZERS["adamw"](model.parameters()), RUNS["fp16"][0])
         sentences = after.load_state_dict(before.state_dict())
-        assert sentences[0].startswith("the checkpoint was made under another policy:\n")
+        assert sentences[0].startswith(
+            "the checkpoint was made under another policy (left: saved, right: this run's):\n"
+        )
         assert sentences[1:] == (
             "4 parameters were stored in bf16 and are now in fp32",
             "4 split masters became the fp32 weights",

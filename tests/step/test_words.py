@@ -190,6 +190,10 @@ def test_the_scale_is_a_number_and_no_method(policy: str) -> None:
     [
         (lambda amp: amp.on_applied(torch.optim.lr_scheduler.StepLR(amp.optimizers[0], 1)), r"got StepLR. Write .*scheduler\.step"),
         (lambda amp: amp.on_applied(None), "takes a function, and got NoneType"),
+        (
+            lambda amp: amp.on_applied(torch.optim.lr_scheduler.ReduceLROnPlateau(amp.optimizers[0]).step),
+            r"without arguments, and ReduceLROnPlateau.step needs some. Write amp.on_applied\(lambda: ",
+        ),
         (lambda amp: amp.observe(print), r"got builtin_function_or_method. Write amp\.on_applied"),
         (lambda amp: setattr(amp, "consensus", "ddp"), "RankConsensus.* given str"),
     ],

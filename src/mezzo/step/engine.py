@@ -372,9 +372,10 @@ class Engine:
         self.news.close(self.names)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse the step of a stranger on gradients that carry the loss scale, or on weights with masters. Host only."""
+        """Refuse or name the step of an optimizer that was not prepared: see `refuse_stranger`. Host only."""
         if not self.is_stepping:
-            refuse_stranger(optimizer, self.optimizers, self.gradients.stamps, self.names)
+            stamps = {} if self.policy.scaling is None else self.gradients.stamps
+            refuse_stranger(optimizer, self.optimizers, stamps, self.names)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from ..stamp import Stamp, version_of
 
 _log = logging.getLogger("mezzo.step")
 _SHORT = 32
+_named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _AVERAGES = re.compile("Averag|E[Mm]A|Ema")
 NO_SCALER = (
     "After mezzo.prepare there is no GradScaler: the stepper scales where the policy says so. Write amp.backward(loss), then "
@@ -113,25 +114,38 @@ def warn_of_earlier(model: nn.Module, dtype: torch.dtype) -> None:
 def refuse_stranger(
     optimizer: Optimizer, prepared: Sequence[Optimizer], stamps: Mapping[int, Stamp], names: Mapping[Tensor, str]
 ) -> None:
-    """Refuse, by a StepError, the step of an optimizer that was not prepared, on gradients that carry the loss scale, as their stamps tell, or on 16-bit weights whose masters it would not move. Host only."""
+    """Refuse the step of an optimizer that was not prepared, where gradients carry the loss scale, as their stamps tell, or prepared ones keep masters of its weights.
+
+    One of torch's on other 16-bit weights of the model, which has no masters, is named in the log once. Host only.
+
+    Raises:
+        StepError: as above; nothing was written.
+    """
     if any(optimizer in (known, wrapped_optimizer(known)) for known in prepared):
         return
-    held = [(p, p.grad, stamps.get(id(p))) for p in parameters(optimizer)]
-    scaled = [p for p, grad, stamp in held if grad is not None and stamp is not None and stamp.is_current(grad)]
+    held = [(p, grad, stamps.get(id(p))) for p in parameters(optimizer) if (grad := p.grad) is not None]
+    scaled = [p for p, grad, stamp in held if stamp is not None and stamp.is_current(grad)]
+    kind = type(optimizer)
     if scaled:
         raise StepError(
-            f"{type(optimizer).__name__}.step() was called on the gradients of {listed([names.get(p, 'a parameter') for p in scaled])}, "
+            f"{kind.__name__}.step() was called on gradients of {listed([names.get(p, 'a parameter') for p in scaled])} "
             "which carry the loss scale, and this optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), "
             "and write amp.step(optimizer=...) for one of them."
         )
-    kept = {p for one in prepared for p in parameters(one) if p.dtype in LOW_DTYPES}
-    low = [p for p, grad, _ in held if grad is not None and p in kept]
-    if low:
+    low = [p for p, *_ in held if p in names and p.dtype in LOW_DTYPES]
+    kept = {p for one in prepared for p in parameters(one)} if low else set()
+    if stepped := [names[p] for p in low if p in kept]:
         raise StepError(
-            f"{type(optimizer).__name__}.step() was called on {listed([names.get(p, 'a parameter') for p in low])}, stored in "
-            f"{dtype_name(low[0].dtype)}, of which prepared optimizers keep what 16 bit cannot hold, and this optimizer was not prepared: "
-            "it would round its updates away. Give every optimizer to mezzo.prepare(model, [...]), and write amp.step(optimizer=...) "
-            "for one of them; or call amp.release() first."
+            f"{kind.__name__}.step() was called on {listed(stepped)}, stored in {dtype_name(low[0].dtype)}, of which prepared "
+            "optimizers keep what 16 bit cannot hold, and this optimizer was not prepared: it would round its updates away. Give every "
+            "optimizer to mezzo.prepare(model, [...]), and write amp.step(optimizer=...) for one of them; or call amp.release() first."
+        )
+    if low and kind.__module__.startswith("torch.optim") and optimizer not in _named:
+        _named.add(optimizer)
+        _log.warning(
+            "%s steps 16-bit weights of a prepared model and was not prepared: it has no masters, and an update smaller than half "
+            "the spacing of a weight is lost. Write amp.backward(loss) and amp.step(), and give every optimizer to mezzo.prepare.",
+            kind.__name__,
         )
 
 

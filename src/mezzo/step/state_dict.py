@@ -310,7 +310,7 @@ def compare_policies(saved: Mapping[str, Any] | None, policy: Policy) -> Iterato
         yield "the checkpoint names no policy: it was made without mezzo"
         return
     if difference := Policy.from_dict(saved).diff(policy):
-        yield f"the checkpoint was made under another policy:\n{difference}"
+        yield f"the checkpoint was made under another policy (left: saved, right: this run's):\n{difference}"
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -300,12 +301,17 @@ class Stepper(PreparedRun):
             The function, so that this can decorate it.
 
         Raises:
-            StepTypeError: no function.
+            StepTypeError: no function, or one that needs arguments.
             StepError: an optimizer that is not stepped here.
         """
         if not callable(function):
             raise StepTypeError(
                 f"amp.on_applied takes a function, and got {type(function).__name__}. Write amp.on_applied(scheduler.step)."
+            )
+        if _needs_arguments(function):
+            raise StepTypeError(
+                f"amp.on_applied calls a function without arguments, and {getattr(function, '__qualname__', function)} needs some. Write "
+                "amp.on_applied(lambda: ...) with the call in it, or call it yourself where its arguments are known."
             )
         self._engine.callbacks.append((function, self._known(optimizer, "on_applied")))
         return function
@@ -338,3 +344,13 @@ class Stepper(PreparedRun):
         Syncs: no.
         """
         self._engine.drop(set_to_none)
+
+
+def _needs_arguments(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # of a builtin that tells nothing
+        pass
+    return False
