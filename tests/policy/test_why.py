@@ -35,6 +35,11 @@ encoder.norm1 on cpu: fp32
 ln on cpu: fp32, result bf16
   because ?LayerNorm=fp32_low_out (preset bf16)
   over compute=bf16 (preset bf16)"""),
+        (None, "softmax", "LayerNorm", """\
+softmax in a module of class LayerNorm on cpu: fp32
+  because ?LayerNorm=fp32_low_out (preset bf16)
+  over op:softmax=fp32 (edit 2)
+  over op:softmax=low (edit 1)"""),
         ("", None, (), """\
 the root module on cpu: bf16
   because compute=bf16 (preset bf16)"""),

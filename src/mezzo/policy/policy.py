@@ -138,7 +138,7 @@ class Policy(PolicyFields):
         """Say which rule decides the precision of a module, or of an op in it; readable when printed.
 
         Args:
-            module: fully qualified name; None for code outside every module that has a rule.
+            module: fully qualified name; None for code outside every module that has a rule, or, with a class_name, for any module of it.
             op: an op's name; None asks about the module itself.
             device: where it runs; op tables differ by device.
             class_name: the module's class, or the names of its class and the classes above it.

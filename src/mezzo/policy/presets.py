@@ -35,6 +35,7 @@ loss may be computed outside of it."""
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "bf16-mixed": "bf16",
+        "fp16-mixed": "fp16",
         "16-mixed": "fp16",
         "bf16-true": "bf16-master",
         "16-true": "fp16-master",

@@ -73,14 +73,18 @@ def why(
           f"why was asked about the module {shown(module)}; write its full name, or None.")  # fmt: skip
     text = written(policy)
     compute = _compute(policy, device)
-    rules = [] if module is None else _module_rules(policy, module, _names(class_name))
+    names = _names(class_name)
+    rules = _module_rules(policy, module or "", names) if module is not None or names else []
     scope = _Scope(policy=policy, text=text, compute=compute, rules=rules)
     if op is None:
         reasons, precision = scope.reasons(), scope.precision()
     else:
         check_op(op)
         reasons, precision = _op_reasons(scope, op, device)
-    place = " in ".join(word for word in (op, module if module != "" else "the root module") if word is not None)
+    where = (
+        f"a module of class {names[0]}" if module is None and names else "the root module" if module == "" else module
+    )
+    place = " in ".join(word for word in (op, where) if word is not None)
     return Why(
         asked=f"{place or 'code outside modules with a rule'} on {device.type}",
         policy=str(text),
