@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.errors import ConfigError, DataError
-from mezzo.files import as_path, replacing, write_atomically
+from mezzo.files import as_path, replacing, write_atomically, write_text
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,13 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, failure: BaseE
         write_atomically(path, write)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_write_without_a_folder_names_the_path_that_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "page.html"
+    with pytest.raises(FileNotFoundError) as error:
+        write_text(path, "")
+    assert error.value.filename == str(path)
 
 
 def test_a_folder_is_replaced_only_where_there_is_none(tmp_path: Path) -> None:

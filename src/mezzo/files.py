@@ -89,7 +89,9 @@ def replacing(path: Path, *, several: bool = False) -> Iterator[Path]:
     try:
         yield partial
         move_into_place(partial, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and str(error.filename) == str(partial):  # a name that nobody gave
+            error.filename = str(path)
         if not partial.is_dir():
             partial.unlink(missing_ok=True)
         raise

@@ -31,6 +31,18 @@ def test_a_line_breaks_where_a_value_is_missing() -> None:
     assert drawn.count("<circle") == 2
 
 
+@pytest.mark.parametrize(
+    "values", [(-2.195, -2.1950001), (1.0001, 1.0002), (3e20, 3e20), (1.7e308, 1.7e308), (7.0,), (0.0,)]
+)
+def test_values_that_labels_do_not_tell_apart_lie_beside_one_another(values: tuple[float, ...]) -> None:
+    labels = tuple("x" for _ in values)
+    drawn = draw(Chart(title="c", kind="lines", labels=labels, unit="u", series=(Series(name="s", values=values),)))
+    numbers = re.findall(r'text-anchor="end">([-+.e\d]+)</text>', drawn)
+    assert len(set(numbers)) == len(numbers) >= 2
+    heights = [float(y) for y in re.findall(r'<circle cx="[^"]*" cy="([^"]*)"', drawn)]
+    assert max(heights) - min(heights) < 4
+
+
 def test_bars_start_at_zero_and_keep_their_ratio() -> None:
     heights = [
         float(h)

@@ -253,7 +253,7 @@ def _summary(m: StepFidelity) -> Pairs:
 
 def _proposals(found: tuple[Proposal, ...], tried: int) -> list[Block]:
     if not found:
-        return [Note(text=f"{tried} fp32 rules were tried; none gains {WORTH_DB:g} dB.")] if tried else []
+        return [Note(text=f"fp32 rules tried: {tried}; none gains {WORTH_DB:g} dB.")] if tried else []
     rows = tuple((p.edit, _db(p.gain, sign=True), _db(p.gradients), _db(p.outputs), f"{p.cost:.1%}") for p in found)
     columns = ("policy edit", "gain", "gradients", "outputs", "work to fp32")
     return [Table(title=f"Rules that pay, each measured by running it ({tried} tried)", columns=columns, rows=rows)]

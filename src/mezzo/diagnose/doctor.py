@@ -321,7 +321,7 @@ class CheckUp(Report):
             blocks += d.blocks
         bad = [d for d in documents if not d.is_good]
         answer = "Not enough seen" if all(d.is_unseen for d in bad) else "To look at"
-        verdict = f"{answer}: {', '.join(d.title for d in bad)}." if bad else "Nothing to change."
+        verdict = f"{answer}: {', '.join(d.title for d in bad)}." if bad else "No fault found."
         return Document(title=f"mezzo doctor of {self.subject}", verdict=verdict, is_good=not bad, blocks=tuple(blocks))
 
 

@@ -194,12 +194,15 @@ class WatchReport(Report):
         if self.unseen:
             return f"Not enough seen: {self.unseen}."
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
-        return f"Healthy: {self.num_steps} step{'s' * (self.num_steps != 1)}{skipped}, one in {self.every} sampled."
+        return f"Healthy: {self.num_steps} step{'s' * (self.num_steps != 1)}{skipped}, {self._rate_in_words()} sampled."
+
+    def _rate_in_words(self) -> str:
+        return "each" if self.every == 1 else f"one in {self.every}"
 
     def document(self) -> Document:
         """Return the layout."""
         skipped = f", {self.skipped} skipped" if self.policy else ""
-        pairs = [("steps", f"{self.num_steps}{skipped}; one in {self.every} sampled")]
+        pairs = [("steps", f"{self.num_steps}{skipped}; {self._rate_in_words()} sampled")]
         if self.policy:
             pairs.append(("loss scale", self._scale_in_words()))
         pairs.append(("watching took", f"{self.host_share:.1%} of the host's time in this run"))

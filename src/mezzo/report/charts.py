@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from html import escape
 
 from .document import Band, Chart, Heat
@@ -13,7 +14,7 @@ _LEFT, _RIGHT, _TOP = 56, 12, 30
 _BAND_HEIGHT, _ROW_HEIGHT, _NAME_WIDTH = 12, 15, 210
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 _LABELS, _LONGEST, _NAMES = 16, 30, 5
-_NEAREST = 1e-300
+_NEAREST, _LARGEST = 1e-300, sys.float_info.max
 _FAINT = 1e-3
 """Share of a row's largest value below which nothing is drawn."""
 
@@ -37,7 +38,11 @@ def _ends(chart: Chart) -> tuple[float, float]:
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if chart.kind == "bars":
         low = min(low, 0.0)
-    return (low - 0.5, high + 0.5) if low == high else (low, high)
+    steps = [f"{step:.4g}" for step in _steps(low, high)]
+    pad = (
+        0.0 if len(set(steps)) == len(steps) else max(abs(low), abs(high)) / 100 or 0.5
+    )  # what labels do not tell apart is drawn side by side
+    return max(low - pad, -_LARGEST), min(high + pad, _LARGEST)
 
 
 def _shortened(label: str, longest: int = _LONGEST) -> str:
