@@ -53,6 +53,13 @@ assert not {"torch", "numpy", "tyro", "rich"} & set(sys.modules), sorted(sys.mod
     assert all(name in ended.stdout for name in COMMANDS)
 
 
+def test_help_may_be_written_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, option in ((["help"], ["--help"]), (["help", "completion"], ["completion", "--help"])):
+        codes = [main(words), main(option)]
+        half = (text := capsys.readouterr().out)[: len(text) // 2]
+        assert codes[0] == codes[1] and half * 2 == text != ""
+
+
 def test_the_package_is_a_command() -> None:
     ended = subprocess.run([sys.executable, "-m", "mezzo", "--version"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"mezzo {mezzo.__version__}\n")

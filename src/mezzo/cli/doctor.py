@@ -111,7 +111,9 @@ def _print(report: Report, options: argparse.Namespace) -> None:
         text = render_text(document, width=width, colour=sys.stdout.isatty(), full=options.full)
         print(text)
         if not options.full and text != render_text(document, width=width, colour=sys.stdout.isatty(), full=True):
-            print("\nMore with --full, or on a page with --html FILE.")
+            print(
+                f"\nMore with --full, or on a page with --html FILE{', before the script' * (options.script is not None)}."
+            )
     if options.html is not None:
         report.to_html(options.html)
         print(f"mezzo doctor: the page is {options.html}.", file=sys.stderr)

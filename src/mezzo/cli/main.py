@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _accept_any_text()
     words = list(sys.argv[1:] if argv is None else argv)
-    name, rest = (words[0], words[1:]) if words else ("--help", [])
+    words = [*words[1:2], "--help"] if not words or words[0] == "help" else words
+    name, rest = words[0], words[1:]
     if name not in COMMANDS and name not in (*_HELP, *_VERSION):
         print(f"mezzo: unknown command {name!r}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
