@@ -17,8 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from torch.utils.checkpoint import checkpoint
 
 from mezzo.errors import ScalerError
-from mezzo.loss_scale import GradScaler
-from mezzo.loss_scale import grad_tracker as ledger
+from mezzo.loss_scale import GradScaler, accumulation
 from mezzo.optim import AdamW, MasterWeights
 
 from .scaler_flows import FLOWS, Flow, flat, flow, net, sgd
@@ -283,12 +282,12 @@ def test_a_scaler_holds_no_model_and_leaves_no_guard() -> None:
     assert not scaler._tracker._entries
     for _ in range(3):
         train(scaler)  # parameters that may sit where the old ones sat
-    assert scaler._tracker in ledger._asked
-    number = len(ledger._asked)
+    assert scaler._tracker in accumulation._asked
+    number = len(accumulation._asked)
     del scaler
     gc.collect()
-    assert len(ledger._asked) < number
-    assert list(_global_optimizer_pre_hooks.values()).count(ledger._ask) == 1
+    assert len(accumulation._asked) < number
+    assert list(_global_optimizer_pre_hooks.values()).count(accumulation._ask) == 1
 
 
 def test_a_scaler_may_end_while_torch_runs_its_hooks() -> None:

@@ -3,6 +3,7 @@
 from .accumulation import AccumulationState as AccumulationState
 from .accumulation import Flag as Flag
 from .accumulation import GradVersions as GradVersions
+from .accumulation import ask_before_steps as ask_before_steps
 from .accumulation import check_loss as check_loss
 from .accumulation import either as either
 from .accumulation import grads_by_id as grads_by_id
@@ -14,7 +15,6 @@ from .fused import StepScaling as StepScaling
 from .fused import handing as handing
 from .fused import parameters as parameters
 from .grad_checks import say_hooked as say_hooked
-from .grad_tracker import ask_before_steps as ask_before_steps
 from .scale_state import LastStep as LastStep
 from .scaler import GradScaler as GradScaler
 from .state import LossScale as LossScale

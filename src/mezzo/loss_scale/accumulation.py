@@ -10,12 +10,22 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .._torch import autograd_engine, functorch_level, num_dispatch_modes, num_function_modes, tracing_state, version
+from .._torch import (
+    autograd_engine,
+    functorch_level,
+    global_pre_hooks,
+    num_dispatch_modes,
+    num_function_modes,
+    tracing_state,
+    version,
+)
 from ..errors import StepError
 from ..formats import dtype_name
 from ..kernels import move, sum_of_bits
@@ -269,3 +279,32 @@ def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
             f"its scaled gradient may overflow {dtype_name(loss.dtype)}. Compute it from outputs in "
             f"{dtype_name(wanted)}, as in loss_fn(output.float(), target), or write policy 'loss={dtype_name(loss.dtype)}'."
         )
+
+
+class _StepWatcher(Protocol):
+    """Who is asked before any optimizer of the process steps, and may raise."""
+
+    def before_step(self, optimizer: Optimizer, /) -> None: ...
+
+
+_asked: weakref.WeakSet[_StepWatcher] = weakref.WeakSet()
+"""Living scalers' trackers that have seen a scaled gradient, and prepared models that have a loss scale or 16-bit weights."""
+
+
+def ask_before_steps(watcher: _StepWatcher) -> None:
+    """Have somebody asked before any optimizer steps, for as long as it lives.
+
+    An optimizer that nobody was told of can be met only in torch's global hook. It is registered once in a process and
+    then stays: the end of a scaler may come in the middle of a step, while torch iterates over its hooks.
+    """
+    if watcher in _asked:
+        return
+    if _ask not in global_pre_hooks.values():
+        register_optimizer_step_pre_hook(_ask)
+    _asked.add(watcher)
+
+
+def _ask(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if not is_compiling():
+        for watcher in list(_asked):
+            watcher.before_step(optimizer)

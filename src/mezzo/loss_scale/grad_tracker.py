@@ -7,17 +7,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
-from .._torch import after_backward, global_pre_hooks, graph_task_id
+from .._torch import after_backward, graph_task_id
 from ..kernels import move
 from ..stamp import Stamp
-from .accumulation import GradSums, grads_by_id, same, stamps_of
+from .accumulation import GradSums, ask_before_steps, grads_by_id, same, stamps_of
 from .fused import parameters
 
 
@@ -173,8 +173,7 @@ class GradTracker:
             return
         if captured is not self.captured:
             self._carry_over(captured)
-        if self not in _asked:
-            ask_before_steps(self)
+        ask_before_steps(self)
         params = self._parameters()
         self._open[task] = params, stamps_of(grads_by_id(params))
         # Queued twice to run last: DDP and FSDP queue their own final callbacks during the pass.
@@ -218,33 +217,6 @@ class GradTracker:
     def before_step(self, optimizer: Optimizer) -> None:
         """Judge the step that any optimizer is about to take. Host only."""
         self.on_step(self, optimizer)
-
-
-class _StepWatcher(Protocol):
-    """Who is asked before any optimizer of the process steps, and may raise."""
-
-    def before_step(self, optimizer: Optimizer, /) -> None: ...
-
-
-_asked: weakref.WeakSet[_StepWatcher] = weakref.WeakSet()
-"""Living scalers' trackers that have seen a scaled gradient, and prepared models that have a loss scale."""
-
-
-def ask_before_steps(watcher: _StepWatcher) -> None:
-    """Have somebody asked before any optimizer steps, for as long as it lives.
-
-    An optimizer that nobody was told of can be met only in torch's global hook. It is registered once in a process and
-    then stays: the end of a scaler may come in the middle of a step, while torch iterates over its hooks.
-    """
-    if _ask not in global_pre_hooks.values():
-        register_optimizer_step_pre_hook(_ask)
-    _asked.add(watcher)
-
-
-def _ask(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if not torch.compiler.is_compiling():
-        for watcher in list(_asked):
-            watcher.before_step(optimizer)
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
