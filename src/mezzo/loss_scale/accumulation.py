@@ -17,15 +17,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .._torch import (
-    autograd_engine,
-    functorch_level,
-    global_pre_hooks,
-    num_dispatch_modes,
-    num_function_modes,
-    tracing_state,
-    version,
-)
+from .._torch import autograd_engine, functorch_level, num_dispatch_modes, num_function_modes, tracing_state, version
+from .._torch import global_pre_hooks as pre_hooks
 from ..errors import StepError
 from ..formats import dtype_name
 from ..kernels import move, sum_of_bits
@@ -299,7 +292,7 @@ def ask_before_steps(watcher: _StepWatcher) -> None:
     """
     if watcher in _asked:
         return
-    if _ask not in global_pre_hooks.values():
+    if _ask not in pre_hooks.values():
         register_optimizer_step_pre_hook(_ask)
     _asked.add(watcher)
 

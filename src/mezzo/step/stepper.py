@@ -348,9 +348,6 @@ class Stepper(PreparedRun):
 
 def _needs_arguments(function: Callable[..., object]) -> bool:
     try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return True
-    except ValueError:  # of a builtin that tells nothing
-        pass
-    return False
+        return inspect.signature(function).bind() is None
+    except (TypeError, ValueError) as error:  # a ValueError is of a builtin that tells nothing
+        return isinstance(error, TypeError)
