@@ -139,10 +139,10 @@ def first_line(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error quotes it: 60 characters at most, or its class where Python prints no number so long, nor anything nested so deeply."""
+    """Return a value as an error quotes it: 60 characters at most, or its class where its `repr` raises, as that of a long number does."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):
+    except Exception:
         return type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -105,6 +105,11 @@ def is_count(value: object, low: int = 0, bits: int = 63) -> bool:
     return isinstance(value, int) and is_number(value, low, 2**bits - 1)
 
 
+def is_one_of(value: object, known: Iterable[object]) -> bool:
+    """Whether a value from outside is one of some words, dtypes or None; nobody else's `==` is asked."""
+    return any(value is one or (isinstance(value, str) and value == one) for one in known)
+
+
 def number_of(value: Any) -> Any:
     """Return what a tensor of one element, or a number of numpy's, holds; anything else as it is. Syncs: for a tensor."""
     try:
@@ -255,7 +260,7 @@ def as_device(device: torch.device | str) -> torch.device:
     """
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise FormatError(
             f"there is no device {shown(device)}; write one of torch's, such as 'cpu' or 'cuda:0'."
         ) from None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
+import mezzo
 from mezzo.errors import ConfigError, MasterError, OperandError
 from mezzo.optim import SGD, AdamW, MasterWeights
 
@@ -210,3 +212,48 @@ def test_a_step_count_that_is_no_number(count: Any) -> None:
     optimizer.state[param] = {**optimizer.state[param], "step": count}
     with pytest.raises(ConfigError, match=r"the state of parameter 0 has step=.*write one number"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [mezzo.optim.AdamW, mezzo.optim.SGD])
+@pytest.mark.parametrize("name", ["grad_scale", "clip_coef", "found_inf"])
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), torch.ones(0), torch.tensor(1j), torch.ones((), device="meta"), "x", 3.0]
+)
+def test_what_guards_a_step_is_a_tensor_of_one_number(kind: Any, name: str, value: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = kind([p], lr=0.1)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    before, was = str(optimizer.state_dict()), p.detach().clone()
+    setattr(optimizer, name, value)
+    with pytest.raises(OperandError, match=f"{name} is .* guards a step"):
+        optimizer.step()
+    assert str(optimizer.state_dict()) == before
+    assert torch.equal(p, was)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("master", "x"), ("master", torch.ones(2)), ("state_dtype", 3), ("backend", numpy.ones(2)), ("rounding_seed", "x"), ("rounding_seed", torch.ones(2))],
+)  # fmt: skip
+def test_own_options_that_do_not_exist_are_refused_when_set_and_when_made(name: str, value: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError):
+        mezzo.optim.AdamW([p], **{name: value})
+    optimizer = mezzo.optim.AdamW([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ConfigError):
+        optimizer.step()
+    del optimizer.param_groups[0][name]
+    with pytest.raises(ConfigError, match=f"has no {name} any more"):
+        optimizer.step()
+
+
+def test_maximize_may_be_a_flag_of_numpys() -> None:
+    p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    p.grad, q.grad = torch.ones(3), torch.ones(3)
+    mezzo.optim.AdamW([p], maximize=numpy.True_).step()  # type: ignore[arg-type]  # as torch takes it
+    torch.optim.AdamW([q], maximize=True).step()
+    assert torch.equal(p, q)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .._torch import global_post_hooks, global_pre_hooks, local_tensor, profiled_step, profiler_enabled, step_hooks
-from ..errors import ConfigError, MasterError
+from ..errors import ConfigError, MasterError, OperandError
+from ..formats import describe
 from ..kernels import (
     AUX_STATE,
     PLAIN,
@@ -288,7 +289,7 @@ class MasterOptimizer(KeepsMasters):
 
     def _operands(self, step: GroupStep, batch: ParamBatch) -> Operands:
         home = batch.step.device
-        scale, clip, found = (getattr(self, name, None) for name in ("grad_scale", "clip_coef", "found_inf"))
+        scale, clip, found = (self._guarded_by(name, home) for name in ("grad_scale", "clip_coef", "found_inf"))
         given: Any = [step.grads[index] for index in batch.indices]
         if batch.needs_views:
             given = aligned([grad.resolve_conj() for grad in given], batch.orders)
@@ -297,11 +298,22 @@ class MasterOptimizer(KeepsMasters):
             inv_scale=None if scale is None else scale.to(home, torch.float32).reciprocal(),
             clip_coef=None if clip is None else clip.to(home, torch.float32),
             found_inf=None if found is None else found.to(home),
-            maximize=step.group["maximize"] or False,
+            maximize=bool(step.group["maximize"]),
         )
         if batch.layout is None:
             return Operands(weights=batch.weights, moments=batch.moments, grads=grads)
         return operands(batch.weights, batch.moments, grads, batch.layout)
+
+    def _guarded_by(self, name: str, home: torch.device) -> Tensor | None:
+        """Return what a guard has set for a step; an OperandError if it is no tensor of one real number. Host only."""
+        value = getattr(self, name, None)
+        is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+        if value is not None and (not is_one or value.is_meta is not (home.type == "meta")):
+            raise OperandError(
+                f"{type(self).__name__}.{name} is {describe(value)}, and guards a step as a tensor of one number. Set "
+                "torch.tensor(...), or delete it. Nothing was changed."
+            )
+        return value
 
     def init_state(self, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         """Add to the state of a parameter what its first step begins with and is not there: a count of 0, moments of 0, aux state. Syncs: no."""

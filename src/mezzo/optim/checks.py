@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, MasterError, did_you_mean, listed, shown
-from ..formats import LARGEST, LOW_DTYPES, describe, dtype_name, is_number, number_of
+from ..formats import LARGEST, LOW_DTYPES, describe, dtype_name, is_number, is_one_of, number_of
 from ..kernels import registry
 from ..policy import Master
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")
+_READ = (*_NUMBERS, "betas", "amsgrad", "nesterov", "maximize", "master", "state_dtype", "rounding_seed", "backend")
 
 
 def check_range(name: str, value: Any, *, low: float = 0, below: float = math.inf) -> None:
@@ -42,11 +44,12 @@ def check_rate(lr: float | Tensor) -> None:
 def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Refuse, by a ConfigError, options that somebody set, since the optimizer was made, to what no update can use. Host only.
 
-    One that is gone, or a rate, decay, eps, momentum or beta that is no finite number; tensors are not looked into.
+    One that is gone, a rate, decay, eps, momentum or beta that is no finite number, or what `_check_own` refuses; tensors are not looked into.
     """
     kind = type(optimizer).__name__
-    if gone := [name for name in (*_NUMBERS, "betas") if name in optimizer.defaults and name not in group]:
+    if gone := [name for name in _READ if name in optimizer.defaults and name not in group]:
         raise ConfigError(f"a group of {kind} has no {gone[0]} any more: set it, as in group['{gone[0]}'] = ...")
+    _check_own(group)
     for name in _NUMBERS:
         if not (is_number(value := group.get(name, 0.0)) or isinstance(value, (Tensor, bool))):
             raise ConfigError(f"a group of {kind} has {name}={shown(value)}: write a finite number.")
@@ -111,8 +114,12 @@ def check_dense(optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor) -
 
 
 def is_seed(seed: object) -> bool:
-    """Whether a seed of chance is a whole number."""
-    return hasattr(seed, "__index__")
+    """Whether a seed of chance is a whole number. Syncs: for a tensor, once."""
+    try:
+        operator.index(seed)  # type: ignore[arg-type]  # what is none raises
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
 
 
 def check_seed(seed: object) -> None:
@@ -122,25 +129,12 @@ def check_seed(seed: object) -> None:
 
 
 def check_masters(group: Mapping[str, Any]) -> None:
-    """Refuse, by a MasterError, 16-bit trainable parameters without a master mode that exists for them.
-
-    A master mode, moment dtype or backend that exists for none is a ConfigError.
-    """
-    master = group["master"] or "none"
-    if master not in get_args(Master):
-        raise ConfigError(f"unknown master mode {shown(master)}.{did_you_mean(master, get_args(Master))}")
-    if group["state_dtype"] not in STATE_DTYPES:
-        kept = group["state_dtype"]
-        given = dtype_name(kept) if isinstance(kept, torch.dtype) else shown(kept)
-        raise ConfigError(f"state_dtype={given} cannot hold moments; write torch.float32 or torch.bfloat16.")
-    if group["backend"] not in get_args(registry.Backend):
-        known = get_args(registry.Backend)
-        raise ConfigError(f"unknown backend {shown(group['backend'])}.{did_you_mean(group['backend'], known)}")
-    check_seed(group["rounding_seed"])
+    """Refuse, by a MasterError, 16-bit trainable parameters without a master mode that exists for them; a ConfigError as `_check_own`."""
+    _check_own(group)
     names = group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
     trainable = [(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
     low = [f"{name} {describe(p)}" for name, p in trainable if p.dtype in LOW_DTYPES]
-    if low and master == "none":
+    if low and group["master"] in (None, "none"):
         raise MasterError(
             f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({listed(low, 5)}) and master='none' keeps "
             "nothing beside them: an update smaller than half their spacing, 0.2 to 0.4 % of a bf16 weight, vanishes. "
@@ -148,8 +142,22 @@ def check_masters(group: Mapping[str, Any]) -> None:
             "(no extra memory, exact on average); or keep trainable parameters in fp32."
         )
     fp16 = [f"{name} {describe(p)}" for name, p in trainable if p.dtype is torch.float16]
-    if fp16 and master == "split":
+    if fp16 and group["master"] == "split":
         raise MasterError(
             f"master='split' was asked for {len(fp16)} fp16 parameters ({listed(fp16, 5)}): 16 more bits make an fp32 value "
             "of a bf16 weight, but not of an fp16 one, whose exponent is another. Write master='fp32', or params in bf16."
         )
+
+
+def _check_own(group: Mapping[str, Any]) -> None:
+    """Refuse, by a ConfigError, a master mode, moment dtype, backend or seed that no optimizer has."""
+    if not is_one_of(master := group["master"], (None, *get_args(Master))):
+        raise ConfigError(f"unknown master mode {shown(master)}.{did_you_mean(master, get_args(Master))}")
+    if not is_one_of(group["state_dtype"], STATE_DTYPES):
+        kept = group["state_dtype"]
+        given = dtype_name(kept) if isinstance(kept, torch.dtype) else shown(kept)
+        raise ConfigError(f"state_dtype={given} cannot hold moments; write torch.float32 or torch.bfloat16.")
+    if not is_one_of(group["backend"], get_args(registry.Backend)):
+        known = get_args(registry.Backend)
+        raise ConfigError(f"unknown backend {shown(group['backend'])}.{did_you_mean(group['backend'], known)}")
+    check_seed(group["rounding_seed"])

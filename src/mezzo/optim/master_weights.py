@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch import is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, shown
-from ..formats import describe
+from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
 from ..policy import Master
 from .base import MasterOptimizer
@@ -62,7 +62,7 @@ class MasterWeights(HasMasters):
     _step_supports_amp_scaling = True
 
     def __init__(self, inner: torch.optim.Optimizer, mode: Mode = "fp32", *, rounding_seed: int = 0) -> None:
-        if mode not in get_args(Mode):
+        if not is_one_of(mode, get_args(Mode)):
             raise ConfigError(f"unknown master mode {shown(mode)}.{did_you_mean(mode, get_args(Mode))}")
         check_seed(rounding_seed)
         if isinstance(inner, (MasterOptimizer, MasterWeights)):

@@ -12,7 +12,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from ..errors import MezzoError, PolicyError, did_you_mean, shown
-from ..formats import FP8, MIXED_DTYPES, dtype_name, is_number
+from ..formats import FP8, MIXED_DTYPES, dtype_name, is_number, is_one_of
 
 
 class Rule(enum.Enum):
@@ -74,9 +74,9 @@ def _fits(name: str, kind: object, value: object) -> bool:
     if kind is types.NoneType:
         return value is None
     if get_origin(kind) is Literal:
-        return value in get_args(kind)
+        return is_one_of(value, get_args(kind))
     if kind is torch.dtype:
-        return value in dtypes_of(name)
+        return is_one_of(value, dtypes_of(name))
     if kind is float and isinstance(value, float):
         return True  # of inf and NaN each field says what it takes
     return is_number(value) if kind in (int, float) and isinstance(value, int) else isinstance(value, kind)  # type: ignore[arg-type]  # a class
