@@ -6,13 +6,14 @@ import copy
 import pickle
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tests.step.step_models import Net, batch, mse
 from torch import nn
 
 import mezzo
-from mezzo.errors import StepError, StepTypeError
+from mezzo.errors import ConfigError, FormatError, PolicyError, StepError, StepTypeError
 
 
 def test_a_released_stepper_says_so() -> None:
@@ -270,3 +271,48 @@ def test_what_is_not_stepped_here_is_refused_as_an_optimizer(call: str, other: A
     ):
         getattr(amp, call)(*given, optimizer=other)
     assert amp.step(clip_value=1e308).applied
+
+
+class Hostile:
+    """Answers nothing that it is asked."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise RuntimeError("hostile")
+
+    __eq__ = __bool__ = __repr__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("value", [numpy.ones(2), torch.ones(2, 2), torch.ones((), device="meta"), Hostile()])
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (StepError, lambda amp, value: mezzo.prepare(Net(), None, "bf16", skip=value)),
+        (StepError, lambda amp, value: mezzo.prepare(Net(), None, "bf16", cache=value)),
+        (StepError, lambda amp, value: amp.step(norm_type=value)),
+        (StepError, lambda amp, value: amp.step(max_norm=value)),
+        (StepError, lambda amp, value: amp.grad(amp.model(batch()[0]).sum(), value if isinstance(value, Hostile) else [])),
+        (PolicyError, lambda amp, value: mezzo.Policy(compute=value)),
+        (PolicyError, lambda amp, value: mezzo.Policy(master=value)),
+        (PolicyError, lambda amp, value: mezzo.policy.GuardConfig(on_overflow=value)),
+        (ConfigError, lambda amp, value: mezzo.optim.AdamW(amp.model.parameters(), backend=value)),
+        (ConfigError, lambda amp, value: mezzo.optim.AdamW(amp.model.parameters(), state_dtype=value)),
+        (ConfigError, lambda amp, value: mezzo.optim.MasterWeights(amp.optimizers[0], value)),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_compared_or_printed_is_refused(
+    error: type[Exception], call: Any, value: object
+) -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    amp.backward(mse(model(batch()[0]), batch()[1]))
+    with pytest.raises(error):
+        call(amp, value)
+    assert amp.step(clip_value=numpy.array(1.0))
+
+
+def test_a_tensor_in_the_place_of_an_optimizer_and_a_device_of_no_number() -> None:
+    with pytest.raises(StepError, match="takes an optimizer that was made"):
+        mezzo.prepare(Net(), torch.ones(()), "bf16")  # type: ignore[arg-type]  # none
+    with pytest.raises(FormatError, match="no device"):
+        mezzo.Policy.parse("auto").resolve(2**70)  # type: ignore[arg-type]  # none

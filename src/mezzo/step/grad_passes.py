@@ -9,13 +9,15 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from .._torch import foreach_mul_, profiler_enabled, sparse_values
-from ..errors import StepError
+from ..errors import StepError, kind_of, listed, shown
 from ..formats import LARGEST
 from ..kernels import factor_for, is_dtensor, local, move
 from ..loss_scale import AccumulationState, real_values
@@ -109,6 +111,23 @@ def drop(optimizer: Optimizer, set_to_none: bool) -> None:
             p.grad = None
 
 
+def check_pass(call: str, inputs: Any, **flags: Any) -> list[Tensor]:
+    """Return what a backward pass is given as inputs, a tensor or some, after a look at these and at its flags. A StepError. Host only."""
+    try:
+        found = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    except TypeError:
+        found = []
+    if not found or not all(isinstance(one, Tensor | GradientEdge) for one in found):
+        what = listed([kind_of(one) for one in found]) or shown(inputs)
+        raise StepError(
+            f"{call} was given inputs of {what}: write a tensor that the loss was made of, or a list of some."
+        )
+    for name, flag in flags.items():
+        if not (isinstance(flag, int) and flag in (0, 1)) and not (flag is None and name == "retain_graph"):
+            raise StepError(f"{call} was given {name}={shown(flag)}: write True or False.")
+    return found
+
+
 @torch.no_grad()
 def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
     """Clamp gradients, which may carry a scale, to a true value in both directions; a StepError if one is complex, which has no order.
@@ -123,7 +142,7 @@ def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> 
         )
     for grad in distinct:
         values = sparse_values(grad) if grad.is_sparse else grad
-        bound = torch.full((), min(clip_value, LARGEST), device=grad.device)
+        bound = torch.full((), min(float(clip_value), LARGEST), device=grad.device)
         bound = bound if scale is None else bound * move(scale, grad.device)
         values.clamp_(min=-bound, max=bound)
 

@@ -10,7 +10,7 @@ from inspect import signature
 from typing import cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -29,8 +29,8 @@ from ..binding import (
 )
 from ..binding.bind import bind
 from ..distributed import disconnect, refuse_flat
-from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of
-from ..formats import LOW_DTYPES
+from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of, shown
+from ..formats import LOW_DTYPES, is_one_of
 from ..optim import adopt, parameters, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
 from .capture import P, R
@@ -38,7 +38,7 @@ from .foreign_scaler import warn_of_earlier
 from .leftovers import refuse_repeated
 from .loading import MastersFollow
 from .recovery import check_demotion
-from .release import let_go, original, remember_states, remember_weights
+from .release import let_go, original, remember_attributes, remember_weights
 from .report import ParameterNames
 from .result import Skip
 from .stepper import Stepper
@@ -150,7 +150,7 @@ def prepare(
     was = original(inner, given)
     with ExitStack() as undo:  # whatever raises, everything is put back, the last first
         undo.callback(remember(inner))
-        undo.callback(remember_states(given))
+        undo.callback(remember_attributes(inner, given))
         optimizers = []
         sparse = {p for module in inner.modules() if is_sparse(module) for p in module.parameters(recurse=False)}
         for one in given:
@@ -165,14 +165,14 @@ def prepare(
         undo.callback(follow.remove)
         undo.callback(disconnect, inner)
         stepper = Stepper(model, optimizers, binding, was, follow, skip=skip)
+        _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
+        if optimizers and resolved.params in LOW_DTYPES:
+            warn_of_earlier(inner, resolved.params)
+        if optimizers and device.type == "cpu":
+            offer()
+        elif device.type in fused_devices():
+            _offer_fused(optimizers, device.type)
         undo.pop_all()
-    _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
-    if optimizers and resolved.params in LOW_DTYPES:
-        warn_of_earlier(inner, resolved.params)
-    if optimizers and device.type == "cpu":
-        offer()
-    elif device.type in fused_devices():
-        _offer_fused(optimizers, device.type)
     return stepper
 
 
@@ -197,7 +197,8 @@ def optimizers_of(call: str, model: object, optimizer: object) -> list[Optimizer
     if optimizer is None:
         return []
     optimizers: list[Optimizer] = []
-    for one in optimizer if isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping) else [optimizer]:
+    is_one = isinstance(optimizer, Mapping | Tensor) or not isinstance(optimizer, Iterable)
+    for one in [optimizer] if is_one else optimizer:
         if not isinstance(one, Optimizer):
             raise StepError(
                 f"{call}(model, optimizer, policy) takes an optimizer that was made, or a list of them, and got {kind_of(one)}. "
@@ -212,8 +213,8 @@ def optimizers_of(call: str, model: object, optimizer: object) -> list[Optimizer
 
 
 def _check_word(name: str, word: object, known: Sequence[str]) -> None:
-    if word not in known:
-        raise StepError(f"prepare({name}={word!r}): unknown.{did_you_mean(str(word), known)}")
+    if not is_one_of(word, known):
+        raise StepError(f"prepare({name}={shown(word)}): unknown.{did_you_mean(word, known)}")
 
 
 def _inner_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -143,7 +143,8 @@ class PreparedRun:
             A sentence for everything that was converted or is missing; they are logged as well.
 
         Raises:
-            CheckpointError: not a checkpoint, or not one of such a model and optimizers; nothing was changed then.
+            CheckpointError: not a checkpoint, or not one of such a model and optimizers; nothing was changed then. Where the model's
+                own hooks raise, weights and optimizers are put back: weights are copied to the host for that.
 
         Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
         """

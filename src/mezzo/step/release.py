@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from ..binding import innermost, store_, unbind
 from ..distributed import disconnect
 from ..errors import StepError
 from ..formats import LOW_DTYPES, dtype_name
-from ..optim import MasterWeights, keeps_masters, local_optimizer, parameters, release
+from ..kernels import local
+from ..optim import MasterWeights, keeps_masters, local_optimizer, parameters, release, wrapped_optimizer
 from .ranks import master_of
 from .update import allow_direct_steps
 
@@ -37,16 +37,46 @@ def original(model: nn.Module, optimizers: Sequence[Optimizer]) -> Original:
     return Original({p: (p.dtype, p.grad_dtype) for p in params}, tuple(optimizers))
 
 
-def remember_states(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Return a function that gives optimizers the state back that they have now. Host only."""
-    states = [(o, {p: copy(entry) for p, entry in vars(o)["state"].items()}) for o in optimizers if "state" in vars(o)]
+def remember_attributes(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Return a function that gives a model its hooks back, and optimizers class, options, state and hooks. Host only."""
+    were = [(one, type(one), dict(vars(one))) for inner in optimizers for one in {inner, local_optimizer(inner)}]
+    hooks = [value for name, value in vars(model).items() if name.endswith("_hooks")]
+    found = _held_in([*hooks, *(value for _, _, attributes in were for value in attributes.values())], 3)
+    contents = [(held, dict(held) if isinstance(held, dict) else list(held)) for held in found]
 
     def put_back() -> None:
-        for optimizer, state in states:
-            optimizer.state.clear()
-            optimizer.state.update(state)
+        for one, kind, attributes in were:
+            if type(one) is not kind:
+                one.__class__ = kind
+            vars(one).clear()
+            vars(one).update(attributes)
+        for held, content in contents:
+            held.clear()
+            (held.update if isinstance(held, dict) else held.extend)(content)
 
     return put_back
+
+
+def remember_run(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Return a function that gives a run back what it is now: optimizers, and weights and buffers, which are copied to the host. Syncs: yes."""
+    optimizers_back = remember_attributes(model, [*optimizers, *map(wrapped_optimizer, optimizers)])
+    held = {t: local(t.detach()).to("cpu", copy=True) for t in (*model.parameters(), *model.buffers())}
+
+    @torch.no_grad()
+    def put_back() -> None:
+        optimizers_back()
+        for tensor, value in held.items():
+            local(tensor).copy_(value)
+
+    return put_back
+
+
+def _held_in(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    """Yield dicts and lists, and those that they hold down to a depth."""
+    for value in values if depth else ():
+        if isinstance(value, dict | list):
+            yield value
+            yield from _held_in(value.values() if isinstance(value, dict) else value, depth - 1)
 
 
 def remember_weights(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -33,6 +33,7 @@ from ..optim import (
 from ..policy import Master, Policy, ScalingConfig
 from .guard import Counters
 from .ranks import master_of
+from .release import remember_run
 
 FORMAT = 1
 """Version of the layout; a later one is refused."""
@@ -151,10 +152,9 @@ def load_(
     for index, (optimizer, entry) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         check_saved(f"optimizers[{index}]", entry, optimizer)
     with ExitStack() as undo:
+        undo.callback(remember_run(inner, optimizers))
         for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
             if not keeps_masters(local_optimizer(optimizer)):
-                kept = {k: v for k, v in vars(optimizer).items() if k in ("state", "param_groups")}
-                undo.callback(vars(optimizer).update, kept)  # loading replaces both
                 _load_plain(optimizer, entry)
         loaded = load_weights_(inner, optimizers, {**state, "model": weights})
         bad = _not_finite(inner, optimizers, weights, state["optimizers"])

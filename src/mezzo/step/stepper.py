@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StepAttributeError, StepError, StepTypeError, did_you_mean, kind_of, shown
+from ..formats import is_number, number_of
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
+from .grad_passes import check_pass
 from .prepared_run import PreparedRun
 from .result import StepResult
 from .update import Clip
@@ -113,6 +115,10 @@ class Stepper(PreparedRun):
 
         Writes: gradients. Syncs: no.
         """
+        if retain_graph is not None or inputs is not None or create_graph is not False:
+            flags = {"retain_graph": retain_graph, "create_graph": create_graph}
+            found = check_pass("amp.backward(loss)", loss if inputs is None else inputs, **flags)
+            inputs = None if inputs is None else found
         self._engine.backward(loss, retain_graph, create_graph, inputs)
 
     def grad(
@@ -144,7 +150,8 @@ class Stepper(PreparedRun):
 
         Syncs: no.
         """
-        engine, wanted = self._engine, [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        flags = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": allow_unused}
+        engine, wanted = self._engine, check_pass("amp.grad(outputs, inputs)", inputs, **flags)
         return engine.gradients.grad(outputs, wanted, engine.scale, create_graph, retain_graph, allow_unused)
 
     def external_backward(self) -> AbstractContextManager[None]:
@@ -241,7 +248,7 @@ class Stepper(PreparedRun):
         Writes: weights, optimizer state, buffers of a skipped step, the loss scale.
         Syncs: no, with mezzo.optim and torch's fused optimizers without hooks or `on_applied`; else once.
         """
-        if norm_type != 2:
+        if not (is_number(power := number_of(norm_type)) and power == 2):
             raise StepError(
                 f"step(norm_type={shown(norm_type)}): steps clip by the L2 norm alone. Write torch.nn.utils.clip_grad_norm_ with this "
                 "norm_type inside `with amp.unscaled_grads():`, and then step without max_norm."

@@ -1,0 +1,178 @@
+"""What an interrupt, or an error of somebody else's, leaves of prepare and of loading: all as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from tests.step.step_models import Net, assert_same, batch, everything, mse
+from tests.step.test_all_or_nothing import assert_unchanged, facts
+from torch import nn
+
+import mezzo
+from mezzo.errors import StepError
+
+SRC = str(Path(mezzo.__file__).parent)
+
+
+def interrupted(call: Callable[[], object], at: int) -> bool:
+    """Run a call and raise KeyboardInterrupt at the start of one of mezzo's lines, counted from 0; return whether it got so far."""
+    left = [at]
+
+    def on_line(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            left[0] -= 1
+            if left[0] == -1:
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame: FrameType, *_: object) -> Any:
+        return on_line if left[0] >= 0 and frame.f_code.co_filename.startswith(SRC) else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    kinds = {"AdamW": torch.optim.AdamW, "RMSprop": torch.optim.RMSprop, "mezzo": mezzo.optim.AdamW}
+    return kinds[name](model.parameters(), lr=0.01)
+
+
+def attributes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer and a root module have beside what `facts` tells."""
+    hooks = {f"{n} of {type(one).__name__}": len(h) for one in (model, optimizer) for n, h in vars(one).items() if n.endswith("hooks")}  # fmt: skip
+    return {"attributes": sorted(vars(optimizer)), "state": str(optimizer.state_dict()), **hooks}
+
+
+@pytest.mark.parametrize(("name", "policy"), [("AdamW", "bf16-master"), ("RMSprop", "fp16-master"), ("mezzo", "bf16")])
+def test_a_prepare_that_is_interrupted_leaves_no_trace(name: str, policy: str) -> None:
+    model = Net()
+    optimizer = optimizer_of(name, model)
+    model(batch()[0]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before, also, count = facts(model, optimizer), attributes(model, optimizer), 0
+    while interrupted(lambda: mezzo.prepare(model, optimizer, policy), 41 + 97 * count):
+        assert attributes(model, optimizer) == also, count
+        assert_unchanged(model, optimizer, before)
+        count += 1
+    assert count > 10
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master"])
+def test_a_log_that_fails_leaves_the_model_unprepared(policy: str) -> None:
+    class Full(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space left on device")
+
+    log, full, model = logging.getLogger("mezzo.step"), Full(), Net()
+    optimizer = optimizer_of("AdamW", model)
+    before, also, level = facts(model, optimizer), attributes(model, optimizer), log.level
+    log.addHandler(full)
+    log.setLevel(logging.INFO)
+    try:
+        with pytest.raises(OSError, match="no space"):
+            mezzo.prepare(model, optimizer, policy)
+    finally:
+        log.removeHandler(full)
+        log.setLevel(level)
+    assert_unchanged(model, optimizer, before)
+    assert attributes(model, optimizer) == also
+
+
+def prepared(name: str, policy: str, net: type[nn.Module] = Net) -> mezzo.Stepper:
+    torch.manual_seed(0)
+    model = net()
+    return mezzo.prepare(model, optimizer_of(name, model), policy)
+
+
+def train(amp: mezzo.Stepper, steps: int) -> None:
+    x, y = batch()
+    for _ in range(steps):
+        amp.zero_grad()
+        amp.backward(mse(amp.model(x), y))
+        assert amp.step()
+
+
+@pytest.mark.parametrize(("name", "policy"), [("AdamW", "bf16-master"), ("RMSprop", "bf16-master"), ("AdamW", "bf16")])
+def test_weights_and_optimizers_are_loaded_both_or_not_at_all(name: str, policy: str) -> None:
+    amp = prepared(name, policy)
+    train(amp, 1)
+    saved, count = copy.deepcopy(amp.state_dict()), 0
+    train(amp, 2)
+    before, new = everything(amp), {}
+    while interrupted(lambda amp=amp: amp.load_state_dict(saved), 31 + 97 * count):
+        now = everything(amp)
+        if str(now) != str(before):  # all of it was loaded, and counters and the loss scale may not have been
+            other = prepared(name, policy)
+            other.load_state_dict(saved)
+            new = new or everything(other)
+            assert_same(now, new)
+            amp.load_state_dict(saved)
+            amp = prepared(name, policy)
+            train(amp, 3)
+            before = everything(amp)
+        count += 1
+    assert count > 10
+    train(amp, 1)
+
+
+class Versioned(nn.Module):
+    """Refuses what another version of it saved."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(2)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        if state != 2:
+            raise ValueError("another version")
+
+
+class VersionedNet(Net):
+    """Refuses it when its weights are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = Versioned()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_a_model_that_refuses_its_own_state_is_left_as_it_was(name: str) -> None:
+    amp = prepared(name, "bf16-master", VersionedNet)
+    train(amp, 1)
+    saved = copy.deepcopy(amp.state_dict())
+    saved["model"]["version._extra_state"] = torch.tensor(1)
+    train(amp, 1)
+    before = everything(amp)
+    with pytest.raises(ValueError, match="another version"):
+        amp.load_state_dict(saved)
+    assert_same(everything(amp), before)
+    train(amp, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"retain_graph": "x"}, {"create_graph": None}, {"inputs": 3}, {"inputs": []}, {"inputs": ["w"]}, {"inputs": iter([None])}],
+)  # fmt: skip
+def test_a_backward_that_is_refused_leaves_the_step_open(options: dict[str, Any]) -> None:
+    amp = prepared("AdamW", "bf16")
+    x, y = batch()
+    loss = mse(amp.model(x), y)
+    with pytest.raises(StepError, match=r"amp\.backward\(loss\) was given"):
+        amp.backward(loss, **options)
+    amp.backward(loss, inputs=iter(amp.model.parameters()))  # type: ignore[arg-type]  # torch takes no iterator
+    assert amp.step()
