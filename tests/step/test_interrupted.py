@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -176,3 +177,26 @@ def test_a_backward_that_is_refused_leaves_the_step_open(options: dict[str, Any]
         amp.backward(loss, **options)
     amp.backward(loss, inputs=iter(amp.model.parameters()))  # type: ignore[arg-type]  # torch takes no iterator
     assert amp.step()
+
+
+def test_a_second_thread_is_refused_while_one_is_in_a_backward() -> None:
+    amp, said = prepared("AdamW", "bf16"), []
+
+    def tell(call: Callable[[], object]) -> None:
+        with pytest.raises(StepError) as refused:
+            call()
+        said.append("another thread is inside" in str(refused.value))
+
+    def meddle(_: torch.Tensor) -> None:
+        for call in (lambda: train(amp, 1), amp.zero_grad, amp.step):
+            thread = threading.Thread(target=tell, args=(call,))
+            thread.start()
+            thread.join()
+
+    handle = next(amp.model.parameters()).register_hook(meddle)
+    x, y = batch()
+    amp.backward(mse(amp.model(x), y))
+    handle.remove()
+    assert amp.step()
+    assert said == [True] * 3
+    train(amp, 1)

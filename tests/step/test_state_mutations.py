@@ -14,7 +14,7 @@ import torch
 from tests.step.step_models import Net, assert_same, batch, everything, mse
 
 import mezzo
-from mezzo.errors import MezzoError
+from mezzo.errors import ConfigError, MezzoError
 
 Path = tuple[Any, ...]
 VALUES: tuple[Any, ...] = (
@@ -99,6 +99,28 @@ def is_refused(load: Callable[[Any], object], amp: mezzo.Stepper, state: Any, pa
     except Exception as error:
         raise AssertionError(f"{path} = {value!r}: {type(error).__name__}: {error}") from error
     return False
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", FP16])
+@pytest.mark.filterwarnings("ignore:.*(nested|quantiz)")  # of what is made here
+def test_tensors_that_are_no_plain_ones_are_refused(policy: str) -> None:
+    amp = made("torch.AdamW", policy)
+    given = copy.deepcopy(amp.state_dict())
+    odd = torch.nested.nested_tensor([torch.ones(2)]), torch.quantize_per_tensor(torch.ones(8, 4), 0.1, 0, torch.qint8)
+    for path in [("model", next(iter(given["model"]))), *[("optimizers", 0, "state", 0, key) for key in given["optimizers"][0]["state"][0]]]:  # fmt: skip
+        assert all(is_refused(amp.load_state_dict, amp, given, path, value) for value in odd), path
+    for value in odd:
+        is_refused(amp.load_state_dict, amp, given, ("optimizers", 0, "param_groups", 0, "foreach"), value)
+
+
+def test_betas_of_tensors_are_in_their_range() -> None:
+    amp = made("mezzo.AdamW", "bf16-master")
+    given = copy.deepcopy(amp.state_dict())
+    assert not check(
+        amp.load_state_dict, amp, given, ("optimizers", 0, "param_groups", 0, "betas", 1), torch.tensor(2**40)
+    )
+    with pytest.raises(ConfigError, match="two finite numbers"):
+        step(amp)
 
 
 @pytest.mark.parametrize("name", list(MAKERS)[:4])

@@ -44,7 +44,7 @@ def check_rate(lr: float | Tensor) -> None:
 def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Refuse, by a ConfigError, options that somebody set, since the optimizer was made, to what no update can use. Host only.
 
-    One that is gone, a rate, decay, eps, momentum or beta that is no finite number, or what `_check_own` refuses; tensors are not looked into.
+    One that is gone, a rate, decay, eps, momentum or beta that is no finite number, or what `_check_own` refuses; tensors are not looked into, but for betas on the CPU.
     """
     kind = type(optimizer).__name__
     if gone := [name for name in _READ if name in optimizer.defaults and name not in group]:
@@ -85,7 +85,9 @@ _PLAIN = (float, int, str, type(None), torch.dtype)
 
 
 def _is_beta(value: Any) -> bool:
-    return isinstance(value, Tensor) or (is_number(value, 0) and value < 1)
+    if isinstance(value, Tensor):
+        return not value.is_cpu or _is_beta(number_of(value))
+    return is_number(value, 0) and value < 1
 
 
 def check_count(label: str, step: object) -> None:

@@ -106,6 +106,8 @@ def check_tensor(part: str, value: Any, own: Tensor, *, may_be_sparse: bool = Fa
     """Refuse what is no tensor with values, of the shape of another, nor of its layout unless it `may_be_sparse`. Syncs: no."""
     if not isinstance(value, Tensor):
         refuse(part, f"is {_brief(value)}, and must be a tensor of shape {list(own.shape)}")
+    if value.is_nested is not own.is_nested or value.is_quantized is not own.is_quantized:
+        refuse(part, f"is {_brief(value)}, and {_brief(own)} is wanted")
     if value.shape != own.shape:
         refuse(part, f"has shape {list(value.shape)}, and {list(own.shape)} is wanted")
     if (value.layout is not own.layout and not (may_be_sparse and value.is_sparse)) or (
@@ -122,7 +124,9 @@ def _has_params(group: Mapping[str, Any]) -> bool:
 
 
 def _brief(value: object) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
+    if not isinstance(value, Tensor) or value.is_nested:
+        return "a nested tensor" if isinstance(value, Tensor) else shown(value)
+    return f"a {'quantized ' if value.is_quantized else ''}tensor of shape {list(value.shape)}"
 
 
 def _is_number(value: object, *bounds: float) -> bool:

@@ -21,7 +21,7 @@ from ..loss_scale import LossScale, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
 from .foreign_scaler import refuse_stranger
-from .grad_passes import GradStats
+from .grad_passes import GradStats, OneThread
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
 from .leftovers import refuse_repeated
@@ -78,6 +78,7 @@ class Engine:
         self.consensus: RankConsensus | None = None
         self.not_yet: RankConsensus | None = None
         self._is_alone = False
+        self.alone = OneThread()
         self.join(wrapper_of(model, policy))
         check_demotion(policy, self.consensus)
         self.is_stepping = False
@@ -190,7 +191,8 @@ class Engine:
     def drop(self, set_to_none: bool) -> None:
         """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""
         was_pending = self.gradients.is_pending
-        self.gradients.zero(set_to_none)
+        with self.alone:
+            self.gradients.zero(set_to_none)
         if self.consensus is not None:
             self.consensus.wrapper.drop()
         if not self.replay.is_idle:
@@ -219,6 +221,7 @@ class Engine:
         wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
         try:
             with (
+                self.alone,
                 NOTHING if self.consensus is None else self.consensus.watching(),
                 self.buffers.writing() if self.buffers.slots else NOTHING,
             ):

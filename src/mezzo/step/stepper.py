@@ -262,9 +262,10 @@ class Stepper(PreparedRun):
         clip = _NO_CLIP if max_norm is clip_value is None else Clip(max_norm=max_norm, value=clip_value)
         if engine.is_captured:
             refuse_in_graph(closure=closure, optimizer=optimizer, observers=self._observers)
-        engine.check_before_step()
         take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)
-        result = take(self._known(optimizer, "step"), clip)
+        with engine.alone:
+            engine.check_before_step()
+            result = take(self._known(optimizer, "step"), clip)
         for observer in self._observers:
             observer.after_step(result)
         return result
