@@ -109,8 +109,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, several
         write(file)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file of UTF-8, whole or not at all; what is there and no file, such as /dev/stdout, takes it as it comes.
+def write_text(path: Path, text: str, *, several: bool = False) -> None:
+    """Write a file of UTF-8, whole or not at all; what is there and no file, such as /dev/stdout, takes it as it comes. `several` is as in `replacing`.
 
     Raises:
         OSError: it could not be written, with its name; the file is what it was.
@@ -121,7 +121,8 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
         else:
-            write_atomically(path.resolve(), lambda file: file.write(text.encode()))
+            whole = Path(os.path.realpath(path))  # a link stays one
+            write_atomically(whole, lambda file: file.write(text.encode()), several=several)
     except OSError as error:  # that of a full disk names none
         error.filename = error.filename or str(path)
         raise

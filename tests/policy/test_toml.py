@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,24 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
         Policy.parse("fp16").save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_one_and_a_pipe_takes_the_text(tmp_path: Path) -> None:
+    policy, kept, link, pipe = (
+        Policy.parse("bf16, *.norm=fp32"),
+        tmp_path / "kept.toml",
+        tmp_path / "link",
+        tmp_path / "pipe",
+    )
+    link.symlink_to(kept)
+    for _ in range(2):  # what it names is not there, then it is
+        policy.save(link)
+        assert link.is_symlink() and Policy.load(kept) == policy
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere" / "kept.toml")
+    with pytest.raises(PolicyError, match="there is no folder"):
+        policy.save(tmp_path / "lost")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    policy.save(pipe)
+    assert os.read(reader, 10_000).decode() == kept.read_text() and pipe.is_fifo()
+    os.close(reader)

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from ..errors import PolicyError, shown
-from ..files import as_path, write_atomically
+from ..files import as_path, write_text
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import is_word, kinds, options
 from .presets import preset_fields
@@ -127,13 +128,14 @@ def _config(key: str, base: _Config, values: object) -> _Config:
 def save(policy: PolicyFields, path: str | os.PathLike[str], title: str) -> None:
     """Write a policy to a file, with a title as the comment on its first line; see `Policy.save`.
 
-    Writes: a file beside the path, synced to disk, then renamed to it.
+    Writes: a file beside the path, or beside what a link there names, synced to disk, then renamed to it; into a pipe or device.
     """
     path, text = as_path("Policy.save", "path", path, PolicyError), f"# {title}\n{_toml(to_document(policy))}"
-    why = "it is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
-    check(not path.is_dir() and path.parent.is_dir(),
+    folder = Path(os.path.realpath(path)).parent
+    why = "it is a folder" if path.is_dir() else f"there is no folder '{folder}'"
+    check(not path.is_dir() and folder.is_dir(),
           f"cannot write the policy file '{path}': {why}. Name a file in a folder that is there.")  # fmt: skip
-    write_atomically(path, lambda file: file.write(text.encode()), several=True)
+    write_text(path, text, several=True)
 
 
 def load(path: str | os.PathLike[str]) -> PolicyFields:

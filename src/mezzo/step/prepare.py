@@ -197,8 +197,8 @@ def optimizers_of(call: str, model: object, optimizer: object) -> list[Optimizer
     if optimizer is None:
         return []
     optimizers: list[Optimizer] = []
-    is_one = isinstance(optimizer, Mapping | Tensor) or not isinstance(optimizer, Iterable)
-    for one in [optimizer] if is_one else optimizer:
+    are_some = isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping | Tensor)
+    for one in cast(Iterable[object], optimizer) if are_some else [optimizer]:
         if not isinstance(one, Optimizer):
             raise StepError(
                 f"{call}(model, optimizer, policy) takes an optimizer that was made, or a list of them, and got {kind_of(one)}. "
